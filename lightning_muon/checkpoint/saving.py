@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
-from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.comm.agreement import gather, on_first_rank, together
 from lightning_muon.params.uses import clean_name
-from lightning_muon.pipeline.runtime import is_stage
+from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
 _README_TEXT = """\
@@ -81,8 +83,36 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
     """Whole weights on rank 0, under the names of the module, ``_orig_mod`` included. Collective over all ranks."""
+    if is_stage(module):
+        return _weights_of_stages(module)
     own = {clean_name(name): name for name in module.state_dict()}
     return {own.get(name, name): value for name, value in full_state_dict(module).items()}
+
+
+def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
+    """Those of all stages on rank 0, one tensor after the other; a copy of a tied weight is the same tensor there."""
+    group, state = runtime_of(module).group, module.state_dict()
+    described = {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
+        for name, value in state.items()
+    }
+    listed, whole = gather((described, names_of_copies(module)), group), dict[str, Any]()
+    is_first_data_rank = dist.get_process_group_ranks(group.group)[0] == 0 if group.group is not None else True
+    for stage, (entries, _) in enumerate(listed):
+        for name, entry in entries.items():
+            value = entry
+            if isinstance(entry, torch.Tensor) and stage == group.rank:
+                value = state[name].full_tensor() if isinstance(state[name], DTensor) else state[name]
+                if stage > 0 and is_first_data_rank:
+                    dist.send(value.contiguous(), group=group.group, group_dst=0)
+            elif isinstance(entry, torch.Tensor) and group.rank == 0 and is_first_data_rank:
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=next(module.parameters()).device)
+                dist.recv(value, group=group.group, group_src=stage)
+            if dist.get_rank() == 0:
+                whole[name] = value.cpu() if isinstance(value, torch.Tensor) else value
+    for _, copies in listed if dist.get_rank() == 0 else ():
+        whole |= {copy: whole[name] for copy, name in copies.items()}
+    return whole
 
 
 def numbered_optimizer_state(

@@ -25,7 +25,9 @@ _DESCRIPTION = """Write a config file of accelerate with a section lightning_muo
 with its default. Start a program with it, as it is: lightning-muon launch --config_file FILE program.py"""
 _OPTIMIZERS: dict[str, type[Any]] = {"muon": MuonConfig, "flexdemo": FlexDeMoConfig}
 _WIDTH = 110
-_NUM_PROCESSES = "on all machines (default: replicas x shards if both are given, else one for each device of this one)"
+_NUM_PROCESSES = (
+    "on all machines (default: replicas x shards x stages if both are given, else a device of this one each)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
+    add("--pipeline-size", type=count, default=1, metavar="N", help="ranks over which the layers are divided")
     add("--num-processes", type=count, metavar="N", help=_NUM_PROCESSES)
     add("--num-machines", type=count, default=1, metavar="N", help="default: %(default)s")
     add("--mixed-precision", choices=("no", "bf16"), default="bf16", help="default: %(default)s")
@@ -55,22 +58,29 @@ def run(arguments: argparse.Namespace) -> None:
 def _config_file(arguments: argparse.Namespace) -> str:
     """What ``accelerate config`` would write, and our section."""
     with_nodes, is_cpu, machines = arguments.optimizer == "flexdemo", arguments.cpu, arguments.num_machines
+    stages = arguments.pipeline_size
     asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
     options = Options(
-        sharding=arguments.sharding, optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer, **asked
+        sharding=arguments.sharding,
+        optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer,
+        pipeline_size=stages,
+        **asked,
     )
     processes = arguments.num_processes
     if processes is None and "auto" not in asked.values():
-        processes = arguments.replicate_size * arguments.shard_size
+        processes = arguments.replicate_size * arguments.shard_size * stages
     elif processes is None:
-        processes = max(1, 0 if is_cpu else torch.cuda.device_count()) * machines
+        processes = max(stages, (0 if is_cpu else torch.cuda.device_count()) * machines, machines)
     if processes % machines:
         raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
-    if arguments.sharding == "none" and processes > 1:
-        raise ValueError(f"--sharding none is one process, got {processes}; add --num-processes 1, or use zero2 or ddp")
+    if arguments.sharding == "none" and processes > stages:
+        raise ValueError(
+            f"--sharding none is one process, got {processes}; add --num-processes {stages}, or use zero2 or ddp"
+        )
     replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
-    # Accelerate shards models only where they have several shards, and only on accelerators.
-    is_fsdp = arguments.sharding == "fsdp" and shards > 1 and not is_cpu
+    # Accelerate shards models only where they have several shards, and only on accelerators; a Trainer saves only with
+    # FSDP what one process does not have.
+    is_fsdp = arguments.sharding == "fsdp" and shards * stages > 1 and not is_cpu
     kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
     stock: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -89,13 +99,17 @@ def _config_file(arguments: argparse.Namespace) -> str:
             "fsdp_reshard_after_forward": True,
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         }
-        stock["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": replicas,
-            "parallelism_config_dp_shard_size": shards,
-        }
+        if stages == 1:  # Accelerate knows no ranks beside replicas and shards.
+            stock["parallelism_config"] = {
+                "parallelism_config_dp_replicate_size": replicas,
+                "parallelism_config_dp_shard_size": shards,
+            }
     live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
-    if processes > 1 and not is_fsdp and (arguments.sharding == "fsdp" or set(asked.values()) != {"auto"}):
+    has_sizes = "parallelism_config" in stock or (arguments.sharding != "fsdp" and set(asked.values()) == {"auto"})
+    if processes > 1 and not has_sizes:
         live |= {"replicate_size": replicas, "shard_size": shards}
+    if stages > 1:
+        live |= {"pipeline_size": stages}
     header = f"# Start a program with: lightning-muon launch --config_file {arguments.output or 'FILE'} program.py\n"
     section = "".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
     note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"

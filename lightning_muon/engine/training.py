@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +37,7 @@ from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_non
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -125,6 +128,7 @@ class TrainingEngine:
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
+        self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses of a pipeline, on their way to all ranks.
 
     # ---- before the first step
 
@@ -146,6 +150,7 @@ class TrainingEngine:
             self.pipeline.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=self.mode.reduce_part)
             self.pipeline.take_calls()
             self.pipeline.run_batch = weakref.WeakMethod(self.run_pipeline)
+            self.pipeline.loss_of_batch = weakref.WeakMethod(self.loss_of_pipeline)
         self._watch()
 
     def attach(
@@ -265,8 +270,11 @@ class TrainingEngine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Forward and backward inside leave gradients unreduced; local."""
+        """Forward and backward inside leave gradients unreduced; local. A pipeline reduces those of each batch."""
         self._require_optimizer("no_backward_sync (no_sync)")
+        if self.pipeline is not None:
+            yield
+            return
         before, self._is_last_micro_batch = self._is_last_micro_batch, False
         try:
             with self.mode.no_sync():
@@ -290,6 +298,10 @@ class TrainingEngine:
 
         ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
+        if self.pipeline is not None:  # Gradients are reduced already.
+            with self.explaining():
+                yield
+            return
         self.has_run |= self._is_only_module
         with self.explaining():
             try:
@@ -306,10 +318,11 @@ class TrainingEngine:
             if guard is not None:
                 guard.end_backward()
 
-    def run_pipeline(self, batch: Any) -> Tensor:
+    def run_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
         """Forward and backward of a batch through all stages, and the sum of gradients; returns its mean loss.
 
-        Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
+        The mean is that over the losses of the batch of this rank, or their sum divided by ``num_losses``, the same on
+        all ranks. Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
         """
         assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
@@ -320,7 +333,9 @@ class TrainingEngine:
             try:
                 with self.mode.no_sync():
                     result = self.pipeline.train(
-                        batch, factor=self._factor_of_gradients, check=self._require_no_gradients
+                        batch,
+                        factor=partial(self._factor_of_gradients, num_losses),
+                        check=self._require_no_gradients,
                     )
             except BaseException:
                 if self.tokens is not None:
@@ -330,7 +345,7 @@ class TrainingEngine:
             self._is_reduced = True
             self._skip_if(result.is_nonfinite)
             self.finish_backward()
-        return result.mean
+        return result.mean if num_losses is None else result.total / num_losses
 
     def _require_no_gradients(self) -> None:
         left = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
@@ -347,8 +362,53 @@ class TrainingEngine:
             if isinstance(optimizer, PlannedOptimizer):
                 optimizer.is_nonfinite = is_nonfinite
 
-    def _factor_of_gradients(self, num_losses: Tensor) -> Tensor:
+    def loss_of_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
+        """As :meth:`run_pipeline`, but gradients come with the backward of what the program makes of the loss.
+
+        They are computed here. Backward multiplies them by the derivative with respect to the loss, which must be the
+        same on all ranks, and adds them to those there are. Collective over all ranks; every rank must call it.
+        """
+        if self.tokens is not None and (num_losses is not None or any(p.grad is not None for p in self._trained)):
+            raise RuntimeError(
+                "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
+                "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
+            )
+        free_unsharded(self.module)
+        before = {parameter: parameter.grad for parameter in self._trained}
+        earlier = self._is_nonfinite if any(gradient is not None for gradient in before.values()) else None
+        for parameter in before:
+            parameter.grad = None
+        try:
+            loss = self.run_pipeline(batch, num_losses)
+            if earlier is not None and self._is_nonfinite is not None:
+                self._skip_if(earlier | self._is_nonfinite)
+            computed = [(p, p.grad) for p in before if p.grad is not None]
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+        return _LossOfPipeline.apply(torch.ones((), requires_grad=True), loss.float(), partial(self._add, computed))
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
+    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], derivative: Tensor) -> None:
+        """Add gradients that were computed with a loss. Collective over all ranks; every rank must call it."""
+        for parameter, gradient in computed:
+            local_tensor(gradient).mul_(derivative)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        assert self.meshes.stages is not None
+        everyone = axis_group(self.meshes.stages, (0, 1, 2))
+        if everyone.group is not None:
+            extremes = torch.stack([derivative, -derivative]).double().nan_to_num()
+            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=everyone.group, async_op=True)
+            assert work is not None
+            self._derivatives.append((work, extremes))
+
+    def _factor_of_gradients(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
         """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
+        if wanted is not None:
+            return 1 / wanted.to(num_losses)
         if self.tokens is None:
             return 1 / num_losses.clamp(min=1)
         if not self.tokens.is_summed:
@@ -478,6 +538,11 @@ class TrainingEngine:
         """The ranks that have the same modules, `None` for all."""
         return None if self.pipeline is None else self.mesh
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank has some weights, or parts of them, only."""
+        return self.mode.shards_weights or self.pipeline is not None
+
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
         return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)
@@ -562,7 +627,7 @@ class TrainingEngine:
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         # Nobody is told of loss.backward().
         outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled():
+        if outputs and torch.is_grad_enabled() and self.pipeline is None:
             register_multi_grad_hook(outputs, self._backward_begins, mode="any")
 
     def _backward_begins(self, _: Tensor) -> None:
@@ -579,6 +644,15 @@ class TrainingEngine:
     def _require_reduced(self, what: str) -> None:
         """Raise unless a backward pass outside of :meth:`no_sync` has reduced the gradients."""
         self._require_optimizer(what)
+        for work, extremes in self._derivatives:
+            work.wait()
+            largest, negative = extremes.tolist()
+            if largest != -negative:
+                raise RuntimeError(
+                    f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
+                    "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
+                )
+        self._derivatives.clear()
         if self._is_loop_of_user and not self._is_reduced:
             raise RuntimeError(
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "
@@ -612,6 +686,23 @@ class TrainingEngine:
             if route.algorithm != "adamw"
         }
         return [parameter for parameter in parameters if parameter not in matrices]
+
+
+class _LossOfPipeline(torch.autograd.Function):
+    """A loss whose gradients are known already: ``add`` takes the derivative with respect to it."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, loss: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        ctx.add = add
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, derivative: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        if ctx.add is None:
+            raise RuntimeError("backward a second time of one loss of a pipeline; call the model again")
+        ctx.add, add = None, ctx.add
+        add(derivative)
+        return None, None, None
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch.nn.functional as F
@@ -19,6 +21,9 @@ Loss = tuple[Tensor, Tensor | int]
 # Causal language models of transformers whose forward does nothing to the hidden states between embeddings, layers,
 # norm and head; others scale them, or have a second stream.
 CAUSAL_LMS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+ENCODER_DECODERS = ("mt5", "t5")
+# What an encoder-decoder is called with; "return_dict" is always true.
+_TAKEN = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "return_dict")
 _IGNORED = -100  # The label of a token that is not predicted, as everywhere in transformers.
 _METHODS = """\
     def pipeline_parts(self):  # modules in the order of forward; each gets what the one before returns
@@ -42,7 +47,7 @@ class Part:
     @property
     def modules(self) -> list[nn.Module]:
         """They themselves."""
-        return [parent.get_submodule(name) for parent, name in self.places]
+        return list(dict.fromkeys(parent.get_submodule(name) for parent, name in self.places))
 
 
 class StagedModel(ABC):
@@ -71,6 +76,34 @@ class StagedModel(ABC):
     @abstractmethod
     def result_of_call(self, output: Carry, target: Any) -> Any:
         """What that call returns."""
+
+    def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        """The batch of training of a call with gradients, and of how many losses the mean is wanted, if not of its own.
+
+        Raises:
+            RuntimeError: If the model does not compute its loss itself.
+        """
+        raise RuntimeError(
+            f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
+            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the "
+            "model and of backward, and evaluate under torch.no_grad()"
+        )
+
+    def result_of_training(self, loss: Tensor) -> Any:
+        """What a call with gradients returns."""
+        raise NotImplementedError
+
+    def take_calls(self, run: Callable[..., Any]) -> None:
+        """From now on ``run`` answers calls of :attr:`root`; local."""
+
+        @wraps(type(self.root).forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # What looks at the signature, as ``generate`` does, finds that of the model.
+        signature = inspect.signature(type(self.root).forward.__get__(self.root))
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.root.forward = forward
 
 
 class Chain(StagedModel):
@@ -127,12 +160,79 @@ class Chain(StagedModel):
         return output
 
 
-class CausalLM(StagedModel):
-    """A causal language model of transformers: embeddings, layers, norm and head, called through its own forward.
+class LanguageModel(StagedModel):
+    """A language model of transformers: its batches, its loss, and what calls of it mean."""
+
+    root: Any
+    shift: int  # How many labels come before the one that the first position predicts.
+    _result: Any  # The class of what its forward returns.
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """The entries of a batch, and its labels."""
+        if "labels" not in batch:
+            raise KeyError(f"the batch has no labels, only {sorted(batch)}; for language models they are the input_ids")
+        return self._inputs_and_labels(dict(batch))
+
+    def loss(self, output: Carry, target: Any) -> Loss:
+        """Cross-entropy of each token that is predicted."""
+        labels = target[..., self.shift :].flatten()
+        logits = output[..., : output.shape[-2] - self.shift, :].flatten(0, -2).float()
+        total = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+        return total, (labels != _IGNORED).sum()
+
+    def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """See the base class. Targets are the labels, and of how many losses the mean is wanted, if not of theirs."""
+        signature = inspect.signature(type(self.root).forward)
+        given = signature.bind(self.root, *args, **kwargs).arguments
+        given.pop("self")
+        rest = next((each.name for each in signature.parameters.values() if each.kind == each.VAR_KEYWORD), "")
+        inputs, labels = self._inputs_and_labels(given | given.pop(rest, {}))
+        return inputs, None if labels is None else (labels, kwargs.get("num_items_in_batch"))
+
+    def result_of_call(self, output: Carry, target: Any) -> Any:
+        """See the base class."""
+        if target is None:
+            return self._result(loss=None, logits=output)
+        labels, num_losses = target
+        total, count = self.loss(output, labels)
+        return self._result(loss=total / (count if num_losses is None else num_losses), logits=output)
+
+    def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        """See the base class. A Trainer of transformers says how many losses all micro-batches of a step have."""
+        inputs, target = self.inputs_of_call(args, kwargs)
+        if target is None:
+            raise RuntimeError(
+                f"{type(self.root).__name__} is divided over ranks of a pipeline, whose last stage computes the loss: "
+                "in training call it with labels (no label smoothing, no loss of your own), or use torch.no_grad()"
+            )
+        labels, num_losses = target
+        return {**inputs, "labels": labels}, num_losses
+
+    def _inputs_and_labels(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        inputs = {key: value for key, value in given.items() if value is not None and key != "num_items_in_batch"}
+        if "past_key_values" in inputs:
+            raise ValueError("a pipeline keeps no cache of keys and values; call it, or generate, with use_cache=False")
+        return inputs, inputs.pop("labels", None)
+
+    def result_of_training(self, loss: Tensor) -> Any:
+        """The loss alone: the logits are on the ranks of the last stage."""
+        return self._result(loss=loss, logits=None)
+
+    def take_calls(self, run: Callable[..., Any]) -> None:
+        """See the base class."""
+        super().take_calls(run)
+        if hasattr(self.root, "generate"):
+            self.root.generate = partial(type(self.root).generate, self.root, use_cache=False)
+
+
+class CausalLM(LanguageModel):
+    """A causal language model: embeddings, layers, norm and head, called through its own forward.
 
     A stage that has no embeddings is called with ``inputs_embeds``, and modules of other stages return what they get.
     So masks, positions and rotary embeddings are made on every stage from the batch, which every stage has.
     """
+
+    shift = 1
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -147,15 +247,9 @@ class CausalLM(StagedModel):
         middle = children.index(layers)
         head = next(name for name, child in root.named_children() if child is root.get_output_embeddings())
         before, after = ([(base, name) for name in some] for some in (children[:middle], children[middle + 1 :]))
-        blocks = [((getattr(base, layers), name),) for name, _ in getattr(base, layers).named_children()]
-        names = {child: name for name, child in root.named_modules()}
-        self.parts = [
-            Part(names[places[0][0].get_submodule(places[0][1])], tuple(places))
-            for places in (before, *blocks, [*after, (root, head)])
-        ]
+        self.parts = _named_parts(root, [before, *_blocks(base, layers), [*after, (root, head)]])
         self._forward: Callable[..., Any] = root.forward
-        self._signature = inspect.signature(root.forward)
-        self._kind_of_result: Any = None  # Of its forward, from the first call on.
+        self._result = None  # Known from the first call on.
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
@@ -166,40 +260,104 @@ class CausalLM(StagedModel):
             given.pop("input_ids", None)
             given["inputs_embeds"] = carry
         result = self._forward(**given)
-        self._kind_of_result = type(result)
+        self._result = type(result)
         return result.logits
 
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """The entries of a batch, and its labels."""
-        if "labels" not in batch:
-            raise KeyError(f"the batch has no labels, only {sorted(batch)}; for language models they are the input_ids")
-        inputs = dict(batch)
-        return inputs, inputs.pop("labels")
 
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Cross-entropy of each token after the first."""
-        shifted = target[..., 1:].flatten()
-        logits = output[..., :-1, :].flatten(0, -2).float()
-        total = F.cross_entropy(logits, shifted, ignore_index=_IGNORED, reduction="sum")
-        return total, (shifted != _IGNORED).sum()
+class EncoderDecoder(LanguageModel):
+    """T5: the embeddings of both sides, the blocks of the encoder, those of the decoder, norm and head.
 
-    def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    Hidden states travel with those of the other side, and with the position bias that the first block of a side makes
+    for all: embeddings of the decoder go past the encoder, so that only the first stage and the last have a copy of the
+    tied weight; then the output of the encoder goes along the decoder. Masks are made on every stage from the batch.
+    """
+
+    shift = 0
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self._library: Any = sys.modules[type(root.encoder).__module__]  # Has what the forward of a stack takes.
+        self._result = self._library.Seq2SeqLMOutput
+        stacks = (root.encoder, root.decoder)
+        for stack in stacks:
+            if stack.embed_tokens.weight is root.shared.weight:
+                stack.embed_tokens = root.shared
+        encoder, decoder = (_blocks(stack, "block") for stack in stacks)
+        encoder[-1].append((root.encoder, "final_layer_norm"))
+        first = [(root, "shared"), *((stack, "embed_tokens") for stack in stacks)]
+        last = [(root.decoder, "final_layer_norm"), (root, "lm_head")]
+        self.parts = _named_parts(root, [first, *encoder, *decoder, last])
+        self._last_of_encoder, self._last_of_decoder = self.parts[len(encoder)], self.parts[-2]
+
+    def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
-        bound = self._signature.bind(*args, **kwargs)
-        rest = next((each.name for each in self._signature.parameters.values() if each.kind == each.VAR_KEYWORD), "")
-        given = bound.arguments | bound.arguments.pop(rest, {})
-        inputs = {key: value for key, value in given.items() if value is not None}
-        if "past_key_values" in inputs:
-            raise ValueError("a pipeline keeps no cache of keys and values; call it, or generate, with use_cache=False")
-        return inputs, inputs.pop("labels", None)
+        encoder, decoder = self.root.encoder, self.root.decoder
+        # Hidden states, those of the other side, the position bias.
+        values: tuple[Any, ...] = carry if isinstance(carry, tuple) else (carry,)
+        for part in parts:
+            block: Any = part.modules[0]
+            if part is self.parts[0]:
+                hidden = encoder.dropout(encoder.embed_tokens(inputs["input_ids"]))
+                values = hidden, decoder.dropout(decoder.embed_tokens(inputs["decoder_input_ids"]))
+            elif part is self.parts[-1]:
+                hidden = decoder.dropout(decoder.final_layer_norm(values[0]))
+                is_scaled = getattr(self.root.config, "scale_decoder_outputs", False)
+                return self.root.lm_head(hidden * self.root.model_dim**-0.5 if is_scaled else hidden)
+            elif not block.is_decoder:
+                hidden, other, *bias = values
+                hidden, *bias = block(hidden, self._mask(encoder, hidden, inputs), *bias)
+                values = hidden, other, bias[0]
+                if part is self._last_of_encoder:
+                    values = other, encoder.dropout(encoder.final_layer_norm(hidden))
+            else:
+                hidden, encoded, *bias = values
+                masks = [self._mask(decoder, hidden, inputs), self._mask(decoder, hidden, inputs, encoded)]
+                hidden, *bias = block(hidden, masks[0], *bias or [None], encoded, masks[1])
+                values = (hidden,) if part is self._last_of_decoder else (hidden, encoded, bias[0])
+        return values
 
-    def result_of_call(self, output: Carry, target: Any) -> Any:
-        """See the base class."""
-        loss = None
-        if target is not None:
-            total, count = self.loss(output, target)
-            loss = total / count
-        return self._kind_of_result(loss=loss, logits=output)
+    def _mask(self, stack: Any, hidden: Tensor, inputs: Any, encoded: Tensor | None = None) -> Tensor | None:
+        """As ``T5Stack.forward`` makes it: that of its own positions, or that of what the encoder has ``encoded``."""
+        if stack.is_decoder and encoded is None:
+            padding = inputs.get("decoder_attention_mask")
+            return self._library.create_causal_mask(stack.config, hidden, padding, past_key_values=None)
+        padding = inputs.get("attention_mask")
+        return self._library.create_bidirectional_mask(stack.config, hidden, padding, encoder_hidden_states=encoded)
+
+    def _inputs_and_labels(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        inputs, labels = super()._inputs_and_labels(given)
+        if "encoder_outputs" in inputs:  # The tokens, see `take_calls`.
+            inputs["input_ids"] = inputs.pop("encoder_outputs")[0].squeeze(-1)
+        if labels is not None and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = self.root.prepare_decoder_input_ids_from_labels(labels)
+        unknown = [key for key, value in inputs.items() if key not in _TAKEN and value is not False]
+        if unknown:
+            raise TypeError(f"a pipeline of {type(self.root).__name__} takes {', '.join(_TAKEN)}; got {unknown}")
+        return inputs, labels
+
+    def take_calls(self, run: Callable[..., Any]) -> None:
+        """See the base class. ``generate`` calls the encoder first: its output are the tokens, which it keeps."""
+        super().take_calls(run)
+
+        @wraps(type(self.root.encoder).forward)
+        def keep_tokens(input_ids: Tensor, **_: Any) -> Any:
+            return self._library.BaseModelOutput(last_hidden_state=input_ids.unsqueeze(-1))
+
+        self.root.encoder.forward = keep_tokens
+
+
+_Place = tuple[nn.Module, str]
+
+
+def _blocks(stack: nn.Module, name: str) -> list[list[_Place]]:
+    """The places of the children of a list of modules."""
+    blocks = stack.get_submodule(name)
+    return [[(blocks, number)] for number, _ in blocks.named_children()]
+
+
+def _named_parts(root: nn.Module, places: Sequence[Sequence[_Place]]) -> list[Part]:
+    names = {child: name for name, child in root.named_modules()}
+    return [Part(names[each[0][0].get_submodule(each[0][1])], tuple(each)) for each in places]
 
 
 def find_staged_model(module: nn.Module) -> StagedModel:
@@ -216,25 +374,26 @@ def find_staged_model(module: nn.Module) -> StagedModel:
     holders = [child for child in module.children() if next(child.parameters(), None) is not None]
     # The model itself, or all that a LightningModule holds.
     root: Any = holders[0] if len(holders) == 1 and not _is_known(module) else module
-    if _is_causal_lm(root):
-        return CausalLM(root)
+    if _is_language_model(root):
+        return CausalLM(root) if root.config.model_type in CAUSAL_LMS else EncoderDecoder(root)
     if isinstance(root, nn.Sequential) and hasattr(module, "pipeline_loss"):
         methods = module
         return Chain(root, list(root.children()), getattr(module, "pipeline_step", None), methods.pipeline_loss)
     kind = getattr(getattr(root, "config", None), "model_type", None)
     what = f"the model_type {kind!r}" if kind else f"a {type(root).__name__}"
     raise ValueError(
-        f"{type(module).__name__} cannot be cut into stages: {what} is no causal language model out of "
-        f"{', '.join(CAUSAL_LMS)}, and no nn.Sequential in a module with pipeline_loss. Say how it is cut:\n{_METHODS}"
+        f"{type(module).__name__} cannot be cut into stages: {what} is no language model out of "
+        f"{', '.join((*CAUSAL_LMS, *ENCODER_DECODERS))}, and no nn.Sequential in a module with pipeline_loss. Say how "
+        f"it is cut:\n{_METHODS}"
     )
 
 
 def _is_known(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) or _is_causal_lm(module)
+    return isinstance(module, nn.Sequential) or _is_language_model(module)
 
 
-def _is_causal_lm(module: Any) -> bool:
+def _is_language_model(module: Any) -> bool:
     kind = getattr(getattr(module, "config", None), "model_type", None)
     is_wrapped = hasattr(module, "peft_config")  # It answers for the model inside.
     has_head = getattr(module, "get_output_embeddings", lambda: None)() is not None
-    return kind in CAUSAL_LMS and has_head and not is_wrapped
+    return kind in (*CAUSAL_LMS, *ENCODER_DECODERS) and has_head and not is_wrapped

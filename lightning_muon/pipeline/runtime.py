@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -105,7 +104,9 @@ class PipelineRuntime:
         self._num_microbatches, self._stages_per_rank, self._device = num_microbatches, stages_per_rank, device
         self.shards = Shards()
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
-        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None  # The method of who trains it.
+        # The methods of who trains it.
+        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None
+        self.loss_of_batch: Callable[[], Callable[[Any, Tensor | None], Tensor] | None] = lambda: None
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
         self.output_dtype: torch.dtype | None = (
             None  # Of what the model returns, and its loss gets; as computed if None.
@@ -212,12 +213,16 @@ class PipelineRuntime:
         return Result(run.total, run.count, run.is_nonfinite)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank. Makes no graph."""
+        """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank.
+
+        With gradients that is the loss of a batch of training, and the schedule runs forward and backward; without, the
+        whole output.
+        """
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "in a pipeline the strategy runs forward and backward of training itself (pipeline_step, "
-                "pipeline_loss); call the model in validation, test and predict, or under torch.no_grad()"
-            )
+            batch, num_losses = self._model.batch_of_call(args, kwargs)
+            if (compute := self.loss_of_batch()) is None:
+                raise RuntimeError("the training of this pipeline is over; call the model under torch.no_grad()")
+            return self._model.result_of_training(compute(batch, num_losses))
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
             inputs, target = self._model.inputs_of_call(args, kwargs)
@@ -231,16 +236,7 @@ class PipelineRuntime:
 
     def take_calls(self) -> None:
         """From now on calls of :attr:`root` are those of the whole model; local."""
-        run = self.forward
-
-        @wraps(type(self.root).forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return run(*args, **kwargs)
-
-        # What looks at the signature, as ``generate`` does, finds that of the model.
-        signature = inspect.signature(type(self.root).forward.__get__(self.root))
-        forward.__signature__ = signature  # type: ignore[attr-defined]
-        self.root.forward = forward
+        self._model.take_calls(self.forward)
 
     def _share(self, outputs: Sequence[Carry | None]) -> Carry:
         """The rows of all micro-batches, which the rank of the last stage has, on every rank."""

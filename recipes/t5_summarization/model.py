@@ -110,6 +110,13 @@ class T5Summarizer(LightningModule):
         )
         return loss
 
+    def on_fit_start(self) -> None:
+        """A pipeline computes the loss of T5 itself, from the labels of the batch."""
+        if self.hparams.paper_loss and getattr(getattr(self.trainer.strategy, "options", None), "pipeline_size", 1) > 1:
+            raise ValueError(
+                "paper_loss=True is a loss of training_step, which pipeline_size does not call; leave one out"
+            )
+
     def on_validation_epoch_start(self) -> None:
         """Forget the summaries of the last epoch."""
         self.summaries = []
@@ -144,11 +151,12 @@ class T5Summarizer(LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW for everything; the strategy moves the matrices to Muon at the same learning rate."""
-        lr, embedding = self.hparams.lr, self.model.get_input_embeddings().weight
-        groups = [
-            {"params": [parameter for parameter in self.parameters() if parameter is not embedding]},
-            {"params": [embedding], "lr": lr * self.hparams.embedding_lr_scale},
-        ]
+        lr, config = self.hparams.lr, self.model.config
+        # The tied embedding by its size: of the stages of a pipeline, the last has a copy, and those between have none.
+        embeddings, others = [], []
+        for parameter in self.parameters():
+            (embeddings if parameter.shape == (config.vocab_size, config.d_model) else others).append(parameter)
+        groups = [{"params": others}, {"params": embeddings, "lr": lr * self.hparams.embedding_lr_scale}]
         optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=self.hparams.weight_decay)
         total_steps = int(self.trainer.estimated_stepping_batches)
         warmup_steps = max(1, round(self.hparams.warmup_share * total_steps))

@@ -372,5 +372,7 @@ def test_the_examples_run(tmp_path: Path) -> None:
     assert "validation loss" in run_program(
         ROOT / "examples" / "pipeline_gpt.py", *trained, directory=tmp_path, num_ranks=2
     )
+    cut = run_program(ROOT / "examples" / "pipeline_t5.py", "--steps", "6", directory=tmp_path, num_ranks=2)
+    assert "loss " in cut
     loop = run_program(ROOT / "examples" / "pipeline_loop.py", "--steps", "10", directory=tmp_path, num_ranks=2)
     assert "step 10: loss" in loop and "The statement " in loop

@@ -15,7 +15,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -86,6 +86,7 @@ class Accelerator(accelerate.Accelerator):
 
     options: Options
     _meshes: Meshes | None = None
+    _takes_first_stage = False  # What `gather` returns.
     _data_rank: tuple[int, int] | None = None  # And the number of such ranks, while data is divided over them.
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
@@ -173,11 +174,9 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        # The ranks of a pipeline have the same samples.
-        if self._meshes is not None and self._meshes.stages is not None:
+        if self.options.pipeline_size > 1:  # Its ranks have the same samples.
+            self._meshes = self._meshes or make_meshes(self.state, self.options)
             self._data_rank = self._meshes.data_rank, self._meshes.num_data_ranks
-        elif self.options.pipeline_size > 1:
-            raise ValueError("with pipeline_size prepare the model before the data loaders, or in the same call")
         try:
             loader = super().prepare_data_loader(*args, **kwargs)
         finally:
@@ -185,6 +184,44 @@ class Accelerator(accelerate.Accelerator):
         if self.options.pipeline_size > 1:
             draw_alike(loader)
         return loader
+
+    @override
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """As in Accelerate; with a pipeline it steps once for each rank with samples of its own."""
+        prepared: Any = super().prepare_scheduler(scheduler)
+        if self._meshes is not None and self._meshes.stages is not None and not prepared.split_batches:
+            stock, number, prepared.split_batches = prepared.step, self._meshes.num_data_ranks, True
+
+            def step(*args: Any, **kwargs: Any) -> None:
+                for _ in range(number if self.sync_gradients else 1):
+                    stock(*args, **kwargs)
+
+            prepared.step = step
+        return prepared
+
+    @override
+    def gather(self, tensor: Any) -> Any:
+        gathered = super().gather(tensor)
+        if not self._takes_first_stage:
+            return gathered
+        return recursively_apply(lambda each: each[: len(each) // self.options.pipeline_size], gathered)
+
+    @override
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As in Accelerate; of the ranks of a pipeline, which have the same samples, those of the first stage count."""
+        if self._meshes is None or self._meshes.stages is None:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        try:  # As Accelerate decides, which then puts lists of all ranks together.
+            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object and self._meshes.stages.get_local_rank(0) > 0:
+            input_data = []
+        self._takes_first_stage = True
+        try:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        finally:
+            self._takes_first_stage = False
 
     @override
     def prepare_model(
@@ -207,7 +244,7 @@ class Accelerator(accelerate.Accelerator):
         if engine is None:
             super().backward(loss, **kwargs)
             return
-        if engine.tokens is not None:
+        if engine.tokens is not None and engine.pipeline is None:  # Which counts them itself.
             engine.tokens.begin_backward()
         with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
             super().backward(loss, **kwargs)
@@ -299,7 +336,7 @@ class Accelerator(accelerate.Accelerator):
         if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:
             return super().get_state_dict(model, unwrap)
         prepare_for_reading(engine)
-        if not engine.mode.shards_weights:
+        if not engine.divides_weights:
             return super().get_state_dict(model, unwrap)
         return engine.weights_to_save(whole=True)
 
@@ -320,8 +357,12 @@ class TrainerAccelerator(Accelerator):
     @override
     def _checked(self, options: Options) -> Options:
         kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
-        if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
-            what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
+        is_whole = sharding in ("ddp", "none") and options.pipeline_size == 1
+        if kind != DistributedType.FSDP and (options.has_nodes or not is_whole):
+            of_stages = (
+                f"pipeline_size={options.pipeline_size}" if options.pipeline_size > 1 else f"sharding={sharding!r}"
+            )
+            what = "FlexDeMo" if options.has_nodes else of_stages
             raise ValueError(
                 f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not all with "
                 f"{what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp under lightning_muon"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,31 +31,40 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     whole = whole or not accelerator.options.save_distributed_checkpoint
 
+    def save(directory: str, with_model: bool) -> None:
+        chosen = [with_model]
+        dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
+        _write(engine, Path(directory), whole=whole, with_model=chosen[0])
+
+    def weights() -> Sequence[Any]:
+        return () if engine.divides_weights else [accelerator.get_state_dict(engine.module)]
+
+    return _among_hooks(accelerator, "save", stock, save, weights)
+
+
+def _write(
+    engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
+) -> None:
+    """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
+
     def write(path: Path, key: str, state: Any) -> None:
         if whole:
             on_first_rank(lambda: torch.save(state, path))
         else:
             write_shards({key: state}, path)
 
-    def save(directory: str, with_model: bool) -> None:
-        chosen = [with_model]
-        dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
-        prepare_for_reading(engine)
-        places = [_paths(Path(directory), _OPTIMIZER, index) for index in range(len(engine.optimizers))]
-        places += [_paths(Path(directory), _MODEL, 0)] if chosen[0] else []
-        # What was saved in the other format goes in the same moment.
-        obsolete = [place[not whole] for place in places]
-        options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
-        with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
-            if chosen[0]:
-                write(drafts[-1], _MODEL_KEY, engine.weights_to_save(whole=whole))
-            for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
-                write(draft, _OPTIMIZER_KEY, get_optimizer_state_dict(engine.module, optimizer, options=options))
-
-    def weights() -> Sequence[Any]:
-        return () if engine.mode.shards_weights else [accelerator.get_state_dict(engine.module)]
-
-    return _among_hooks(accelerator, "save", stock, save, weights)
+    prepare_for_reading(engine)
+    optimizers = engine.optimizers if with_optimizers else []
+    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(optimizers))]
+    places += [_paths(directory, _MODEL, 0)] if with_model else []
+    # What was saved in the other format goes in the same moment.
+    obsolete = [place[not whole] for place in places]
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
+        if with_model:
+            write(drafts[-1], _MODEL_KEY, engine.weights_to_save(whole=whole))
+        for draft, optimizer in zip(drafts, optimizers, strict=False):
+            write(draft, _OPTIMIZER_KEY, get_optimizer_state_dict(engine.module, optimizer, options=options))
 
 
 def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
@@ -64,20 +74,49 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
     def load(found: str, with_model: bool) -> None:
         require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
-        prepare_for_reading(engine)
-        if with_model:
-            _find(Path(found), _MODEL, 0, _MODEL_KEY).load_weights(_MODEL_KEY, engine.module, strict=True)
-        for index, optimizer in enumerate(engine.optimizers):
-            part = _find(Path(found), _OPTIMIZER, index, _OPTIMIZER_KEY)
-            part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
-        engine.weights_have_changed()
+        _read(engine, Path(found), with_model=with_model)
 
-    models = [] if engine.mode.shards_weights else prepared_models(accelerator)
+    models = [] if engine.divides_weights else prepared_models(accelerator)
     _among_hooks(accelerator, "load", stock, load, lambda: models)
     # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
     step = [accelerator.step]
     dist.broadcast_object_list(step, src=0)
     accelerator.step = step[0]
+
+
+def _read(engine: TrainingEngine, directory: Path, *, with_model: bool, with_optimizers: bool = True) -> None:
+    """Load what :func:`_write` has written. Collective over all ranks; every rank must call it."""
+    prepare_for_reading(engine)
+    if with_model:
+        _find(directory, _MODEL, 0, _MODEL_KEY).load_weights(_MODEL_KEY, engine.module, strict=True)
+    for index, optimizer in enumerate(engine.optimizers if with_optimizers else ()):
+        part = _find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY)
+        part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
+    engine.weights_have_changed()
+
+
+TRAINER_FUNCTIONS = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+
+
+def for_stages(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """One of :data:`TRAINER_FUNCTIONS` of Accelerate, which saves and loads the stages of a pipeline as we do.
+
+    A Trainer of transformers calls it on all ranks: with plugin, accelerator, model or optimizer, ..., directory.
+    """
+
+    @wraps(stock)
+    def function(plugin: Any, accelerator: Any, *arguments: Any, **kwargs: Any) -> Any:
+        engine = getattr(accelerator, "_engine", None)
+        if engine is None or engine.pipeline is None:
+            return stock(plugin, accelerator, *arguments, **kwargs)
+        directory, of_model = Path(arguments[-1]), stock.__name__.endswith("model")
+        chosen = {"with_model": of_model, "with_optimizers": not of_model}
+        if stock.__name__.startswith("load"):
+            return _read(engine, directory, **chosen)
+        on_first_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
+        return _write(engine, directory, whole=False, **chosen)
+
+    return function
 
 
 def prepare_for_reading(engine: TrainingEngine) -> None:

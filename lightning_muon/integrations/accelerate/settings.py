@@ -210,11 +210,6 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     )
     engine.shard(accelerator.device)
     if engine.pipeline is not None:
-        if accelerator.gradient_accumulation_steps > 1:
-            raise ValueError(
-                "a pipeline has micro-batches of its own; in the place of gradient_accumulation_steps="
-                f"{accelerator.gradient_accumulation_steps} take larger batches, and pipeline_microbatches"
-            )
         engine.pipeline.forward_context = accelerator.autocast
     engine.follow_forward()
     register_steps(module)

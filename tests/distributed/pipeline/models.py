@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,34 @@ def causal_lm(kind: str, *, num_layers: int = 4, tied: bool = False, seed: int =
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **chosen)
     return AutoModelForCausalLM.from_config(config)
+
+
+def encoder_decoder(num_layers: int, *, kind: str = "t5", tied: bool = True) -> nn.Module:
+    """A T5 of so many blocks on each side, without dropout."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_heads": 2, "relative_attention_num_buckets": 8}
+    sizes |= {"num_layers": num_layers, "num_decoder_layers": num_layers}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        kind, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=tied, **sizes
+    )
+    return AutoModelForSeq2SeqLM.from_config(config)
+
+
+def cut_by_hand(num_layers: int) -> nn.Module:
+    """The T5 of examples/pipeline_t5.py."""
+    return load_example().Reverser(num_layers)
+
+
+def load_example() -> Any:
+    """The example, as a module."""
+    path = Path(__file__).parents[3] / "examples" / "pipeline_t5.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 class Chain(nn.Module):
@@ -170,6 +200,16 @@ def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
     """The loss of a model in one process, written out."""
     if isinstance(net, Chain):
         return net.pipeline_loss(net(batch["input_ids"]), batch["labels"])
+    if hasattr(net, "pipeline_step"):
+        methods: Any = net
+        values, labels = methods.pipeline_step(batch)
+        for part in methods.pipeline_parts():
+            values = part(*values) if isinstance(values, tuple) else part(values)
+        return methods.pipeline_loss(values, labels)
+    if hasattr(net, "encoder"):
+        logits, labels = net(**batch).logits, batch["labels"]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+        return total, (labels != -100).sum()
     logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     return total, (labels != -100).sum()

@@ -73,6 +73,22 @@ def test_what_stands_there_as_a_comment_is_the_default(tmp_path: Path, optimizer
         # Accelerate refuses FSDP where nothing is divided.
         (("--replicate-size", "2", "--shard-size", "1"), "MULTI_GPU", {"replicate_size": 2, "shard_size": 1}),
         (("--shard-size", "2", "--num-processes", "6"), "FSDP", {}),
+        # Accelerate knows no ranks of a pipeline, so the sizes are ours.
+        (
+            ("--pipeline-size", "2", "--replicate-size", "3", "--shard-size", "1"),
+            "FSDP",
+            {"pipeline_size": 2, "replicate_size": 3, "shard_size": 1},
+        ),
+        (
+            ("--cpu", "--pipeline-size", "2"),
+            "MULTI_CPU",
+            {"pipeline_size": 2, "replicate_size": 1, "shard_size": 1},
+        ),
+        (
+            ("--sharding", "none", "--pipeline-size", "2", "--num-processes", "2"),
+            "MULTI_GPU",
+            {"sharding": "none", "pipeline_size": 2},
+        ),
     ],
 )
 def test_our_section_has_the_sizes_without_fsdp(
@@ -81,7 +97,8 @@ def test_our_section_has_the_sizes_without_fsdp(
     path = _written(tmp_path, *words)
     stock = _stock(path)
     assert stock.distributed_type.value == kind and stock.use_cpu is ("--cpu" in words)
-    assert bool(stock.fsdp_config) is bool(stock.parallelism_config) is (kind == "FSDP")
+    assert bool(stock.fsdp_config) is (kind == "FSDP")
+    assert bool(stock.parallelism_config) is (kind == "FSDP" and "pipeline_size" not in options)
     assert Options.from_file(path) == Options(**options)
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_muon.pipeline.cut import check_parameters, choose_stages, only
-from lightning_muon.pipeline.model import CausalLM, Chain, find_staged_model
-from tests.distributed.pipeline.models import VOCABULARY, causal_lm
+from lightning_muon.pipeline.model import CausalLM, Chain, EncoderDecoder, find_staged_model
+from tests.distributed.pipeline.models import VOCABULARY, causal_lm, encoder_decoder, load_example
 
 _LOSS = staticmethod(lambda output, target: ((output - target).square().sum(), target.numel()))
 
@@ -45,7 +45,7 @@ def test_stages_of_a_language_model_compute_what_it_does(kind: str, tied: bool) 
         with only(stages, stage):
             hidden = model.run(parts, hidden, inputs)
     torch.testing.assert_close(hidden, expected.logits, rtol=0, atol=0)
-    result = model.result_of_call(hidden, target)
+    result = model.result_of_call(hidden, (target, None))
     assert type(result) is type(expected) and torch.equal(result.logits, expected.logits)
     torch.testing.assert_close(result.loss, expected.loss)
     total, count = model.loss(hidden, target)
@@ -58,11 +58,52 @@ def test_calls_of_a_language_model_become_inputs_and_targets() -> None:
     tokens = torch.ones(2, 3, dtype=torch.int64)
     assert model.inputs_of_call((tokens,), {"labels": None, "past_key_values": None}) == ({"input_ids": tokens}, None)
     inputs, labels = model.inputs_of_call((), {"input_ids": tokens, "labels": tokens})
-    assert inputs == {"input_ids": tokens} and labels is tokens
+    assert inputs == {"input_ids": tokens} and labels == (tokens, None)
+    batch, num_losses = model.batch_of_call((tokens,), {"labels": tokens, "num_items_in_batch": 5})
+    assert batch == {"input_ids": tokens, "labels": tokens} and num_losses == 5
+    with pytest.raises(RuntimeError, match="training call it with labels"):
+        model.batch_of_call((tokens,), {})
     with pytest.raises(ValueError, match="use_cache=False"):
         model.inputs_of_call((tokens,), {"past_key_values": ()})
     with pytest.raises(KeyError, match=r"no labels, only \['input_ids'\]"):
         model.split({"input_ids": tokens})
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 6])
+@pytest.mark.parametrize("kind", ["t5", "mt5"])
+def test_stages_of_an_encoder_decoder_compute_what_it_does(kind: str, num_stages: int) -> None:
+    net: Any = encoder_decoder(2, kind=kind)
+    model = find_staged_model(_holder(net))
+    assert isinstance(model, EncoderDecoder)
+    check_parameters(net, model.parts)
+    tokens, labels = torch.randint(0, VOCABULARY, (3, 7)), torch.randint(0, VOCABULARY, (3, 5))
+    mask = torch.ones_like(tokens)
+    mask[0, 4:], labels[1, 2:] = 0, -100
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+    expected = net(**batch)
+    inputs, target = model.split(batch)
+    stages = dict(enumerate(choose_stages(model, num_stages)))
+    values = None
+    for stage, parts in stages.items():
+        with only(stages, stage):
+            values = model.run(parts, values, inputs)
+    assert torch.equal(values, expected.logits)
+    total, count = model.loss(values, target)
+    assert count == 12 and torch.allclose(total / count, expected.loss)
+    with pytest.raises(TypeError, match=r"takes input_ids, .* got \['output_attentions'\]"):
+        model.inputs_of_call((tokens,), {"output_attentions": True, "output_hidden_states": False})
+
+
+def test_the_example_of_an_encoder_decoder_computes_what_a_t5_does() -> None:
+    example = load_example()
+    batch = torch.utils.data.default_collate(example.samples(6))
+    expected = example.make_t5(2)(**batch)
+    model = find_staged_model(example.Reverser(2))
+    inputs, target = model.split(batch)
+    logits = model.run(model.parts, None, inputs)
+    assert torch.equal(logits, expected.logits)
+    total, count = model.loss(logits, target)
+    assert torch.allclose(total / count, expected.loss)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
@@ -80,6 +121,8 @@ def test_children_of_a_sequential_are_its_parts(is_held: bool) -> None:
     with pytest.raises(TypeError, match=r"(?s)is a Tensor, no pair.*def pipeline_step"):
         model.split(x)
     assert model.inputs_of_call((x,), {}) == (x, None) and model.inputs_of_call((x, x), {}) == ((x, x), None)
+    with pytest.raises(RuntimeError, match=r"lightning_muon.forward_backward\(model, batch\)"):
+        model.batch_of_call((x,), {})
     with pytest.raises(TypeError, match="no keywords, got mask"):
         model.inputs_of_call((x,), {"mask": x})
 
@@ -127,9 +170,9 @@ def test_wrong_methods_are_named() -> None:
 @pytest.mark.parametrize(
     ("net", "what"),
     [
-        (nn.Linear(2, 2), "a Linear is no causal"),
-        (nn.Sequential(nn.Linear(2, 2)), "a Sequential is no causal"),  # Without a loss.
-        (causal_lm("gemma2"), "the model_type 'gemma2' is no causal"),
+        (nn.Linear(2, 2), "a Linear is no language"),
+        (nn.Sequential(nn.Linear(2, 2)), "a Sequential is no language"),  # Without a loss.
+        (causal_lm("gemma2"), "the model_type 'gemma2' is no language"),
     ],
     ids=["a layer", "no loss", "unknown model_type"],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import torch
 import transformers.trainer
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
 import lightning_muon.hf
 from lightning_muon import FlexDeMo, FlexDeMoConfig, Full, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.integrations.accelerate.accelerator import Accelerator, TrainerAccelerator
+from lightning_muon.integrations.accelerate.checkpoints import TRAINER_FUNCTIONS
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
@@ -139,19 +143,34 @@ _EXACT = "optimizer: {compute_dtype: float32, wire_dtype: float32}\n"
 _FLEXDEMO = "optimizer: {class_path: lightning_muon.FlexDeMoConfig, init_args: {base: adamw}}\n"
 
 
-def _trained(directory: str, parallel: str, *, resume: str = "", **options: Any) -> tuple[str, dict[str, Tensor]]:
-    """The optimizer and the weights of a Trainer that was told of AdamW."""
-    with (
-        mock.patch.object(accelerate, "Accelerator", accelerate.Accelerator),
-        mock.patch.object(accelerate.accelerator, "Accelerator", accelerate.Accelerator),
-        mock.patch.object(transformers.trainer, "Accelerator", accelerate.Accelerator),
-        runs.accelerator_of(parallel),
-        mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": f"{directory}/options.yaml"}),
-    ):
+@contextmanager
+def _launched(directory: str, parallel: str) -> Generator[None]:
+    """As in a script that ``lightning-muon launch`` starts with ``options.yaml``."""
+    with ExitStack() as stack:
+        for module, names in (
+            (accelerate, ["Accelerator"]),
+            (accelerate.accelerator, ["Accelerator"]),
+            (transformers.trainer, ["Accelerator", *TRAINER_FUNCTIONS]),
+        ):
+            for name in names:
+                stack.enter_context(mock.patch.object(module, name, getattr(module, name)))
+        stack.enter_context(runs.accelerator_of(parallel))
+        stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": f"{directory}/options.yaml"}))
         replace_accelerator()
+        yield
+
+
+def _trained(
+    directory: str, parallel: str, *, resume: str = "", tied: bool = False, **options: Any
+) -> tuple[str, dict[str, Tensor]]:
+    """The optimizer and the weights of a Trainer that was told of AdamW."""
+    with _launched(directory, parallel):
         run = runs.trainer(
             f"{directory}/out",
-            runs.causal_lm(seed=int(os.environ["RANK"]) if parallel != "none" and not resume else 0),
+            runs.causal_lm(
+                seed=0 if parallel == "none" or resume or "num_stages" in options else int(os.environ["RANK"]),
+                tied=tied,
+            ),
             optimizer_cls_and_kwargs=None,
             learning_rate=runs.LR,
             weight_decay=runs.WEIGHT_DECAY,
@@ -192,7 +211,66 @@ def test_an_unchanged_trainer_resumes_bit_for_bit(
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
-@pytest.mark.parametrize("text", ["sharding: zero2\n", _FLEXDEMO])
+_STAGES = f"{_EXACT}pipeline_size: 2\n"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_an_unchanged_trainer_trains_the_stages_of_a_pipeline(
+    gloo: ProcessPool, tmp_path: Path, world_size: int
+) -> None:
+    (tmp_path / "options.yaml").write_text(_STAGES)
+    arguments = {"num_stages": 2, "max_grad_norm": 0.1, "eval_strategy": "steps", "eval_steps": 8}
+    results = gloo.run(_trained, str(tmp_path), "fsdp", tied=True, world_size=world_size, **arguments)
+    expected = runs.written_out(max_norm=0.1, tied=True)
+    assert {name for _, weights in results for name in weights} == expected.keys() | {"lm_head.weight"}
+    for _, weights in results:
+        for name, value in weights.items():
+            wanted = expected.get(name, expected["model.embed_tokens.weight"])
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
+
+
+def _resumed(directory: str, resume: str) -> tuple[Any, ...]:
+    """Losses and weights of a pipeline that was saved after four steps; its predictions; whole weights."""
+    saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "num_stages": 2}
+    with _launched(directory, "fsdp"):
+        run = runs.trainer(
+            f"{directory}/out",
+            runs.causal_lm(seed=1 if resume else 0, tied=True),
+            optimizer_cls_and_kwargs=None,
+            **saving,
+        )
+        run.train(resume_from_checkpoint=resume or None)
+        predicted = run.predict(runs.samples(13))  # type: ignore[arg-type]
+        run.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        run.save_model(f"{directory}/whole")
+        tokens: Any = torch.tensor([[3, 5, 7], [2, 4, 6]])
+        texts = run.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+        losses = {key: runs.logged(run, key) for key in ("loss", "eval_loss", "grad_norm")}
+        result = losses, runs.whole_weights(run.model), predicted.predictions, texts
+        run.accelerator.free_memory()
+        return result
+
+
+def test_a_pipeline_of_a_trainer_resumes_and_saves_whole_weights(gloo: ProcessPool, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(_STAGES)
+    results = gloo.run(_resumed, str(tmp_path), "", world_size=2)
+    again = gloo.run(_resumed, str(tmp_path), f"{tmp_path}/out/checkpoint-4", world_size=2)
+    whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole").eval()
+    names = dict(whole.named_parameters())
+    rows = torch.stack([sample["input_ids"] for sample in runs.samples(13)])
+    tokens: Any = torch.tensor([[3, 5, 7], [2, 4, 6]])
+    with torch.no_grad():
+        logits = whole(rows).logits
+        texts = whole.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
+    for (losses, weights, predicted, generated), resumed in zip(results, again, strict=True):
+        assert all(values == resumed[0][key] for key, values in losses.items())
+        assert all(torch.equal(value, resumed[1][name]) for name, value in weights.items())
+        assert all(torch.equal(value, names.get(name, whole.lm_head.weight)) for name, value in weights.items())
+        torch.testing.assert_close(torch.as_tensor(predicted), logits, rtol=0, atol=1e-6)
+        assert torch.equal(generated, texts)
+
+
+@pytest.mark.parametrize("text", ["sharding: zero2\n", _FLEXDEMO, "sharding: none\npipeline_size: 2\n"])
 def test_a_division_that_a_trainer_would_not_save_is_refused(gloo: ProcessPool, tmp_path: Path, text: str) -> None:
     (tmp_path / "options.yaml").write_text(text)
     gloo.expect_error_on_all_ranks(_trained, str(tmp_path), "ddp", match="set distributed_type: FSDP", world_size=2)
