@@ -79,7 +79,7 @@ class PipelineRuntime:
         schedule: Name of a schedule; see :data:`~lightning_muon.schedule.pipeline.SCHEDULES`.
         num_microbatches: Into which each batch is cut; a batch of fewer rows has one of each.
         stages_per_rank: Number of stages of each rank.
-        first_parts: The first part of each stage; by default stages of about equal work.
+        first_parts: Name of the first part of each stage.
         device: Where messages lie.
     """
 
@@ -92,7 +92,7 @@ class PipelineRuntime:
         schedule: str,
         num_microbatches: int,
         stages_per_rank: int,
-        first_parts: Sequence[str] | None,
+        first_parts: Sequence[str],
         device: torch.device,
     ) -> None:
         self._model, self._group, self._schedule = model, group, schedule
@@ -498,16 +498,20 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     if not is_stage(module):
         check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
+        model, num_stages = find_staged_model(module), group.size * options.stages_per_rank
+        stages = choose_stages(model, num_stages, options.pipeline_split)
+        # That of one rank: what was measured on the others may, in odd models, depend on the rank.
+        first_parts = gather([parts[0].name for parts in stages], axis_group(mesh, tuple(range(mesh.ndim))))[0]
         vars(module)[_KEY] = known = (
             options,
             PipelineRuntime(
-                find_staged_model(module),
+                model,
                 module,
                 group=group,
                 schedule=options.pipeline_schedule,
                 num_microbatches=options.num_microbatches(group.size),
                 stages_per_rank=options.stages_per_rank,
-                first_parts=options.pipeline_split,
+                first_parts=first_parts,
                 device=mesh_device(mesh),
             ),
         )
