@@ -309,14 +309,32 @@ class _Run:
         }
         recorder = self.runtime.recorder
         for op in ops:
-            if recorder is None or op.group:  # Messages begin and end beside the program.
-                steps[op.kind](op)
-                continue
-            recorder.started(op)
+            if recorder is not None:
+                recorder.started(op)
             steps[op.kind](op)
-            recorder.ended(op)
+            if recorder is not None and not self._is_received(op):
+                recorder.ended(op)
         for link in self.runtime._links.values():
             link.finish()
+
+    def _is_received(self, op: Op) -> bool:
+        """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
+        is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
+        return is_message and op.group[1] == self.runtime._group.rank
+
+    def _noted(self, op: Op, message: Arriving) -> Arriving:
+        """The message, whose end a recorder is told."""
+        recorder = self.runtime.recorder
+        return message if recorder is None else message._replace(then=partial(recorder.ended, op))
+
+    def _arrived(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+        """What an op takes. For a recorder the op begins when that is there: to wait is no work."""
+        if not isinstance(tensors, Arriving):
+            return tensors
+        present = tensors.wait()
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        return present
 
     @property
     def total(self) -> Tensor:
@@ -345,7 +363,7 @@ class _Run:
         runtime, model = self.runtime, self.runtime._model
         stage, microbatch = op.items
         inputs, target = self.pieces[microbatch]
-        leaves = [] if stage == 0 else _arrived(self._inputs.pop((stage, microbatch)))
+        leaves = [] if stage == 0 else self._arrived(op, self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime._last_stage
         with only(runtime.stages, stage), runtime.forward_context():
@@ -375,7 +393,7 @@ class _Run:
             if not self.is_training:
                 del self._graphs[stage, microbatch]
         else:
-            self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._inputs[stage + 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves, results that require gradients, and the gradients of these, if they are not ones."""
@@ -383,7 +401,7 @@ class _Run:
         leaves, tensors = self._graphs.pop((stage, microbatch))
         outputs = [each for each in tensors if each.requires_grad]
         is_last = stage == self.runtime._last_stage
-        return leaves, outputs, None if is_last else _arrived(self._gradients.pop((stage, microbatch)))
+        return leaves, outputs, None if is_last else self._arrived(op, self._gradients.pop((stage, microbatch)))
 
     def _backward(self, op: Op) -> None:
         leaves, outputs, gradients = self._take_graph(op)
@@ -429,9 +447,9 @@ class _Run:
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "gradient", *self._key(microbatch))
         if sender == self.runtime._group.rank:
-            self.runtime.link(receiver).send(_arrived(self._gradients.pop((stage - 1, microbatch))), key)
+            self.runtime.link(receiver).send(self._arrived(op, self._gradients.pop((stage - 1, microbatch))), key)
         else:
-            self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._gradients[stage - 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
 
     def _tell_loss(self, op: Op) -> None:
         sender, receiver = op.group
@@ -439,10 +457,13 @@ class _Run:
             self.runtime.link(receiver).send_known([self._totals])
         else:
             news = torch.empty(2, dtype=torch.float64, device=self.runtime._device)
-            self._loss = self.runtime.link(sender).receive_known([news])
+            self._loss = self._noted(op, self.runtime.link(sender).receive_known([news]))
 
     def _reduce(self, op: Op) -> None:
-        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(self.count))
+        count = self.count  # May wait for the message with it.
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
 
     def _sum_tied(self, op: Op) -> None:
         """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""
@@ -571,10 +592,6 @@ def of_all_stages(module: nn.Module, names: Collection[str]) -> set[str]:
 def names_of_copies(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
     return runtime_of(module).copied_names if is_stage(module) else {}
-
-
-def _arrived(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors.wait() if isinstance(tensors, Arriving) else tensors
 
 
 def _tensors_of(output: Carry, stage: int) -> list[Tensor]:
