@@ -22,9 +22,9 @@ _BYTES_PER_ELEMENT = 16
 _DESCRIPTION = """Run optimizer steps on random weights of the given shapes, without a model, and write when every op of
 every rank ran: DIR/trace.json (open it at https://ui.perfetto.dev) and DIR/timeline.png and .svg, measured above
 predicted. The prediction comes from a calibration in the same run. Starts gloo processes on this machine; under
-torchrun the ranks are those that it has started, on CUDA if there is any. With a pipeline (pipeline_size of the config's
-strategy, or --pipeline-size) it trains the model of the config on its data, with its Trainer and without its callbacks,
-and draws forward, backward, messages and optimizer of each rank above the plan."""
+torchrun the ranks are those that it has started, on CUDA if there is any. With a pipeline (pipeline_size of the
+config's strategy, or --pipeline-size) it trains the model of the config on its data, with its Trainer and without its
+callbacks, and draws forward, backward, messages and optimizer of each rank above the plan."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

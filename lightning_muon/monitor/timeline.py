@@ -95,7 +95,10 @@ class Recording:
 
 
 def predict(recording: Recording, cost: Clock, *, device_type: str) -> Timeline:
-    """The timeline of the recorded program from a cost model, or measured seconds. A CPU starts no transfer while it computes."""
+    """The timeline of the recorded program from a cost model, or from measured seconds.
+
+    A CPU starts no transfer while it computes.
+    """
     return simulate(host_order(recording.program) if device_type == "cpu" else recording.program, cost)
 
 
@@ -184,7 +187,9 @@ class StepRecorder:
             if op == _WHOLE_STEP:  # Only its end is known.
                 start = max((span.end - shift for span in spans), default=start)
             matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items] if bucket else []
-            op = replace(op, rank=rank, group=self._world_ranks(op), deps=(*op.deps, *(gradients if is_of_step else ())))
+            op = replace(
+                op, rank=rank, group=self._world_ranks(op), deps=(*op.deps, *(gradients if is_of_step else ()))
+            )
             spans.append(Span(op, start + shift, end + shift))
             gradients += (op.name,) if op.kind in _WHOLE_GRADIENTS else ()
         return _merge(gather((self._begun + shift, spans, matrices), None))

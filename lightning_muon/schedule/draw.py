@@ -80,7 +80,9 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
         for style in (*_STYLES.values(), _OTHER)
         if style in axis.used
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False
+    )
     # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
     with import_module("matplotlib").rc_context(settings):
