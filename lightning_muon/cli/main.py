@@ -62,7 +62,7 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting(each)
     name = words[0] if words else ""
     if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
-        _lightning_cli(args)
+        lightning_cli(args)
     elif name in _COMMANDS:
         _run(name, parsers[name], words[1:])
     elif name.startswith("-") or not name:
@@ -120,8 +120,11 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
     parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
 
 
-def _lightning_cli(args: Sequence[str] | None) -> None:
-    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy."""
+def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), **options: Any) -> Any:
+    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy.
+
+    ``callbacks`` come to those of the files; ``options`` are further arguments of LightningCLI, which is returned.
+    """
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -138,7 +141,8 @@ def _lightning_cli(args: Sequence[str] | None) -> None:
 
     _check_files(list(sys.argv[1:] if args is None else args))
     words = None if args is None else list(args)
-    CLI(trainer_defaults={"strategy": STRATEGY_NAME}, parser_kwargs={"prog": _PROG}, args=words)
+    defaults = {"strategy": STRATEGY_NAME, "callbacks": list(callbacks)}
+    return CLI(trainer_defaults=defaults, parser_kwargs={"prog": _PROG}, args=words, **options)
 
 
 def _check_files(words: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from lightning_muon.cli import trace_pipeline
 from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
 from lightning_muon.monitor.calibrate import compare, run_on_ranks
 from lightning_muon.monitor.timeline import trace_events
@@ -21,7 +22,9 @@ _BYTES_PER_ELEMENT = 16
 _DESCRIPTION = """Run optimizer steps on random weights of the given shapes, without a model, and write when every op of
 every rank ran: DIR/trace.json (open it at https://ui.perfetto.dev) and DIR/timeline.png and .svg, measured above
 predicted. The prediction comes from a calibration in the same run. Starts gloo processes on this machine; under
-torchrun the ranks are those that it has started, on CUDA if there is any."""
+torchrun the ranks are those that it has started, on CUDA if there is any. With a pipeline (pipeline_size of the
+config's strategy, or --pipeline-size) it trains the model of the config on its data, with its Trainer and without its
+callbacks, and draws forward, backward, messages and optimizer of each rank above the plan."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,11 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add("--ranks", type=count, dest="shard_size", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # Its old name.
     add("--steps", type=count, default=5, help="recorded steps (default 5)")
+    trace_pipeline.add_arguments(parser)
     add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, and write what was recorded."""
+    if trace_pipeline.is_asked_for(arguments):
+        trace_pipeline.run(arguments)
+        return
     planned = read_model(arguments)
     model, config = planned.shapes, planned.optimizer
     mesh = planned.mesh(arguments)

@@ -35,6 +35,7 @@ from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
+from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import local_tensor
@@ -436,7 +437,7 @@ class TrainingEngine:
     def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
         self._require_reduced("clip_gradients (clip_grad_norm_)")
-        with self.explaining():
+        with self.explaining(), self._recording_norm():
             self.finish_gradients()
             trainable = {parameter for parameter in parameters if parameter.requires_grad}
             for optimizer in self.optimizers:
@@ -485,6 +486,16 @@ class TrainingEngine:
         if self._guard is not None:
             self._guard.end_step()
         return result
+
+    @contextmanager
+    def _recording_norm(self) -> Generator[None]:
+        """Tell the recorder of the pipeline, if there is one, when the norm of the gradients begins and ends; local."""
+        recorder = None if self.pipeline is None else self.pipeline.recorder
+        if recorder is not None:
+            recorder.started(GRADIENT_NORM)
+        yield
+        if recorder is not None:
+            recorder.ended(GRADIENT_NORM)
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,11 +16,19 @@ import torch.distributed as dist
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.schedule.cost import CostModel
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.pipeline.runtime import PipelineRuntime
+from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program, without_absent
-from lightning_muon.schedule.simulate import Span, Timeline, simulate
+from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
 
 _LATEST_END_SECONDS = 30.0
+# What a step of a pipeline has beside its program and the ops of a ParallelMuon; ranks are filled in later.
+GRADIENT_NORM = Op(kind=PipelineKind.GRADIENT_NORM, key="all", rank=0, lane=TRANSFER)
+_WHOLE_STEP = Op(kind=PipelineKind.OPTIMIZER, key="all", rank=0)  # Of an optimizer that has no ops of its own.
+_OF_PIPELINE = {value for name, value in vars(PipelineKind).items() if name.isupper()}
+_MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
+_WHOLE_GRADIENTS = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GRADIENT_NORM)
 
 
 class TimelineRecorder:
@@ -84,8 +94,11 @@ class Recording:
     matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
 
-def predict(recording: Recording, cost: CostModel, *, device_type: str) -> Timeline:
-    """The timeline of the recorded program from a cost model. A CPU starts no transfer while it computes."""
+def predict(recording: Recording, cost: Clock, *, device_type: str) -> Timeline:
+    """The timeline of the recorded program from a cost model, or from measured seconds.
+
+    A CPU starts no transfer while it computes.
+    """
     return simulate(host_order(recording.program) if device_type == "cpu" else recording.program, cost)
 
 
@@ -106,32 +119,120 @@ def host_order(program: Program) -> Program:
 
 def record_step(optimizer: ParallelMuon) -> Recording:
     """Take one step and say when everything happened. Collective over the default group; every rank must call it."""
-    bound = optimizer._bound
-    if bound is None:
-        raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
-    executor = bound.matrix_step.executor
-    recorder = executor.recorder = TimelineRecorder(bound.plan.device)
-    dist.barrier()
-    begun = time.monotonic()
-    try:
+    recorder = StepRecorder(optimizer)
+    with recorder.recording():
         optimizer.step()
-        recorded = recorder.spans()
-    finally:
-        executor.recorder = None
-    shift, rank = _clock_shift(), dist.get_rank()
-    spans: list[Span] = []
-    matrices: dict[str, list[str]] = {}
-    for op, start, end in recorded:
-        bucket, group = bound.plan.buckets.get(op.key), op.group
-        matrices[op.name] = []
-        if bucket is not None:
-            matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items]
-            # Ranks of the world, not of the exchange group.
+    return recorder.result()
+
+
+class StepRecorder:
+    """Records one step: the ops of an optimizer, and those of the pipeline around it.
+
+    Example, on every rank::
+
+        recorder = StepRecorder(optimizer, engine.pipeline)
+        with recorder.recording():
+            engine.run_pipeline(batch)
+            engine.step(optimizer, take_step)
+        timeline = recorder.result().timeline
+
+    Args:
+        optimizer: What steps; any, but a ParallelMuon has taken a step before, so that it has a plan.
+        runtime: The pipeline of this rank.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipelineRuntime | None = None) -> None:
+        self._optimizer, self._runtime = optimizer, runtime
+        self._bound = optimizer._bound if isinstance(optimizer, PlannedOptimizer) else None
+        if isinstance(optimizer, PlannedOptimizer) and self._bound is None:
+            raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
+        self._begun, self._recorded = 0.0, list[Span]()
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Around the step. Collective over the default group; every rank must enter it."""
+        told: list[Any] = [] if self._runtime is None else [self._runtime]
+        device = self._optimizer.param_groups[0]["params"][0].device
+        if self._bound is not None:
+            told, device = [*told, self._bound.matrix_step.executor], self._bound.plan.device
+        recorder = TimelineRecorder(device)
+
+        def whole_step(*_: Any) -> None:
+            if self._bound is None:
+                recorder.started(_WHOLE_STEP)
+                recorder.ended(_WHOLE_STEP)
+
+        hook = self._optimizer.register_step_post_hook(whole_step)
+        dist.barrier()
+        self._begun = time.monotonic()
+        try:
+            for each in told:
+                each.recorder = recorder
+            yield
+            self._recorded = recorder.spans()
+        finally:
+            hook.remove()
+            for each in told:
+                each.recorder = None
+
+    def result(self) -> Recording:
+        """When everything happened on all ranks. Collective over the default group; every rank must call it."""
+        shift, rank = _clock_shift(), dist.get_rank()
+        spans: list[Span] = []
+        matrices: dict[str, list[str]] = {}
+        gradients: tuple[str, ...] = ()  # After which they are whole: what the norm and the optimizer wait for.
+        for op, start, end in self._recorded:
+            bucket = None if self._bound is None else self._bound.plan.buckets.get(op.key)
+            is_of_step = op.kind not in _OF_PIPELINE or op in (GRADIENT_NORM, _WHOLE_STEP)
+            if op == _WHOLE_STEP:  # Only its end is known.
+                start = max((span.end - shift for span in spans), default=start)
+            matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items] if bucket else []
+            op = replace(
+                op, rank=rank, group=self._world_ranks(op), deps=(*op.deps, *(gradients if is_of_step else ()))
+            )
+            spans.append(Span(op, start + shift, end + shift))
+            gradients += (op.name,) if op.kind in _WHOLE_GRADIENTS else ()
+        return _merge(gather((self._begun + shift, spans, matrices), None))
+
+    def _world_ranks(self, op: Op) -> tuple[int, ...]:
+        """The group of an op in ranks of the world, not of its process group; empty if that is not known."""
+        if op == GRADIENT_NORM:
+            return tuple(range(dist.get_world_size()))
+        axes = None
+        if op.kind in _OF_PIPELINE:
+            axes = self._runtime and self._runtime.group
+        elif self._bound is not None and (bucket := self._bound.plan.buckets.get(op.key)) is not None:
             axes = bucket.group.axes
-            members = (rank,) if axes.group is None else tuple(dist.get_process_group_ranks(axes.group))
-            group = tuple(members[member] for member in op.group)
-        spans.append(Span(replace(op, rank=rank, group=group), start + shift, end + shift))
-    return _merge(gather((begun + shift, spans, matrices), None))
+        if not op.group or axes is None or axes.group is None:
+            return ()
+        members = dist.get_process_group_ranks(axes.group)
+        return tuple(members[member] for member in op.group)
+
+
+class MeasuredSeconds:
+    """How long ops take that were recorded in several steps: what is alike takes as long as its median.
+
+    Alike are the forwards, or backwards, of all micro-batches of a stage, and the same op of several steps. A message
+    is recorded until its receiver takes it, so each takes as long as the fastest one between two ranks.
+    """
+
+    def __init__(self, recordings: Sequence[Recording]) -> None:
+        found: dict[Any, list[float]] = {}
+        for recording in recordings:
+            for spans in recording.timeline.spans.values():
+                for op, start, end in spans:
+                    found.setdefault(_alike(op), []).append(end - start)
+        self._seconds = {key: min(all_) if key[0] == _MESSAGES else median(all_) for key, all_ in found.items()}
+
+    def seconds(self, op: Op) -> float:
+        """Once it has begun."""
+        return self._seconds[_alike(op)]
+
+
+def _alike(op: Op) -> tuple[Any, ...]:
+    if op.kind in _MESSAGES:
+        return _MESSAGES, *sorted(op.group)
+    return op.kind, op.rank, op.items[0] if op.kind in _OF_PIPELINE and op.items else op.key
 
 
 def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -> Recording:
@@ -143,9 +244,17 @@ def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -
             key = op.name, op.group
             reached[key] = max(start, reached.get(key, start))
     timeline: dict[int, list[Span]] = {}
+    # Messages of a pipeline, by (sender, receiver): the sender does not know when they arrive.
+    arrived = {
+        (op.name, op.group): end
+        for _, spans, _ in everyone
+        for op, _, end in spans
+        if op.kind in _MESSAGES and op.rank == op.group[1]
+    }
     for rank, (_, spans, _) in enumerate(everyone):
         timeline[rank] = []
         for op, start, end in spans:
+            end = arrived.get((op.name, op.group), end)
             start = min(end, reached[op.name, op.group]) if op.group else start
             timeline[rank].append(Span(op, max(0.0, start - begun), max(0.0, end - begun)))
     return Recording(
@@ -163,17 +272,24 @@ def _clock_shift() -> float:
     return 0.0 if here == moments[0][0] else moments[0][1] - now
 
 
-def trace_events(recording: Recording) -> dict[str, Any]:
-    """The recording in the format of Chrome's tracing, for https://ui.perfetto.dev: a process per rank."""
+def trace_events(recording: Recording, planned: Timeline | None = None) -> dict[str, Any]:
+    """The recording in the format of Chrome's tracing, for https://ui.perfetto.dev: a process per rank and timeline."""
+    timelines = {"measured": recording.timeline, **({} if planned is None else {"planned": planned})}
     events: list[dict[str, Any]] = []
-    for rank, spans in recording.timeline.spans.items():
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        for lane, name in enumerate(("compute", "transfer")):
-            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": name}})
-        for op, start, end in spans:
-            arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": recording.matrices[rank].get(op.name, [])}
-            if op.kind == OpKind.NEWTON_SCHULZ:
-                arguments["gflop"] = op.cost / 1e9
-            event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": rank, "tid": int(op.lane == TRANSFER)}
-            events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    for number, (title, timeline) in enumerate(timelines.items()):
+        for rank, spans in timeline.spans.items():
+            process = rank + number * len(timeline.spans)
+            name = f"rank {rank}" if planned is None else f"{title}: rank {rank}"
+            lanes = list(dict.fromkeys((COMPUTE, TRANSFER, *(span.op.lane for span in spans))))
+            events.append({"ph": "M", "name": "process_name", "pid": process, "tid": 0, "args": {"name": name}})
+            for lane, its_name in enumerate(lanes):
+                arguments = {"name": its_name}
+                events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": lane, "args": arguments})
+            for op, start, end in spans:
+                arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": recording.matrices[rank].get(op.name, [])}
+                if op.kind == OpKind.NEWTON_SCHULZ:
+                    arguments["gflop"] = op.cost / 1e9
+                event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": process, "tid": lanes.index(op.lane)}
+                events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})
+    idle = {f"idle share, {title}": timeline.idle for title, timeline in timelines.items()}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": idle}

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_muon.compat.torch import is_compiled
 from lightning_muon.pipeline.model import Part, StagedModel
+from lightning_muon.sharding.outputs import map_tensors
+
+_SLACK = 0.05  # Of the slowest stage, for less memory in the largest one; a bubble is more than that.
 
 
 class Absent(nn.Module):
@@ -30,10 +37,10 @@ class Absent(nn.Module):
 
 
 def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str] | None = None) -> list[list[Part]]:
-    """The parts of each stage: as ``first_parts`` says, the first one of each, or with little work in the largest.
+    """The parts of each stage: as ``first_parts`` says, the first one of each, or as :func:`cut_by_costs`; local.
 
-    The work of a part is taken to be its number of elements in matrices, embeddings (which are looked up) apart: the
-    FLOPs of a forward are twice that for each token.
+    Costs are FLOPs of a forward (see :func:`measure_flops`) and numbers of parameters. Without FLOPs those are taken to
+    follow the number of elements in matrices, embeddings (which are looked up) apart: twice that for each token.
 
     Raises:
         ValueError: If there are fewer parts than stages, or no such parts in this order.
@@ -45,7 +52,8 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
             "pipeline_stages_per_rank)"
         )
     if first_parts is None:
-        starts = _balanced([_work(part) for part in parts], num_stages)
+        flops = measure_flops(model) or [_matrix_elements(part) for part in parts]
+        starts = cut_by_costs(flops, [_num_parameters(part) for part in parts], num_stages)
     else:
         names = [part.name for part in parts]
         unknown = [name for name in first_parts if name not in names]
@@ -63,7 +71,87 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
     return [list(parts[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _work(part: Part) -> int:
+def cut_by_costs(seconds: Sequence[float], memory: Sequence[float], num_stages: int) -> list[int]:
+    """Where runs of parts begin; none is empty. All parts take time and memory, in any units.
+
+    Of all cuts whose slowest stage takes at most 5 % longer than in the best one, that whose largest stage needs least
+    memory: all stages wait for the slowest one, and a rank that has memory left gains nothing by it.
+    """
+    slowest, _ = _lowest_peak(seconds, num_stages)
+    return _lowest_peak(memory, num_stages, seconds, (1 + _SLACK) * slowest)[1]
+
+
+def _lowest_peak(
+    costs: Sequence[float], num_stages: int, limited: Sequence[float] = (), limit: float = math.inf
+) -> tuple[float, list[int]]:
+    """Largest cost of a run, and starts of the runs, where it is lowest, and no run has more of ``limited`` than this.
+
+    Of several the one with the shortest first runs.
+    """
+    total, of_limited = ([0, *accumulate(each or [0] * len(costs))] for each in (costs, limited))
+    # (cost of the largest run, starts) of the parts up to each, in so many runs.
+    best: list[tuple[float, list[int]]] = [(math.inf, [])] * len(total)
+    best[0] = -math.inf, []
+    for _ in range(num_stages):
+        best = [
+            min(
+                (
+                    (max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut])
+                    for cut in range(end)
+                    if of_limited[end] - of_limited[cut] <= limit
+                ),
+                default=(math.inf, []),
+            )
+            for end in range(len(total))
+        ]
+    return best[-1]
+
+
+def measure_flops(model: StagedModel) -> list[int] | None:
+    """FLOPs of each part in a forward of :attr:`StagedModel.example`, counted on the meta device; local.
+
+    Takes no memory and changes nothing, not even random numbers: parts run as copies. Backward takes about twice as
+    much of each. ``None`` without an example, or if a forward looks at values, of which there are none.
+    """
+    if model.example is None:
+        return None
+    modules = [module for part in model.parts for module in part.modules]
+    tensors = dict.fromkeys(t for m in (model.root, *modules) for own in (m.parameters(), m.buffers()) for t in own)
+    memo: dict[int, Any] = {
+        id(t): nn.Parameter(_on_meta(t), t.requires_grad) if isinstance(t, nn.Parameter) else _on_meta(t)
+        for t in tensors
+    }
+    counter = FlopCounterMode(display=False)
+    flops = [0] * len(model.parts)
+
+    def begins(part: int, *_: Any) -> None:
+        flops[part] -= counter.get_total_flops()
+
+    def ends(part: int, *_: Any) -> None:
+        flops[part] += counter.get_total_flops()
+
+    try:
+        copied = model.copy(memo)
+        for index, part in enumerate(copied.parts):
+            for module in part.modules:
+                module.register_forward_pre_hook(partial(begins, index))
+                module.register_forward_hook(partial(ends, index))
+        with torch.no_grad(), torch.device("meta"), counter:
+            copied.run(copied.parts, None, map_tensors(model.example, lambda _, each: _on_meta(each)))
+    except Exception:  # Whatever a forward does with numbers fails on tensors that have none.
+        return None
+    return flops if any(flops) else None
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach(), device="meta")
+
+
+def _num_parameters(part: Part) -> int:
+    return sum(each.numel() for each in dict.fromkeys(p for module in part.modules for p in module.parameters()))
+
+
+def _matrix_elements(part: Part) -> int:
     return sum(
         parameter.numel()
         for module in part.modules
@@ -72,24 +160,6 @@ def _work(part: Part) -> int:
         for parameter in child.parameters(recurse=False)
         if parameter.ndim > 1
     )
-
-
-def _balanced(work: Sequence[int], num_stages: int) -> list[int]:
-    """Where runs of parts begin so that the run with the most work has least; none is empty."""
-    total = [0]
-    for each in work:
-        total.append(total[-1] + each)
-    # (work of the largest run, starts) of the parts up to each, in so many runs.
-    best: list[tuple[int, list[int]]] = [(total[end], [0]) for end in range(len(total))]
-    for count in range(2, num_stages + 1):
-        best = [
-            min(
-                ((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut]) for cut in range(count - 1, end)),
-                default=(total[-1], []),
-            )
-            for end in range(len(total))
-        ]
-    return best[-1][1]
 
 
 def check_plain(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,11 +88,14 @@ class Arriving(NamedTuple):
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]
     requires_grad: Sequence[bool]
+    then: Callable[[], None] | None = None  # Is called when somebody has waited for them.
 
     def wait(self) -> list[Tensor]:
         """The tensors, as leaves of a new graph."""
         for work in self.works:
             work.wait()
+        if self.then is not None:
+            self.then()
         pairs = zip(self.tensors, self.requires_grad, strict=True)
         return [tensor.requires_grad_(needs_gradient) for tensor, needs_gradient in pairs]
 

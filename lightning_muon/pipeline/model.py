@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Self
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,6 +26,7 @@ CAUSAL_LMS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 ENCODER_DECODERS = ("mt5", "t5")
 # What an encoder-decoder is called with; "return_dict" is always true.
 _TAKEN = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "return_dict")
+_EXAMPLE_LENGTH = 2048  # Tokens of a typical training, if the model takes so many: attention grows with it.
 _IGNORED = -100  # The label of a token that is not predicted, as everywhere in transformers.
 _METHODS = """\
     def pipeline_parts(self):  # modules in the order of forward; each gets what the one before returns
@@ -56,6 +59,11 @@ class StagedModel(ABC):
     parts: Sequence[Part]
     # What users call: during an evaluation its forward is that of the whole pipeline.
     root: nn.Module
+    example: Any = None  # Inputs of which the first part takes some, if they are known; their values do not matter.
+
+    @abstractmethod
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """Parts that are copies, for ``memo`` see ``copy.deepcopy``; its :meth:`run` is all that may be called."""
 
     @abstractmethod
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
@@ -115,8 +123,9 @@ class Chain(StagedModel):
         modules: Sequence[nn.Module],
         split: Callable[[Any], tuple[Any, Any]] | None,
         loss: Callable[[Carry, Any], Loss],
+        example: Any = None,
     ) -> None:
-        self.root, self._split, self._loss = root, split, loss
+        self.root, self._split, self._loss, self.example = root, split, loss, example
         places = {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
         names = {child: name for name, child in root.named_modules()}
         for module in modules:
@@ -125,6 +134,11 @@ class Chain(StagedModel):
         if len(set(modules)) < len(modules):
             raise ValueError("pipeline_parts returns a module twice; a part is called once in a forward")
         self.parts = [Part(names[module], (places[module],)) for module in modules]
+
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """See the base class."""
+        root = nn.ModuleList(copy.deepcopy([module for part in self.parts for module in part.modules], memo))
+        return type(self)(root, list(root), None, self._loss)
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
@@ -166,6 +180,10 @@ class LanguageModel(StagedModel):
     root: Any
     shift: int  # How many labels come before the one that the first position predicts.
     _result: Any  # The class of what its forward returns.
+
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """See the base class."""
+        return type(self)(copy.deepcopy(self.root, memo))
 
     def split(self, batch: Any) -> tuple[Any, Any]:
         """The entries of a batch, and its labels."""
@@ -250,6 +268,11 @@ class CausalLM(LanguageModel):
         self.parts = _named_parts(root, [before, *_blocks(base, layers), [*after, (root, head)]])
         self._forward: Callable[..., Any] = root.forward
         self._result = None  # Known from the first call on.
+        length = min(_EXAMPLE_LENGTH, getattr(root.config, "max_position_embeddings", _EXAMPLE_LENGTH))
+        with torch.device("meta"):
+            # Without a mask that is whole, transformers looks at positions for sequences that were packed.
+            mask = torch.ones(1, 1, length, length, dtype=torch.bool)
+            self.example = {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask}
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
@@ -288,6 +311,8 @@ class EncoderDecoder(LanguageModel):
         last = [(root.decoder, "final_layer_norm"), (root, "lm_head")]
         self.parts = _named_parts(root, [first, *encoder, *decoder, last])
         self._last_of_encoder, self._last_of_decoder = self.parts[len(encoder)], self.parts[-2]
+        tokens = torch.zeros(1, _EXAMPLE_LENGTH, dtype=torch.long, device="meta")
+        self.example = {"input_ids": tokens, "decoder_input_ids": tokens}
 
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
@@ -366,11 +391,13 @@ def find_staged_model(module: nn.Module) -> StagedModel:
     Raises:
         ValueError: If it is none of them; the message shows the methods to write.
     """
+    example = getattr(module, "example_input_array", None)  # Lightning's name for it.
+    split = getattr(module, "pipeline_step", None)
     if hasattr(module, "pipeline_parts"):
         if not hasattr(module, "pipeline_loss"):
             raise ValueError(f"{type(module).__name__} has pipeline_parts, but no pipeline_loss:\n{_METHODS}")
         methods: Any = module
-        return Chain(module, methods.pipeline_parts(), getattr(module, "pipeline_step", None), methods.pipeline_loss)
+        return Chain(module, methods.pipeline_parts(), split, methods.pipeline_loss, example)
     holders = [child for child in module.children() if next(child.parameters(), None) is not None]
     # The model itself, or all that a LightningModule holds.
     root: Any = holders[0] if len(holders) == 1 and not _is_known(module) else module
@@ -378,7 +405,7 @@ def find_staged_model(module: nn.Module) -> StagedModel:
         return CausalLM(root) if root.config.model_type in CAUSAL_LMS else EncoderDecoder(root)
     if isinstance(root, nn.Sequential) and hasattr(module, "pipeline_loss"):
         methods = module
-        return Chain(root, list(root.children()), getattr(module, "pipeline_step", None), methods.pipeline_loss)
+        return Chain(root, list(root.children()), split, methods.pipeline_loss, example)
     kind = getattr(getattr(root, "config", None), "model_type", None)
     what = f"the model_type {kind!r}" if kind else f"a {type(root).__name__}"
     raise ValueError(

@@ -24,7 +24,7 @@ class PipelineOptions:
             :data:`~lightning_muon.schedule.pipeline.SCHEDULES`, among them those of ``@register_schedule``.
         pipeline_microbatches: Micro-batches of each batch. ``"auto"``: four for each rank of the pipeline. A batch of
             fewer rows has one of each row.
-        pipeline_split: Names of the first part of each stage. ``None``: stages of about equal work.
+        pipeline_split: Names of the first part of each stage. ``None``: stages of about equal FLOPs.
         pipeline_stages_per_rank: ``"auto"``: what the schedule needs, 2 for those that visit a rank twice, else 1.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
@@ -84,7 +85,7 @@ class PipelineRuntime:
         schedule: Name of a schedule; see :data:`~lightning_muon.schedule.pipeline.SCHEDULES`.
         num_microbatches: Into which each batch is cut; a batch of fewer rows has one of each.
         stages_per_rank: Number of stages of each rank.
-        first_parts: The first part of each stage; by default stages of about equal work.
+        first_parts: Name of the first part of each stage.
         device: Where messages lie.
     """
 
@@ -97,7 +98,7 @@ class PipelineRuntime:
         schedule: str,
         num_microbatches: int,
         stages_per_rank: int,
-        first_parts: Sequence[str] | None,
+        first_parts: Sequence[str],
         device: torch.device,
     ) -> None:
         self._model, self._group, self._schedule = model, group, schedule
@@ -332,14 +333,32 @@ class _Run:
         for op in ops:
             if op.group:
                 self.runtime.batches.finish()
-            if recorder is None or op.group:  # Messages begin and end beside the program.
-                steps[op.kind](op)
-                continue
-            recorder.started(op)
+            if recorder is not None:
+                recorder.started(op)
             steps[op.kind](op)
-            recorder.ended(op)
+            if recorder is not None and not self._is_received(op):
+                recorder.ended(op)
         for link in self.runtime._links.values():
             link.finish()
+
+    def _is_received(self, op: Op) -> bool:
+        """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
+        is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
+        return is_message and op.group[1] == self.runtime._group.rank
+
+    def _noted(self, op: Op, message: Arriving) -> Arriving:
+        """The message, whose end a recorder is told."""
+        recorder = self.runtime.recorder
+        return message if recorder is None else message._replace(then=partial(recorder.ended, op))
+
+    def _arrived(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+        """What an op takes. For a recorder the op begins when that is there: to wait is no work."""
+        if not isinstance(tensors, Arriving):
+            return tensors
+        present = tensors.wait()
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        return present
 
     @property
     def total(self) -> Tensor:
@@ -373,7 +392,7 @@ class _Run:
         runtime, model = self.runtime, self.runtime._model
         stage, microbatch = op.items
         inputs, target = self.pieces[microbatch]
-        leaves = [] if stage == 0 else _received(self._inputs.pop((stage, microbatch)))
+        leaves = [] if stage == 0 else self._arrived(op, self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime._last_stage
         numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
@@ -406,14 +425,14 @@ class _Run:
             if not self.is_training:
                 del self._graphs[stage, microbatch]
         else:
-            self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._inputs[stage + 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
         stage, microbatch = op.items
         leaves, outputs = ([each for each in both if each.requires_grad] for both in self._graphs.pop(op.items))
         is_last = stage == self.runtime._last_stage
-        return leaves, outputs, None if is_last else _received(self._gradients.pop((stage, microbatch)))
+        return leaves, outputs, None if is_last else self._arrived(op, self._gradients.pop((stage, microbatch)))
 
     def _backward(self, op: Op) -> None:
         leaves, outputs, gradients = self._take_graph(op)
@@ -455,9 +474,9 @@ class _Run:
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "gradient", *self._key(microbatch))
         if sender == self.runtime._group.rank:
-            self.runtime.link(receiver).send(_received(self._gradients.pop((stage - 1, microbatch))), key)
+            self.runtime.link(receiver).send(self._arrived(op, self._gradients.pop((stage - 1, microbatch))), key)
         else:
-            self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._gradients[stage - 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
 
     def _send_or_receive_loss(self, op: Op) -> None:
         sender, receiver = op.group
@@ -465,10 +484,13 @@ class _Run:
             self.runtime.link(receiver).send_known([self._totals])
         else:
             both = torch.empty(2, dtype=torch.float64, device=self.runtime._device)
-            self._loss = self.runtime.link(sender).receive_known([both])
+            self._loss = self._noted(op, self.runtime.link(sender).receive_known([both]))
 
     def _reduce(self, op: Op) -> None:
-        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(self.count))
+        count = self.count  # May wait for the message with it.
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
 
     def _sum_tied(self, op: Op) -> None:
         """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""
@@ -537,16 +559,20 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     if not is_stage(module):
         check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
+        model, num_stages = find_staged_model(module), group.size * options.stages_per_rank
+        stages = choose_stages(model, num_stages, options.pipeline_split)
+        # That of one rank: what was measured on the others may, in odd models, depend on the rank.
+        first_parts = gather([parts[0].name for parts in stages], axis_group(mesh, tuple(range(mesh.ndim))))[0]
         vars(module)[_KEY] = known = (
             options,
             PipelineRuntime(
-                find_staged_model(module),
+                model,
                 module,
                 group=group,
                 schedule=options.pipeline_schedule,
                 num_microbatches=options.num_microbatches(group.size),
                 stages_per_rank=options.stages_per_rank,
-                first_parts=options.pipeline_split,
+                first_parts=first_parts,
                 device=mesh_device(mesh),
             ),
         )
@@ -604,10 +630,6 @@ def group_of(module: nn.Module) -> AxisGroup:
 def names_of_copies(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
     return runtime_of(module).copied_names if is_stage(module) else {}
-
-
-def _received(tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
-    return tensors.wait() if isinstance(tensors, Arriving) else tensors
 
 
 def _tensors_of(output: Carry, stage: int) -> list[Tensor]:

@@ -34,10 +34,11 @@ _STYLES = {
     PipelineKind.FORWARD: _Style("F", "forward", "#56B4E9"),
     PipelineKind.BACKWARD: _Style("B", "backward", "#29B98A"),
     PipelineKind.BACKWARD_INPUT: _Style("I", "backward of inputs", "#29B98A"),
-    PipelineKind.BACKWARD_WEIGHT: _Style("W", "backward of weights", "#F0E442"),
+    PipelineKind.BACKWARD_WEIGHT: _Style("W", "backward of weights", "#A8DFC8"),
     PipelineKind.ACTIVATION: _Style("a", "activation", "#A58ADB"),
     PipelineKind.GRADIENT: _Style("g", "gradient", "#CC79A7"),
     PipelineKind.REDUCE_GRAD: _Style("R", "reduce gradients", "#D55E00"),
+    PipelineKind.GRADIENT_NORM: _Style("N", "gradient norm", "#BBBBBB"),
     PipelineKind.OPTIMIZER: _Style("O", "optimizer", "#E69F00"),
 }
 _OTHER = _Style("", "other", "#D55E00")
@@ -45,6 +46,7 @@ _MOST_ROWS = 16  # More ranks than this are summarized.
 _WIDTH, _ROW_HEIGHT, _LEAST_PANEL, _TITLE_HEIGHT = 12.0, 0.34, 0.5, 0.42  # Inches.
 _CUT = 2.5  # The time axis ends with the longest timeline that is at most so many times as long as the shortest.
 _TRANSFERS, _ARITHMETIC = (0.06, 0.30), (0.38, 0.56)  # Top and height of the lanes in a row of height 1.
+_MOST_COLUMNS = 8  # Of the legend.
 _LETTER_WIDTH = 4.4  # Points, at the size of the labels.
 
 
@@ -78,7 +80,9 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
         for style in (*_STYLES.values(), _OTHER)
         if style in axis.used
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False
+    )
     # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
     with import_module("matplotlib").rc_context(settings):

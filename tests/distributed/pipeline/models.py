@@ -14,7 +14,9 @@ from torch import Tensor, nn
 VOCABULARY, WIDTH = 29, 16
 
 
-def causal_lm(kind: str, *, num_layers: int = 4, tied: bool = False, seed: int = 0) -> nn.Module:
+def causal_lm(
+    kind: str, *, num_layers: int = 4, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY
+) -> Any:
     """A language model of transformers, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,7 +29,7 @@ def causal_lm(kind: str, *, num_layers: int = 4, tied: bool = False, seed: int =
     chosen |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")} if kind == "gpt2" else {}
     chosen |= {} if kind == "gpt2" else {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 16}
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, tie_word_embeddings=tied, **chosen)
+    config = AutoConfig.for_model(kind, vocab_size=vocabulary, tie_word_embeddings=tied, **chosen)
     return AutoModelForCausalLM.from_config(config)
 
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_muon import Options
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.pipeline.runtime import cut_once
 from tests.distributed.pipeline.models import (
     VOCABULARY,
     WIDTH,
@@ -323,6 +324,26 @@ def test_stages_draw_numbers_of_their_own(gloo: ProcessPool, schedule: str) -> N
     first, *others = [set(count.values()) for count in counts]
     assert first == {2}
     assert all(each == ({2} if schedule == "1f1b" else {3}) for each in others)
+
+
+def _cut_with_example(schedule: str) -> list[str]:
+    """Names of the parts of this rank, where rank 0 alone can measure them."""
+    net = chain(6)
+    net.parts[-1] = nn.Linear(WIDTH, 50 * VOCABULARY)
+    if dist.get_rank() == 0:
+        net.example_input_array = torch.zeros(1, 3, dtype=torch.long)
+    options = Options(pipeline_size=2, optimizer="keep", pipeline_schedule=schedule)
+    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    assert meshes.stages is not None
+    return [part.name for parts in cut_once(net, options, meshes.stages).stages.values() for part in parts]
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 2), ("zb_v", 2), ("1f1b", 4)])
+def test_all_ranks_cut_alike(gloo: ProcessPool, schedule: str, world_size: int) -> None:
+    names = gloo.run(_cut_with_example, schedule, world_size=world_size)
+    replicas = world_size // 2
+    assert sorted(names[0] + names[-1]) == [f"parts.{index}" for index in range(8)]
+    assert names == [each for each in (names[0], names[-1]) for _ in range(replicas)]
 
 
 def _two_batches(is_other: Callable[[int], bool]) -> None:

@@ -1,0 +1,149 @@
+"""``lightning-muon trace`` of a pipeline: steps of the training that a file describes, drawn above their plan."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import warnings
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from lightning_muon.cli.main import lightning_cli
+from lightning_muon.cli.plan_model import count, read_fit_file
+from lightning_muon.integrations.registry import TRAINERS, first_installed
+from lightning_muon.monitor.timeline import MeasuredSeconds, Recording, StepRecorder, predict, trace_events
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.pipeline import PipelineKind
+from lightning_muon.schedule.simulate import Timeline
+
+# Of the command line -> of the strategy.
+_OPTIONS = ("pipeline_size", "pipeline_schedule", "pipeline_microbatches", "replicate_size", "shard_size")
+# A few steps, of which nothing is left.
+_TRAINER = {
+    "callbacks": "null",
+    "enable_checkpointing": "false",
+    "enable_model_summary": "false",
+    "enable_progress_bar": "false",
+    "limit_val_batches": "0",
+    "logger": "false",
+    "max_epochs": "-1",
+    "num_sanity_val_steps": "0",
+}
+_BEHIND_BACKWARD = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GRADIENT_NORM)
+_duration = attrgetter("timeline.makespan")
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    add = parser.add_argument
+    add("--pipeline-size", metavar="P", type=count, help="ranks of a pipeline, in the place of the config's")
+    add("--pipeline-schedule", metavar="NAME", help="its schedule, in the place of the config's")
+    add("--pipeline-microbatches", metavar="M", type=count, help="its micro-batches, in the place of the config's")
+
+
+def is_asked_for(arguments: Namespace) -> bool:
+    """Whether the training that is traced is a pipeline.
+
+    Raises:
+        ValueError: For options of a pipeline where there is none.
+    """
+    size = arguments.pipeline_size
+    if size is None and arguments.config is not None:
+        size = _strategy(arguments).get("pipeline_size")
+    if isinstance(size, int) and size > 1:
+        if arguments.config is None:
+            raise ValueError("--pipeline-size needs the model and the data of a training; give --config, not --shapes")
+        return True
+    for name in ("pipeline_schedule", "pipeline_microbatches"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')} means nothing without a pipeline; add --pipeline-size")
+    return False
+
+
+def run(arguments: Namespace) -> None:
+    """Train a few steps as ``lightning-muon fit`` does, record all but the first, and write what was recorded."""
+    package = importlib.import_module(first_installed(TRAINERS, "a pipeline is traced with Lightning"))
+    recordings: list[Recording] = []
+
+    class Recorder(package.Callback):
+        """Records the steps after the first one, which makes the plan and tells sizes of messages."""
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step:
+                engine = trainer.strategy._running_engine
+                self.recorder = StepRecorder(trainer.optimizers[0], engine.pipeline)
+                self.recording = self.recorder.recording()
+                self.recording.__enter__()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step > 1:
+                self.recording.__exit__(None, None, None)
+                recordings.append(self.recorder.result())
+
+    words = ["fit", "--config", str(arguments.config), f"--trainer.max_steps={arguments.steps + 1}"]
+    words += [f"--trainer.{name}={value}" for name, value in _TRAINER.items()]
+    if not isinstance(_trainer(arguments).get("strategy"), Mapping):
+        words.append("--trainer.strategy=lightning_muon.ParallelMuonStrategy")
+    for name in _OPTIONS:
+        if (value := getattr(arguments, name)) is not None:
+            words.append(f"--trainer.strategy.init_args.{name}={value}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # The words of this command are others.
+        cli = lightning_cli(words, callbacks=[Recorder()], save_config_callback=None)
+    if cli.trainer.is_global_zero:
+        _write(arguments, cli, recordings)
+
+
+def _trainer(arguments: Namespace) -> Mapping[str, Any]:
+    return read_fit_file(arguments.config)[1]
+
+
+def _strategy(arguments: Namespace) -> Mapping[str, Any]:
+    """Arguments of the strategy in the file."""
+    strategy = _trainer(arguments).get("strategy")
+    return (strategy.get("init_args") or {}) if isinstance(strategy, Mapping) else {}
+
+
+def _write(arguments: Namespace, cli: Any, recordings: list[Recording]) -> None:
+    """Pictures, events and a summary of the fastest step: other work on the machine only ever adds."""
+    fastest, options = min(recordings, key=_duration), cli.trainer.strategy.options
+    device = cli.trainer.strategy.root_device.type
+    measured, planned = fastest.timeline, predict(fastest, MeasuredSeconds(recordings), device_type=device)
+    folder = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / "trace.json"
+    trace.write_text(json.dumps(trace_events(fastest, planned)), encoding="utf-8")
+    num_data_ranks = len(measured.spans) // options.pipeline_size
+    title = (
+        f"{type(cli.model).__name__}: {options.pipeline_schedule} on {options.pipeline_size} ranks"
+        f"{f' x {num_data_ranks}' if num_data_ranks > 1 else ''}, "
+        f"{options.num_microbatches(options.pipeline_size)} micro-batches"
+    )
+    for suffix in (".png", ".svg"):
+        draw_timelines({"measured": measured, "planned": planned}, folder / f"timeline{suffix}", title=title)
+    steps = " ".join(f"{1e3 * _duration(each):.1f}" for each in recordings)
+    ratio = planned.makespan / measured.makespan
+    lines = [
+        title,
+        f"measured {_summary(measured)} (fastest of {steps} ms)",
+        f"planned  {_summary(planned)}, {ratio:.2f} of measured, with the measured time of each op",
+        *(_line_of(rank, measured) for rank in measured.spans),
+        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _summary(timeline: Timeline) -> str:
+    return f"{1e3 * timeline.makespan:9.1f} ms per step, ranks idle {timeline.idle:.1%} of it"
+
+
+def _line_of(rank: int, timeline: Timeline) -> str:
+    """When a rank ends its backward and takes its step."""
+    spans = timeline.spans[rank]
+    backward = max(index for index, span in enumerate(spans) if span.op.kind in ("B", "W"))
+    step = [span for span in spans[backward + 1 :] if not span.op.group and span.op.kind not in _BEHIND_BACKWARD]
+    times = [1e3 * each for each in (spans[backward].end, step[0].start, max(span.end for span in step))]
+    return "rank {}: last backward ends at {:.1f} ms, its optimizer works from {:.1f} to {:.1f} ms".format(rank, *times)

@@ -1,0 +1,191 @@
+"""What is recorded of the step of a pipeline, and that a rank steps when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_muon import MuonConfig, Options, ParallelMuon
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.monitor.timeline import MeasuredSeconds, Recording, StepRecorder, predict
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.schedule.pipeline import PipelineKind
+from lightning_muon.schedule.program import OpKind, runs
+from lightning_muon.schedule.validate import validate
+from tests.distributed.pipeline.models import batch_of, causal_lm, chain
+from tests.support.processes import ProcessPool
+
+
+class _Training:
+    """A pipeline of this rank, after one step."""
+
+    def __init__(self, net: nn.Module, **options: Any) -> None:
+        self.net, self.num_steps = net, 0
+        chosen = Options(**{"pipeline_size": 2, "optimizer": MuonConfig(muon_lr_factor=1.0), **options})
+        meshes = chosen.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+        self.engine = TrainingEngine(
+            net, chosen, meshes, mode_options=chosen.mode_options, info=lambda _: None, warn=lambda _: None
+        )
+        self.engine.shard(torch.device("cpu"))
+        (self.optimizer,) = self.engine.attach([torch.optim.AdamW(net.parameters(), lr=0.01)], source="the test")
+        self.data = meshes.data_rank, meshes.num_data_ranks
+        self.step()
+
+    def step(self, *, clips: bool = False, before_step: Callable[[], object] = lambda: None) -> None:
+        batch = batch_of(16, 5, seed=self.num_steps)
+        self.num_steps += 1
+        self.optimizer.zero_grad()
+        self.engine.run_pipeline({key: value[self.data[0] :: self.data[1]] for key, value in batch.items()})
+        if clips:
+            self.engine.clip_by_norm(list(self.net.parameters()), 0.1)
+        before_step()
+        self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
+
+    def recorded(self, **kwargs: Any) -> Recording:
+        recorder = StepRecorder(self.optimizer, self.engine.pipeline)
+        with recorder.recording():
+            self.step(**kwargs)
+        return recorder.result()
+
+    def close(self) -> None:
+        self.engine.end_training()
+        self.engine.close()
+
+
+def _record(options: dict[str, Any], *, tied: bool, clips: bool) -> tuple[Recording, list[str]]:
+    """A step, and what this rank's lists say of it: the pipeline's, the norm, and the optimizer's."""
+    training = _Training(causal_lm("llama", tied=True) if tied else chain(6), **options)
+    recording = training.recorded(clips=clips)
+    assert training.engine.pipeline is not None
+    listed = [op.name for op in training.engine.pipeline._programs(_MICRO["pipeline_microbatches"], True)]
+    listed += ["gradient_norm[all]"] if clips else []
+    if isinstance(training.optimizer, ParallelMuon):
+        bound = training.optimizer._bound
+        assert bound is not None
+        listed += [op.name for op in bound.plan.ops if runs(op, bound.matrix_step.facts)]
+    else:
+        listed.append("optimizer[all]")
+    training.close()
+    return recording, listed
+
+
+_MICRO = {"pipeline_microbatches": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "tied", "clips", "world_size"),
+    [
+        ({}, False, False, 2),
+        ({"pipeline_schedule": "zb_v"}, False, True, 2),
+        ({"pipeline_schedule": "zb_h1", "optimizer": "keep"}, True, True, 2),
+        ({"shard_size": 2}, False, True, 4),
+    ],
+)
+def test_recorded_ops_are_the_program_op_by_op(
+    gloo: ProcessPool, options: dict[str, Any], tied: bool, clips: bool, world_size: int
+) -> None:
+    results = gloo.run(_record, {**_MICRO, **options}, tied=tied, clips=clips, world_size=world_size)
+    recording = results[0][0]
+    assert len({repr(each.timeline) for each, _ in results}) == 1, "every rank has all of it"
+    validate(recording.program)
+    for rank, (_, listed) in enumerate(results):
+        spans = recording.timeline.spans[rank]
+        assert [span.op.name for span in spans] == listed
+        ends = {span.op.name: span.end for span in spans}
+        for op, start, end in spans:
+            assert 0 <= start <= end <= recording.timeline.makespan
+            assert op.rank == rank and (not op.group or rank in op.group)
+            if op.kind in (PipelineKind.FORWARD, PipelineKind.BACKWARD):
+                assert all(ends[name] <= start for name in op.deps), "waiting is no work"
+    planned = predict(recording, MeasuredSeconds([recording]), device_type="cpu")
+    assert {rank: [span.op.name for span in spans] for rank, spans in planned.spans.items()} == {
+        rank: [span.op.name for span in spans] for rank, spans in recording.timeline.spans.items()
+    }
+
+
+class _Gate(torch.autograd.Function):
+    """Hands on; its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.call()
+        return gradient, None
+
+
+class _Gated(nn.Module):
+    """A layer that waits in one of its backwards."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.num_left = layer, 0
+        self.waits: Callable[[], object] = lambda: None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _Gate.apply(self.layer(hidden), self._backward_begins)
+
+    def _backward_begins(self) -> None:
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.waits()
+
+
+def _behind_gate(clips: bool) -> Recording:
+    """A step in which the last backward of rank 0 waits for the step of rank 1; with clipping, for its norm."""
+    net = chain(6)
+    net.parts[1] = gated = _Gated(net.parts[1])
+    training = _Training(net, **_MICRO)
+    store = dist.PrefixStore("gate", dist.distributed_c10d._get_default_store())
+
+    def opens(*_: object) -> None:
+        store.set("open", "yes")
+
+    if dist.get_rank() == 0:
+        gated.num_left, gated.waits = _MICRO["pipeline_microbatches"], lambda: store.wait(["open"])
+    elif clips:
+        norm = training.engine.mode.clip_norm_
+        training.engine.mode.clip_norm_ = lambda *args: (opens(), norm(*args))[1]
+    else:
+        training.optimizer.register_step_post_hook(opens)
+    recording = training.recorded(clips=clips)
+    training.close()
+    return recording
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_rank_that_is_done_steps_unless_a_norm_waits_for_all(gloo: ProcessPool, clips: bool) -> None:
+    recording = gloo.run(_behind_gate, clips, world_size=2)[0]
+    first, last = (recording.timeline.spans[rank] for rank in (0, 1))
+    last_backward = max(span.end for span in first if span.op.kind == PipelineKind.BACKWARD)
+    steps = [span for span in last if span.op.kind in (OpKind.MOMENTUM, OpKind.NEWTON_SCHULZ, OpKind.UPDATE)]
+    assert steps
+    if clips:
+        assert all(span.start >= last_backward for span in steps)
+    else:
+        assert all(span.end <= last_backward for span in steps)
+
+
+def _weights_after_steps(waits: bool, schedule: str) -> dict[str, Tensor]:
+    training = _Training(chain(6), **_MICRO, pipeline_schedule=schedule)
+    for _ in range(4):
+        training.step(before_step=dist.barrier if waits else lambda: None)
+    weights = {name: local_tensor(p.detach()).clone() for name, p in training.net.named_parameters()}
+    training.close()
+    return weights
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+def test_weights_are_those_of_ranks_that_wait_before_they_step(gloo: ProcessPool, schedule: str) -> None:
+    at_once, together = (gloo.run(_weights_after_steps, waits, schedule, world_size=2) for waits in (False, True))
+    for one, other in zip(at_once, together, strict=True):
+        assert one and one.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
