@@ -45,7 +45,7 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
             "pipeline_stages_per_rank)"
         )
     if first_parts is None:
-        starts = _balanced([_work(part) for part in parts], num_stages)
+        starts = _balanced([sum(each.numel() for each in matrices_of(part)) for part in parts], num_stages)
     else:
         names = [part.name for part in parts]
         unknown = [name for name in first_parts if name not in names]
@@ -63,15 +63,16 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
     return [list(parts[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def _work(part: Part) -> int:
-    return sum(
-        parameter.numel()
+def matrices_of(part: Part) -> list[nn.Parameter]:
+    """What is multiplied with activations: all parameters of two and more dimensions that are looked up in no table."""
+    return [
+        parameter
         for module in part.modules
         for child in module.modules()
         if not isinstance(child, nn.Embedding)
         for parameter in child.parameters(recurse=False)
         if parameter.ndim > 1
-    )
+    ]
 
 
 def _balanced(work: Sequence[int], num_stages: int) -> list[int]:
