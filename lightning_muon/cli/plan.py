@@ -106,8 +106,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
-    if arguments.splits is not None:
-        plan_splits.refuse_others(arguments)
+    plan_splits.refuse_others(arguments)
     if arguments.pipeline is not None:
         plan_pipeline.run(arguments, _console())
         return
@@ -117,11 +116,7 @@ def run(arguments: Namespace) -> None:
     flexdemo = planned.flexdemo
     if arguments.flexdemo is not None:
         flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
-    model = with_fused(planned.shapes, dict(arguments.fused))
-    if arguments.stack_shard_dim is not None:
-        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
-    if arguments.write_shapes is not None:
-        write_shapes(model, arguments.write_shapes)
+    model = _shapes(arguments, planned)
     if arguments.splits is not None:
         plan_splits.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
         return
@@ -169,6 +164,16 @@ def run(arguments: Namespace) -> None:
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
+
+
+def _shapes(arguments: Namespace, planned: PlannedModel) -> ModelShapes:
+    """Those of the model, as the options change them, and written where they say."""
+    model = with_fused(planned.shapes, dict(arguments.fused))
+    if arguments.stack_shard_dim is not None:
+        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
+    if arguments.write_shapes is not None:
+        write_shapes(model, arguments.write_shapes)
+    return model
 
 
 def _console() -> Console:

@@ -11,21 +11,19 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from itertools import groupby, product
+from functools import cache, cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from torch import nn
 
 from lightning_muon.cli.plan_model import Mesh, PlannedModel, count, positive, table
+from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_strategies
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
-from lightning_muon.pipeline.cut import choose_stages, matrices_of
-from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
@@ -43,17 +41,19 @@ from lightning_muon.schedule.pipeline import (
     placement,
 )
 from lightning_muon.schedule.program import TRANSFER, Op, Program
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.shapes import ParameterShape
 from lightning_muon.schedule.simulate import simulate
 
 _GIB = 2**30
-_LOSS_BYTES = 8  # Of each logit: its float32 copy for the loss, and the gradient of that.
-_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_1p", "zb_v")
+_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 _ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
+# Times the default of micro-batches, as far as ranks times micro-batches are not too many to simulate.
+_MORE, _MOST_NODES = 4, 2048
 _OTHERS = ("pipeline", "draw", "flexdemo", "calibrate", "replicate_size", "shard_size")
 _LEGEND = (
-    "* is the fastest that fits, - does not fit. bubble: idle share of the rank that works longest; muon: the optimizer "
-    "step of the slowest stage; GiB, and MB that a rank sends within its node and to other ones: of the stage with most"
+    "* is the fastest that fits, - does not fit. m: micro-batches; bubble: idle share of the rank that works longest; "
+    "muon: the optimizer step of the slowest stage; GiB, and MB that a rank sends within its node and to other ones: "
+    "of the stage with most"
 )
 
 
@@ -64,7 +64,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--rows", metavar="N", type=count, help="of a batch of all ranks, for --splits (2 per rank)")
     add("--length", metavar="N", type=count, default=4096, help="tokens of a row, for --splits (4096)")
     add("--rank-memory", metavar="GIB", type=positive, default=72.0, help="that --splits may fill (72)")
-    add("--width", metavar="N", type=count, help="elements of a token between two layers, for --splits (the embedding's)")
+    add(
+        "--width",
+        metavar="N",
+        type=count,
+        help="elements of a token between two layers, for --splits (the embedding's)",
+    )
     add("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="that --splits tries")
     add("--activations", choices=sorted(_ACTIVATIONS), default="auto", help="for --splits: kept, or recomputed")
     add("--precision", choices=SUPPORTED, help="for --splits (that of the config, or bf16-mixed)")
@@ -191,8 +196,8 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
 
 
 def refuse_others(arguments: Namespace) -> None:
-    """Raise ``ValueError`` for options that would be ignored."""
-    for key in _OTHERS:
+    """Raise ``ValueError`` for options that ``--splits`` would ignore."""
+    for key in _OTHERS if arguments.splits is not None else ():
         if getattr(arguments, key) not in (None, False, []):
             raise ValueError(f"--splits goes without --{key.replace('_', '-')}")
 
@@ -235,86 +240,6 @@ def _recommendation(best: PlannedSplit) -> str:
     return f"recommended: {', '.join(f'{key}={value}' for key, value in words.items())}{notes}; GiB: {memory}"
 
 
-class PlannedParts:
-    """A model as the parts that the runtime makes stages of, and what each of them costs."""
-
-    def __init__(self, planned: PlannedModel, model: ModelShapes, *, width: int | None, itemsize: int) -> None:
-        if planned.module is None:
-            self._staged, shapes = _from_shapes(model)
-        else:
-            self._staged = find_staged_model(planned.module)
-            shapes = dict(zip(planned.module.parameters(), model.parameters, strict=True))
-        parts = self._staged.parts
-        distinct = [dict.fromkeys(p for module in part.modules for p in module.parameters()) for part in parts]
-        self.parameters = [[shapes[parameter] for parameter in each] for each in distinct]
-        self.numel = [sum(math.prod(each.shape) for each in some) for some in self.parameters]
-        self.width = width or _width_of(model)
-        # Activation checkpointing is for layers: embeddings and the output head are outside of them.
-        self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
-        matrices = [matrices_of(part) for part in parts]
-        self.forward_flops = [2 * sum(each.numel() for each in some) for some in matrices]  # For each token.
-        # Bytes for each token that backward needs: what goes into each matrix, and what comes out.
-        self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
-        self.inputs = self.width * itemsize
-        if matrices[-1] and not self.is_layer[-1]:
-            self.activations[-1] += _LOSS_BYTES * matrices[-1][-1].shape[0]
-        self._index = {id(part): index for index, part in enumerate(parts)}
-        self.stages = cache(self._stages)
-
-    def _stages(self, num_stages: int) -> list[list[int]]:
-        """The parts of each stage, by number."""
-        return [[self._index[id(part)] for part in stage] for stage in choose_stages(self._staged, num_stages)]
-
-    def __len__(self) -> int:
-        return len(self.parameters)
-
-    def kept(self, part: int, *, recompute: bool) -> int:
-        """Bytes for each token of a micro-batch on its way."""
-        return self.inputs if recompute and self.is_layer[part] else self.activations[part]
-
-    def recomputed(self, parts: Sequence[int]) -> int:
-        """Bytes for each token of the layer that is computed again at a time."""
-        return max((self.activations[part] for part in parts if self.is_layer[part]), default=0)
-
-
-def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:
-    """Modules without memory: one for each numbered layer, and for what stands before, between and behind them."""
-    shapes: dict[nn.Parameter, ParameterShape] = {}
-
-    def module_of(each: ParameterShape) -> nn.Module:
-        parameter = nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
-        shapes[parameter] = each
-        is_table = each.reason.startswith("embedding") and len(each.shape) == 2
-        module = nn.Embedding(*each.shape, _weight=parameter) if is_table else nn.Module()
-        module.weight = parameter
-        return module
-
-    def layer_of(each: ParameterShape) -> str:
-        words = each.name.split(".")
-        number = next((index for index, word in enumerate(words) if word.isdigit()), None)
-        return "" if number is None else ".".join(words[: number + 1])
-
-    parts = [nn.ModuleList(map(module_of, some)) for _, some in groupby(model.parameters, layer_of)]
-    if not any(each.reason.startswith("output head") for each in model.parameters):  # It is tied to the embedding.
-        tied = [p for p, each in shapes.items() if each.reason.startswith("embedding")][:1]
-        parts[-1].extend(_holding(parameter) for parameter in tied)
-    root = nn.ModuleList(parts)
-    return Chain(root, parts, None, lambda output, _: (output, 1)), shapes
-
-
-def _holding(parameter: nn.Parameter) -> nn.Module:
-    module = nn.Module()
-    module.weight = parameter
-    return module
-
-
-def _width_of(model: ModelShapes) -> int:
-    tables = (each.shape[-1] for each in model.parameters if each.reason.startswith("embedding"))
-    if (width := next(tables, None)) is None:
-        raise ValueError(f"{model.name} has no embedding that says how wide its activations are; add --width")
-    return width
-
-
 class SplitPlanner:
     """Memory, time and bytes of every split of some ranks."""
 
@@ -334,15 +259,17 @@ class SplitPlanner:
         self._parts = PlannedParts(planned, setting.model, width=arguments.width, itemsize=self._gathered)
         self._schedules, self._microbatches = arguments.schedules, arguments.microbatches
         self._recompute = _ACTIVATIONS[arguments.activations]
-        self.left_out: list[str] = []
-        self._orders, self._programs = cache(self._order), cache(self._program)
+        self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
+        self.left_out: list[str] = []  # What was not planned, and why.
+        self._scheduled = cache(self._make_schedule)
         self._steps: dict[object, Moved] = {}
 
     def plan(self) -> list[PlannedSplit]:
         """All splits, the fastest that fits first."""
         found: list[PlannedSplit] = []
         num_short = 0
-        for pipeline in _divisors(self._num_ranks):
+        sizes = [each for each in _divisors(self._num_ranks) if each <= len(self._parts)]
+        for pipeline in sizes:
             for shard in _divisors(self._num_ranks // pipeline):
                 replicate = self._num_ranks // pipeline // shard
                 split = Split(pipeline=pipeline, replicate=replicate, shard=shard, node_ranks=self.node_ranks)
@@ -354,6 +281,10 @@ class SplitPlanner:
                     found.append(self._timed(min(ways, key=lambda each: each.total)))
         if num_short:
             self.left_out.append(f"{num_short} splits are left out: {self.rows} rows are too few for their data ranks")
+        for name in self._schedules:
+            if refused := [size for other, size in self._refused if other == name]:
+                why = self._refused[name, refused[0]]
+                self.left_out.append(f"{name} is left out in pipelines of {', '.join(map(str, refused))}: {why}")
         if not found:
             raise ValueError(f"{self._num_ranks} ranks cannot be split; {'; '.join(self.left_out)}; raise --rows")
         return sorted(found, key=lambda each: (not each.fits, each.step_seconds))
@@ -400,9 +331,7 @@ class SplitPlanner:
                 }
                 name = "hsdp" if split.replicate > 1 else "fsdp"
                 name += ", kept whole" * whole + ", recompute" * recompute + f", {passes} passes" * (passes > 1)
-                way = Way(
-                    split=split, name=name, microbatches=passes, recompute=recompute, whole=whole, memory=memory
-                )
+                way = Way(split=split, name=name, microbatches=passes, recompute=recompute, whole=whole, memory=memory)
                 yield way
                 if way.total <= self._memory or passes == rows:
                     break
@@ -445,7 +374,9 @@ class SplitPlanner:
         size, nodes = axis
         sent = num_bytes * (size - 1) / size
         between = sent * nodes / size if nodes > 1 else 0.0
-        return Moved(num_calls * self._transfer((sent - between) / num_calls, between / num_calls), sent - between, between)
+        return Moved(
+            num_calls * self._transfer((sent - between) / num_calls, between / num_calls), sent - between, between
+        )
 
     def _transfer(self, inside: float, between: float) -> float:
         sizes = (round(inside), round(between))
@@ -497,77 +428,72 @@ class SplitPlanner:
 
     # ---- with a pipeline
 
-    def _num_microbatches(self, split: Split) -> int:
-        """As the runtime does it: a batch of fewer rows has one micro-batch of each."""
-        asked = PipelineOptions(pipeline_microbatches=self._microbatches or "auto").num_microbatches(split.pipeline)
-        return min(asked, self._rows_of(split))
+    def _numbers_of_microbatches(self, split: Split) -> list[int]:
+        """What was asked for, or the runtime's default and one with a smaller bubble.
+
+        A batch of fewer rows has one micro-batch of each.
+        """
+        rows, size = self._rows_of(split), split.pipeline
+        if self._microbatches:
+            return [min(self._microbatches, rows)]
+        first = min(PipelineOptions().num_microbatches(size), rows)
+        return sorted({first, max(first, min(_MORE * first, rows, _MOST_NODES // size))})
 
     def _with_pipeline(self, split: Split) -> Iterator[Way]:
-        parts, number = self._parts, self._num_microbatches(split)
-        tokens = -(-self._rows_of(split) // number) * self.length
-        for name, recompute in product(self._schedules, self._recompute):
+        parts, numbers = self._parts, self._numbers_of_microbatches(split)
+        for name, number, recompute in product(self._schedules, numbers, self._recompute):
             try:
-                order, stages = self._orders(split.pipeline, number, name, recompute)
+                schedule = self._scheduled(split.pipeline, number, name)
             except ValueError as error:
-                note = f"{name} is left out with {split.pipeline} ranks and {number} micro-batches: {error}"
-                if note not in self.left_out:
-                    self.left_out.append(note)
+                self._refused.setdefault((name, split.pipeline), error)
                 continue
+            tokens = -(-self._rows_of(split) // number) * self.length
             kept = {
                 stage: tokens * sum(parts.kept(part, recompute=recompute) for part in some)
-                for stage, some in enumerate(stages)
+                for stage, some in enumerate(schedule.stages)
             }
             memories: list[dict[str, int]] = []
-            for nodes, own in zip(order, _parts_of_ranks(order, stages), strict=True):
+            for nodes, own in zip(schedule.order, schedule.parts_of_ranks, strict=True):
                 weights, _, state = self._state(own, split)
                 numel = sum(parts.numel[part] for part in own)
-                activations = peak_activations(nodes, kept) + tokens * recompute * parts.recomputed(own)
+                again = tokens * parts.recomputed(own) if recompute else 0
                 memories.append(
                     {
                         "weights": self._itemsize * weights,
                         "gradients": self._reduced * numel,
                         "optimizer": self._itemsize * state,
-                        "activations": activations,
+                        "activations": peak_activations(nodes, kept) + again,
                         "gathered": self._gathered * numel,
                     }
                 )
             yield Way(
                 split=split,
-                name=f"{name}, {number} micro-batches{', recompute' * recompute}",
+                name=f"{name}, m={number}{', recompute' * recompute}",
                 microbatches=number,
                 recompute=recompute,
                 schedule=name,
                 memory=max(memories, key=lambda memory: sum(memory.values())),
             )
 
-    def _order(self, num_ranks: int, number: int, name: str, recompute: bool) -> tuple[Order, list[list[int]]]:
-        """The schedule, and the parts of each stage."""
-        pipeline = self._pipeline(num_ranks, number, name, recompute)
-        return make_order(name, pipeline), self._parts.stages(pipeline.num_stages)
-
-    def _program(self, num_ranks: int, number: int, name: str, recompute: bool) -> tuple[Program, StageCosts]:
-        """What runs, and its costs but for those of the data ranks."""
-        pipeline = self._pipeline(num_ranks, number, name, recompute)
-        order, _ = self._orders(num_ranks, number, name, recompute)
-        return add_reduce_grad(add_unshard(build_program(order, pipeline))), pipeline.costs
-
-    def _pipeline(self, num_ranks: int, number: int, name: str, recompute: bool) -> Pipeline:
+    def _make_schedule(self, num_ranks: int, number: int, name: str) -> _Scheduled:
+        """As the runtime makes it, which knows no costs."""
         stages_per_rank = PipelineOptions(pipeline_schedule=name).stages_per_rank
-        stages = self._parts.stages(num_ranks * stages_per_rank)
-        rows = -(-self.rows // (self._num_ranks // num_ranks)) / number
-        times = [self._compute(parts, rows, recompute) for parts in stages]
-        message = rows * self.length * self._parts.inputs
-        costs = StageCosts(
+        pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
+        return _Scheduled(pipeline, self._parts.stages(pipeline.num_stages), make_order(name, pipeline))
+
+    def _costs(self, way: Way, schedule: _Scheduled) -> StageCosts:
+        rows = self._rows_of(way.split) / way.microbatches
+        times = [self._compute(parts, rows, way.recompute) for parts in schedule.stages]
+        inputs = tuple(backward - forward for forward, backward in times)
+        return StageCosts(
             forward=tuple(forward for forward, _ in times),
-            # What is computed again belongs to the first part; if there are two, to both.
-            backward_input=tuple(backward - forward for forward, backward in times),
-            backward_weight=tuple(forward for forward, _ in times),
-            communication=self._transfer(*self._message(message)),
+            # What is computed again belongs to the first part of a backward; if there are two, to both.
+            backward_input=inputs,
+            backward_weight=inputs if schedule.splits_backward else tuple(forward for forward, _ in times),
+            communication=self._transfer(*self._message(rows * self.length * self._parts.inputs)),
+            unshard=tuple(self._gather(parts, way.split).seconds for parts in schedule.stages),
+            reduce_grad=tuple(self._reduce(parts, way.split).seconds for parts in schedule.stages),
         )
-        pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank, costs=costs)
-        if recompute and _splits_backward(name, num_ranks, number, stages_per_rank):
-            pipeline = replace(pipeline, costs=replace(costs, backward_weight=costs.backward_input))
-        return pipeline
 
     def _message(self, num_bytes: float) -> tuple[float, float]:
         """Within a node, or between nodes as soon as there are several."""
@@ -575,25 +501,17 @@ class SplitPlanner:
 
     def _time_pipeline(self, way: Way) -> PlannedSplit:
         """The simulated schedule; each rank steps when the gradients of its stages are summed."""
-        split, (order, stages) = way.split, self._orders(*(key := self._key(way)))
-        program, costs = self._programs(*key)
-        gathers, sums = ([move(parts, split) for parts in stages] for move in (self._gather, self._reduce))
-        costs = replace(
-            costs, unshard=tuple(each.seconds for each in gathers), reduce_grad=tuple(each.seconds for each in sums)
-        )
-        timeline = simulate(program, costs)
-        rank_of = placement(order)
+        split, schedule = way.split, self._scheduled(way.split.pipeline, way.microbatches, way.schedule)
+        timeline = simulate(schedule.program, self._costs(way, schedule))
         message = self._message(self._rows_of(split) / way.microbatches * self.length * self._parts.inputs)
         step, optimizers, moved = 0.0, list[float](), list[Moved]()
-        for rank, own in enumerate(_parts_of_ranks(order, stages)):
+        for rank, own in enumerate(schedule.parts_of_ranks):
             optimizer = self._optimizer(own, split)
             step = max(step, timeline.spans[rank][-1].end + optimizer.seconds)
             optimizers.append(optimizer.seconds)
-            kinds = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT)
-            number = sum(op.kind in kinds and op.group[0] == rank for op in program[rank])
-            mine = [each for stage, each in enumerate(zip(gathers, sums, strict=True)) if rank_of[stage] == rank]
+            number = schedule.num_sent[rank]
             messages = Moved(0.0, number * message[0], number * message[1])
-            moved.append(optimizer.plus(messages, *(each for pair in mine for each in pair)))
+            moved.append(optimizer.plus(messages, self._gather(own, split), self._reduce(own, split)))
         return PlannedSplit(
             way=way,
             fits=way.total <= self._memory,
@@ -604,22 +522,39 @@ class SplitPlanner:
             between_bytes=max(each.between for each in moved),
         )
 
-    def _key(self, way: Way) -> tuple[int, int, str, bool]:
-        return way.split.pipeline, way.microbatches, way.schedule, way.recompute
 
+@dataclass(frozen=True, eq=False)
+class _Scheduled:
+    """A schedule of a model's stages, the same for all ways to divide the data ranks."""
 
-@cache
-def _splits_backward(name: str, num_ranks: int, number: int, stages_per_rank: int) -> bool:
-    pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
-    return any(node.kind == PipelineKind.BACKWARD_INPUT for nodes in make_order(name, pipeline) for node in nodes)
+    pipeline: Pipeline
+    stages: list[list[int]]  # Parts of each.
+    order: Order
 
+    @cached_property
+    def program(self) -> Program:
+        """What runs."""
+        return add_reduce_grad(add_unshard(build_program(self.order, self.pipeline)))
 
-def _parts_of_ranks(order: Order, stages: Sequence[Sequence[int]]) -> list[list[int]]:
-    rank_of = placement(order)
-    return [
-        [part for stage, parts in enumerate(stages) if rank_of[stage] == rank for part in parts]
-        for rank in range(len(order))
-    ]
+    @cached_property
+    def num_sent(self) -> list[int]:
+        """Messages of each rank."""
+        kinds = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT)
+        return [sum(op.kind in kinds and op.group[0] == rank for op in ops) for rank, ops in self.program.items()]
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any."""
+        return any(node.kind == PipelineKind.BACKWARD_INPUT for nodes in self.order for node in nodes)
+
+    @cached_property
+    def parts_of_ranks(self) -> list[list[int]]:
+        """Of all stages of each rank."""
+        rank_of = placement(self.order)
+        return [
+            [part for stage, parts in enumerate(self.stages) if rank_of[stage] == rank for part in parts]
+            for rank in range(len(self.order))
+        ]
 
 
 def _with_links(cost: CostModel, spans: Sequence[bool]) -> CostModel:
