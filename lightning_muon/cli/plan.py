@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from lightning_muon.cli import plan_pipeline
+from lightning_muon.cli import plan_pipeline, plan_splits
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
 from lightning_muon.cli.plan_model import (
     Mesh,
@@ -93,6 +93,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
     plan_pipeline.add_arguments(parser)
+    plan_splits.add_arguments(parser)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
     add("--json", action="store_true", help="print everything as JSON instead of text")
@@ -105,6 +106,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
+    plan_splits.refuse_others(arguments)
     if arguments.pipeline is not None:
         plan_pipeline.run(arguments, _console())
         return
@@ -114,11 +116,10 @@ def run(arguments: Namespace) -> None:
     flexdemo = planned.flexdemo
     if arguments.flexdemo is not None:
         flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
-    model = with_fused(planned.shapes, dict(arguments.fused))
-    if arguments.stack_shard_dim is not None:
-        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
-    if arguments.write_shapes is not None:
-        write_shapes(model, arguments.write_shapes)
+    model = _shapes(arguments, planned)
+    if arguments.splits is not None:
+        plan_splits.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
+        return
     # An exchange between nodes takes two of them.
     mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
     if mesh.size > MOST_RANKS:
@@ -163,6 +164,16 @@ def run(arguments: Namespace) -> None:
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
+
+
+def _shapes(arguments: Namespace, planned: PlannedModel) -> ModelShapes:
+    """Those of the model, as the options change them, and written where they say."""
+    model = with_fused(planned.shapes, dict(arguments.fused))
+    if arguments.stack_shard_dim is not None:
+        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
+    if arguments.write_shapes is not None:
+        write_shapes(model, arguments.write_shapes)
+    return model
 
 
 def _console() -> Console:

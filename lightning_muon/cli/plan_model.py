@@ -57,6 +57,8 @@ class PlannedModel:
     shard: int | None = None
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
     machine: str = "reference"  # Whose rates are taken if nothing else is asked for.
+    module: nn.Module | None = None  # Of the file; its parameters are those of `shapes`, in the same order.
+    precision: str | None = None  # Of the file's Trainer.
 
     def mesh(self, arguments: Namespace, *, fewest_replicas: int = 1) -> Mesh:
         """The sizes of the command line, or else of the file."""
@@ -190,9 +192,15 @@ def read_config(path: Path) -> PlannedModel:
         for route, parameter in zip(route_module(model, optimizer).values(), model.parameters(), strict=True)
     )
     shapes = ModelShapes(name=f"{type(model).__name__} ({path.name})", source=str(path), parameters=parameters)
-    machine = "cpu" if trainer.get("accelerator") == "cpu" else "reference"
     return PlannedModel(
-        shapes=shapes, optimizer=optimizer, replicate=replicate, shard=shard, flexdemo=flexdemo, machine=machine
+        shapes=shapes,
+        optimizer=optimizer,
+        replicate=replicate,
+        shard=shard,
+        flexdemo=flexdemo,
+        machine="cpu" if trainer.get("accelerator") == "cpu" else "reference",
+        module=model,
+        precision=str(trainer.get("precision", "32-true")),
     )
 
 

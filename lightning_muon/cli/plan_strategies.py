@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -98,10 +98,14 @@ class Outcome:
     numbers: dict[str, Any]  # For JSON: seconds, bytes, FLOPs and shares.
 
 
-def compare_strategies(setting: Setting) -> list[Outcome]:
-    """All strategies on one model and mesh."""
+def compare_strategies(setting: Setting, names: Collection[str] | None = None) -> list[Outcome]:
+    """All strategies on one model and mesh, or those of these names."""
     ranks = cache(lambda dedupe: _Ranks(setting, dedupe))
-    return [ranks(each.dedupe).outcome(name, each) for name, each in setting.strategies().items()]
+    return [
+        ranks(each.dedupe).outcome(name, each)
+        for name, each in setting.strategies().items()
+        if names is None or name in names
+    ]
 
 
 class _Ranks:

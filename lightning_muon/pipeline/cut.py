@@ -52,7 +52,7 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
             "pipeline_stages_per_rank)"
         )
     if first_parts is None:
-        flops = measure_flops(model) or [_matrix_elements(part) for part in parts]
+        flops = measure_flops(model) or [sum(each.numel() for each in matrices_of(part)) for part in parts]
         starts = cut_by_costs(flops, [_num_parameters(part) for part in parts], num_stages)
     else:
         names = [part.name for part in parts]
@@ -151,15 +151,16 @@ def _num_parameters(part: Part) -> int:
     return sum(each.numel() for each in dict.fromkeys(p for module in part.modules for p in module.parameters()))
 
 
-def _matrix_elements(part: Part) -> int:
-    return sum(
-        parameter.numel()
+def matrices_of(part: Part) -> list[nn.Parameter]:
+    """What is multiplied with activations: all parameters of two and more dimensions that are looked up in no table."""
+    return [
+        parameter
         for module in part.modules
         for child in module.modules()
         if not isinstance(child, nn.Embedding)
         for parameter in child.parameters(recurse=False)
         if parameter.ndim > 1
-    )
+    ]
 
 
 def check_plain(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 
@@ -86,13 +86,14 @@ def placement(order: Order) -> dict[int, int]:
     return dict(sorted(rank_of.items()))
 
 
-def peak_activations(nodes: Iterable[Node]) -> int:
+def peak_activations(nodes: Iterable[Node], sizes: Mapping[int, int] | None = None) -> int:
     """Most activations that a rank holds, each from its forward to the end of its backward (``B`` or ``W``).
 
-    In units of one micro-batch of one stage.
+    In units of one micro-batch of one stage; with ``sizes``, of each stage, their largest sum.
     """
     alive = most = 0
     for node in nodes:
-        alive += (node.kind == PipelineKind.FORWARD) - (node.kind in WEIGHT_KINDS)
+        size = 1 if sizes is None else sizes[node.stage]
+        alive += size * ((node.kind == PipelineKind.FORWARD) - (node.kind in WEIGHT_KINDS))
         most = max(most, alive)
     return most

@@ -1,0 +1,97 @@
+"""What ``lightning-muon plan --splits`` knows of a model: its parts as the runtime cuts them, and what each costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import groupby
+
+import torch
+from torch import nn
+
+from lightning_muon.cli.plan_model import PlannedModel
+from lightning_muon.pipeline.cut import choose_stages, matrices_of
+from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+
+_LOSS_BYTES = 8  # Of each logit: its float32 copy for the loss, and the gradient of that.
+
+
+class PlannedParts:
+    """A model as the parts that the runtime makes stages of, and what each of them costs."""
+
+    def __init__(self, planned: PlannedModel, model: ModelShapes, *, width: int | None, itemsize: int) -> None:
+        if planned.module is None:
+            self._staged, shapes = _from_shapes(model)
+        else:
+            self._staged = find_staged_model(planned.module)
+            shapes = dict(zip(planned.module.parameters(), model.parameters, strict=True))
+        parts = self._staged.parts
+        distinct = [dict.fromkeys(p for module in part.modules for p in module.parameters()) for part in parts]
+        self.parameters = [[shapes[parameter] for parameter in each] for each in distinct]
+        self.numel = [sum(math.prod(each.shape) for each in some) for some in self.parameters]
+        self.width = width or _width_of(model)
+        # Activation checkpointing is for layers: embeddings and the output head are outside of them.
+        self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
+        matrices = [matrices_of(part) for part in parts]
+        self.forward_flops = [2 * sum(each.numel() for each in some) for some in matrices]  # For each token.
+        # Bytes for each token that backward needs: what goes into each matrix, and what comes out.
+        self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
+        self.inputs = self.width * itemsize
+        if matrices[-1] and not self.is_layer[-1]:
+            self.activations[-1] += _LOSS_BYTES * matrices[-1][-1].shape[0]
+        self._index = {id(part): index for index, part in enumerate(parts)}
+        self.stages = cache(self._stages)
+
+    def _stages(self, num_stages: int) -> list[list[int]]:
+        """The parts of each stage, by number."""
+        return [[self._index[id(part)] for part in stage] for stage in choose_stages(self._staged, num_stages)]
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def kept(self, part: int, *, recompute: bool) -> int:
+        """Bytes for each token of a micro-batch on its way."""
+        return self.inputs if recompute and self.is_layer[part] else self.activations[part]
+
+    def recomputed(self, parts: Sequence[int]) -> int:
+        """Bytes for each token of the layer that is computed again at a time."""
+        return max((self.activations[part] for part in parts if self.is_layer[part]), default=0)
+
+
+def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:
+    """Modules without memory: one for each numbered layer, and for what stands before, between and behind them."""
+    shapes: dict[nn.Parameter, ParameterShape] = {}
+
+    def module_of(each: ParameterShape) -> nn.Module:
+        parameter = nn.Parameter(torch.empty(each.shape, device="meta"), requires_grad=False)
+        shapes[parameter] = each
+        is_table = each.reason.startswith("embedding") and len(each.shape) == 2
+        return _holding(
+            parameter, nn.Embedding(each.shape[0], each.shape[1], device="meta") if is_table else nn.Module()
+        )
+
+    def layer_of(each: ParameterShape) -> str:
+        words = each.name.split(".")
+        number = next((index for index, word in enumerate(words) if word.isdigit()), None)
+        return "" if number is None else ".".join(words[: number + 1])
+
+    parts = [nn.ModuleList(map(module_of, some)) for _, some in groupby(model.parameters, layer_of)]
+    if not any(each.reason.startswith("output head") for each in model.parameters):  # It is tied to the embedding.
+        tied = [p for p, each in shapes.items() if each.reason.startswith("embedding")][:1]
+        parts[-1].extend(_holding(parameter, nn.Module()) for parameter in tied)
+    root = nn.ModuleList(parts)
+    return Chain(root, parts, None, lambda output, _: (output, 1)), shapes
+
+
+def _holding(parameter: nn.Parameter, module: nn.Module) -> nn.Module:
+    module.weight = parameter
+    return module
+
+
+def _width_of(model: ModelShapes) -> int:
+    tables = (each.shape[-1] for each in model.parameters if each.reason.startswith("embedding"))
+    if (width := next(tables, None)) is None:
+        raise ValueError(f"{model.name} has no embedding that says how wide its activations are; add --width")
+    return width

@@ -1,0 +1,222 @@
+"""``lightning-muon plan --splits``, run through the command, with numbers computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_muon.cli.main import main
+from lightning_muon.cli.plan_model import PlannedModel
+from lightning_muon.cli.plan_parts import PlannedParts
+from lightning_muon.cli.plan_splits import Split
+from lightning_muon.params.routing import route_module
+from lightning_muon.pipeline.cut import choose_stages
+from lightning_muon.pipeline.model import find_staged_model
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+
+# Embedding, four layers, norm and head: a stage of 544 elements and one of 264, with 256 elements of matrices each.
+_WIDTH, _WORDS, _LENGTH = 8, 32, 16
+_SHAPES = {
+    "name": "tiny",
+    "source": "",
+    "parameters": [
+        {"name": "embed.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "embedding"},
+        {
+            "repeat": 4,
+            "parameters": [
+                {"name": "layers.{i}.weight", "shape": [_WIDTH, _WIDTH], "kind": "matrix"},
+                {"name": "layers.{i}.norm", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
+            ],
+        },
+        {"name": "norm.weight", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
+        {"name": "head.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "output head"},
+    ],
+}
+_FLOPS, _WITHIN, _BETWEEN = 1e4, 1e6, 1e5
+_FORWARD = 2 * 256 * _LENGTH / _FLOPS  # Seconds of one row in one of the two stages.
+_GIB = 2**30
+_ROUNDED = 1e-5  # The bytes of each gather and sum are whole numbers.
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    (tmp_path / "tiny.json").write_text(json.dumps(_SHAPES))
+    cost = {"flops_per_second": _FLOPS, "memory_bytes_per_second": 1e12, "bandwidth": [_WITHIN, _BETWEEN]}
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
+    files = ["--shapes", str(tmp_path / "tiny.json"), "--cost", str(tmp_path / "cost.json")]
+    return ["plan", *files, "--splits", "4", "--node-ranks", "2", "--rows", "4", "--length", str(_LENGTH)]
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[int, int, int], dict[str, Any]]:
+    main([*arguments, "--json"])
+    splits = json.loads(capsys.readouterr().out)["splits"]
+    return {(each["pipeline_size"], each["replicate_size"], each["shard_size"]): each for each in splits}
+
+
+def _bytes(*of_kinds: int) -> dict[str, int]:
+    return dict(zip(("weights", "gradients", "optimizer", "activations", "gathered"), of_kinds, strict=True))
+
+
+def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    found = _plan(capsys, *arguments, "--schedules", "1f1b", "--activations", "kept")[2, 1, 2]
+    assert (found["schedule"], found["microbatches"]) == ("1f1b", 2)
+    # Of 544 elements a rank holds 272: 128 on Muon, 144 on AdamW. Whole gradients are float32, whole weights bfloat16.
+    # Two micro-batches are on their way, each with 16 tokens of 8 elements into and out of each layer.
+    activations = 2 * _LENGTH * 4 * (_WIDTH + _WIDTH) * 2
+    assert found["memory_bytes"] == _bytes(4 * 272, 4 * 544, 4 * (128 + 2 * 144), activations, 2 * 544)
+    # Gather and sum of half a stage; each rank has halves of the two matrices of the other one, there and back.
+    assert found["inside_bytes"] == 2 * 544 / 2 + 4 * 544 / 2 + 2 * (2 * 32 * 2)
+    assert found["between_bytes"] == 2 * _LENGTH * _WIDTH * 2
+    # The first rank ends last: gather; F, both messages, and 2 F + B of the second rank; then its own 2 B; sums.
+    message = _LENGTH * _WIDTH * 2 / _BETWEEN
+    end = 2 * 544 / 2 / _WITHIN + 9 * _FORWARD + 2 * message + 4 * 544 / 2 / _WITHIN
+    assert found["step_seconds"] - found["optimizer_seconds"] == pytest.approx(end, rel=_ROUNDED)
+    # From its first forward on it is idle for a forward, a backward and both messages.
+    assert found["bubble"] == pytest.approx((3 * _FORWARD + 2 * message) / (9 * _FORWARD + 2 * message), rel=_ROUNDED)
+
+
+def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    kept, again = (
+        _plan(capsys, *arguments, "--schedules", "1f1b", "--activations", way)[2, 1, 2]
+        for way in ("kept", "checkpointed")
+    )
+    one_layer = _LENGTH * 2 * _WIDTH * 2
+    # The second stage, which is no layer, now needs more than the first one.
+    head = _LENGTH * ((_WORDS + _WIDTH) * 2 + 8 * _WORDS)
+    assert sum(again["memory_bytes"].values()) == max(
+        sum(kept["memory_bytes"].values()) - 2 * 4 * one_layer + 2 * 4 * one_layer // 2 + one_layer,
+        4 * 132 + 4 * 264 + 4 * 2 * 132 + head + 2 * 264,
+    )
+    # Backward of the first stage takes 3 instead of 2 forwards: for the first micro-batch while it would wait.
+    assert again["step_seconds"] - kept["step_seconds"] == pytest.approx(_FORWARD, rel=_ROUNDED)
+
+
+def test_four_shards_without_a_pipeline_by_hand(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    found = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]
+    assert (found["schedule"], found["microbatches"], found["bubble"]) == (None, 1, 0)
+    # 202 of 808 elements, 64 of them on Muon; the largest part whole; the two largest ones gathered; one row.
+    activations = _LENGTH * (4 * 2 * _WIDTH * 2 + (_WORDS + _WIDTH) * 2 + 8 * _WORDS)
+    memory = _bytes(4 * 202, 4 * (202 + 264), 4 * (64 + 2 * 138), activations, 2 * (256 + 264))
+    assert found["memory_bytes"] == memory and not found["weights_stay_whole"]
+    # Two gathers and a sum, in rings of four ranks of which two of four steps leave a node; Muon's bytes all count as
+    # leaving it: three quarters of the matrix of each rank, there and back.
+    ring = (2 * 2 * 808 + 4 * 808) * 3 / 4
+    assert (found["inside_bytes"], found["between_bytes"]) == (ring / 2, ring / 2 + 2 * 48 * 2)
+    # Compute hides all transfers but the first gather and the last sum, those of the embedding.
+    exposed = (2 + 4) * 256 * 3 / 4 / 2 / _BETWEEN
+    step = found["step_seconds"] - found["optimizer_seconds"]
+    assert step == pytest.approx(2 * 3 * _FORWARD + exposed, rel=_ROUNDED)
+
+
+def test_transfers_longer_than_compute_are_exposed(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    way = _plan(capsys, *arguments, "--activations", "kept", "--inter-bandwidth", "1")[1, 1, 4]
+    # Weights stay whole, as one gather of 606 bytes between nodes takes longer than a forward; the sum is 1212 bytes.
+    assert way["weights_stay_whole"]
+    assert way["memory_bytes"]["gathered"] == 2 * 808
+    step = way["step_seconds"] - way["optimizer_seconds"]
+    assert step == pytest.approx(606 + 1212 + 6 * 256 * 3 / 4 / 2, rel=_ROUNDED)
+
+
+def test_batches_are_accumulated_where_one_does_not_fit(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    arguments[arguments.index("--rows") + 1] = "16"
+    once = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]
+    limit = (sum(once["memory_bytes"].values()) - 1) / _GIB
+    found = _plan(capsys, *arguments, "--activations", "kept", "--rank-memory", f"{limit:.17f}")[1, 1, 4]
+    assert found["fits"] and found["microbatches"] == 2
+    assert found["memory_bytes"]["activations"] == once["memory_bytes"]["activations"] / 2
+    assert found["memory_bytes"]["gradients"] == 4 * 808  # Whole, until the last pass sums them.
+    assert found["inside_bytes"] - once["inside_bytes"] == 2 * 808 * 3 / 4 / 2 * 2
+
+
+def test_the_fastest_that_fits_is_recommended(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    everything = _plan(capsys, *arguments)
+    assert set(everything) == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
+    sizes = {key: sum(each["memory_bytes"].values()) for key, each in everything.items()}
+    # Too little for the fastest.
+    first = next(iter(everything))
+    assert [key for key, each in everything.items() if each["recommended"]] == [first]
+    limit = sizes[first] - 1
+    found = _plan(capsys, *arguments, "--rank-memory", f"{limit / _GIB:.17f}")
+    fits = {key: each for key, each in found.items() if sum(each["memory_bytes"].values()) <= limit}
+    assert fits and {key for key, each in found.items() if each["fits"]} == set(fits)
+    fastest = min(fits, key=lambda key: fits[key]["step_seconds"])
+    assert [key for key, each in found.items() if each["recommended"]] == [fastest]
+
+
+def test_a_table_marks_it_and_says_what_to_set(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    main(arguments)
+    out = capsys.readouterr().out
+    (marked,) = [line.split() for line in out.splitlines() if line.split()[3:4] == ["*"]]
+    assert f"recommended: pipeline_size={marked[0]}, replicate_size={marked[1]}, shard_size={marked[2]}" in out
+
+
+def test_where_nothing_fits_a_message_says_how_much(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"no split fits into 1e-06 GiB per rank; the smallest, \d x \d x \d, needs"):
+        main([*arguments, "--rank-memory", "1e-6"])
+    assert "tiny on 4 ranks" in capsys.readouterr().out  # The table is there.
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (("--splits", "0"), "must be at least 1"),
+        (("--draw", "x.svg"), "--splits goes without --draw"),
+        (("--shard-size", "2"), "--splits goes without --shard-size"),
+        (("--rank-memory", "-1"), "must be finite and above 0"),
+        (("--schedules", "zb"), "invalid choice: 'zb'"),
+        (("--splits", "7", "--rows", "1"), "7 ranks cannot be split; 2 splits are left out: 1 rows are too few"),
+    ],
+)
+def test_wrong_input_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: tuple[str, ...], match: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, *words])
+    assert match in f"{capsys.readouterr().err} {caught.value}"
+
+
+def test_a_width_that_nothing_tells_is_asked_for(tmp_path: Path) -> None:
+    parameters = [{"name": "layers.0.weight", "shape": [8, 8], "kind": "matrix"}]
+    (tmp_path / "one.json").write_text(json.dumps({"name": "one", "parameters": parameters}))
+    with pytest.raises(SystemExit, match="one has no embedding that says how wide its activations are; add --width"):
+        main(["plan", "--shapes", str(tmp_path / "one.json"), "--splits", "2"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_are_cut_as_the_runtime_cuts_them(tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=96,
+        hidden_size=16,
+        intermediate_size=40,
+        num_hidden_layers=7,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    routes = zip(route_module(module).values(), module.parameters(), strict=True)
+    parameters = tuple(ParameterShape(**vars(route), shape=tuple(each.shape)) for route, each in routes)
+    model = ModelShapes(name="llama", source="", parameters=parameters)
+    for planned in (PlannedModel(shapes=model, module=module), PlannedModel(shapes=model)):
+        parts = PlannedParts(planned, model, width=None, itemsize=2)
+        assert parts.width == 16
+        for num_stages in (1, 2, 3, 5, 9):
+            expected = [
+                sum(p.numel() for part in stage for each in part.modules for p in each.parameters())
+                for stage in choose_stages(find_staged_model(module), num_stages)
+            ]
+            assert [sum(parts.numel[part] for part in stage) for stage in parts.stages(num_stages)] == expected
+
+
+def test_groups_count_the_nodes_they_lie_on() -> None:
+    split = Split(pipeline=2, replicate=4, shard=2, node_ranks=4)
+    assert split.axes == ((2, 1), (4, 2))  # Shards 0, 1; replicas 0, 2, 4, 6.
+    assert Split(pipeline=1, replicate=1, shard=12, node_ranks=8).axes == ((12, 2), (1, 1))
+    assert Split(pipeline=1, replicate=2, shard=6, node_ranks=8).axes == ((6, 2), (2, 2))  # 6 to 11; 0 and 6, 2 and 8.
