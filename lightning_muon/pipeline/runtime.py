@@ -430,7 +430,8 @@ class _Run:
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
         stage, microbatch = op.items
-        leaves, outputs = ([each for each in both if each.requires_grad] for both in self._graphs.pop(op.items))
+        graph = self._graphs.pop((stage, microbatch))
+        leaves, outputs = ([each for each in tensors if each.requires_grad] for tensors in graph)
         is_last = stage == self.runtime._last_stage
         return leaves, outputs, None if is_last else self._arrived(op, self._gradients.pop((stage, microbatch)))
 
