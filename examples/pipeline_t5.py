@@ -78,7 +78,16 @@ class Head(nn.Module):
 def make_t5(num_layers: int) -> T5ForConditionalGeneration:
     """The same weights on each rank."""
     torch.manual_seed(0)
-    config = T5Config(VOCABULARY, 32, 16, 64, num_layers, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_layers=num_layers,
+        num_heads=2,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+    )
     return T5ForConditionalGeneration(config)
 
 
