@@ -38,7 +38,7 @@ from tests.support.processes import ProcessPool
 from tests.unit.schedule.pipeline.problems import BUILT_IN
 
 # Sums of float32 in another order, relative to the largest element of a gradient.
-_TOLERANCE = 3e-6
+_TOLERANCE = 1e-6
 _LR = 0.05
 
 
@@ -56,7 +56,6 @@ class Case:
     batches: Sequence[tuple[int, int]] = ((13, 5), (13, 5))
     loss_scaling: str = "tokens"
     precision: str = "32-true"
-    tolerance: float = _TOLERANCE
 
     def net(self) -> nn.Module:
         net: Any = self.make(num_layers=self.num_layers, **self.arguments)
@@ -64,7 +63,12 @@ class Case:
             net.get_submodule(name).requires_grad_(False)
         if self.is_checkpointed:
             net.gradient_checkpointing_enable({"use_reentrant": False})
-        return net
+        return net.to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """float64 for models whose gradients float32 rounds by more than the tolerance."""
+        return torch.float64 if self.make in (encoder_decoder, cut_by_hand, meshes) else torch.float32
 
     def batch(self, step: int) -> dict[str, Tensor]:
         rows, length = self.batches[step]
@@ -73,7 +77,7 @@ class Case:
 
 
 def _rows(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
-    return {key: value[rank::size] for key, value in batch.items()}
+    return {key: value[rank::size].contiguous() for key, value in batch.items()}
 
 
 def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor | None]]]:
@@ -83,7 +87,7 @@ def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tenso
     for step in range(len(case.batches)):
         optimizer.zero_grad()
         parts = [sum_and_count(net, _rows(case.batch(step), rank, num_data_ranks)) for rank in range(num_data_ranks)]
-        count = torch.stack([count for _, count in parts])
+        count = torch.stack([torch.as_tensor(count) for _, count in parts])
         divisors = count.clamp(min=1) * num_data_ranks if case.loss_scaling == "mean" else count.sum().expand_as(count)
         (torch.stack([total for total, _ in parts]) / divisors).sum().backward()
         gradients = {name: None if p.grad is None else p.grad.clone() for name, p in net.named_parameters()}
@@ -141,7 +145,7 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
         others = (tokens, torch.ones_like(tokens)) if case.make is cut_by_hand else ()
         output = engine.pipeline.root(tokens, *others, **targets)
     logits = output if isinstance(output, Tensor) else output.logits
-    assert logits.shape[:2] == tokens.shape and logits.dtype == torch.float32
+    assert logits.shape[:2] == tokens.shape and logits.dtype == case.dtype
     found = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
     dist.all_gather(found, logits.contiguous())
     assert all(torch.equal(each, logits) for each in found)
@@ -165,7 +169,7 @@ def _compare(gloo: ProcessPool, case: Case, world_size: int) -> None:
                     assert gradient is None or not gradient.any(), where
                     continue
                 assert gradient is not None, where
-                assert (gradient - wanted).abs().max() <= case.tolerance * wanted.abs().max(), where
+                assert (gradient - wanted).norm() <= _TOLERANCE * wanted.norm(), where
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -182,9 +186,9 @@ _LM = {"make": causal_lm, "num_layers": 4}
 _LLAMA, _TIED = {**_LM, "arguments": {"kind": "llama"}}, {**_LM, "arguments": {"kind": "llama", "tied": True}}
 
 # Gradients of its norms, whose terms cancel, are a hundredth of the others.
-_T5 = {"tolerance": 3e-6, "make": encoder_decoder, "num_layers": 2, "arguments": {"tied": True}}
+_T5 = {"make": encoder_decoder, "num_layers": 2, "arguments": {"tied": True}}
 
-_BY_HAND = {"tolerance": 3e-6, "make": cut_by_hand, "num_layers": 2}
+_BY_HAND = {"make": cut_by_hand, "num_layers": 2}
 
 
 def _cut(schedule: str, **options: Any) -> dict[str, Any]:
@@ -194,7 +198,7 @@ def _cut(schedule: str, **options: Any) -> dict[str, Any]:
 CASES: dict[str, tuple[int, Case]] = {
     "gpt2": (2, Case(**_LM, arguments={"kind": "gpt2"}, options=_cut("zb_v"))),
     "gpt_neox": (2, Case(**_LM, arguments={"kind": "gpt_neox"}, options=_cut("zb_1p"))),
-    "qwen3": (2, Case(**_LM, arguments={"kind": "qwen3"}, options=_cut("1f1b"), tolerance=3e-6)),
+    "qwen3": (2, Case(**_LM, arguments={"kind": "qwen3"}, options=_cut("1f1b"))),
     "tied": (2, Case(**_TIED, options=_cut("1f1b"))),
     "tied, both on one rank": (2, Case(**_TIED, options=_cut("zb_v"))),
     "tied and frozen": (2, Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])),
@@ -295,7 +299,14 @@ def _with_dropout(schedule: str) -> tuple[list[list[Tensor]], bool]:
     """What each layer of this rank has drawn, and whether other random numbers are those of before."""
     torch.manual_seed(0)
     net = Chain([nn.Embedding(VOCABULARY, WIDTH), *(_Noisy() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)])
-    options = Options(pipeline_size=2, optimizer="keep", pipeline_schedule=schedule, pipeline_microbatches=4)
+    firsts = ["parts.0", "parts.3"] if schedule == "1f1b" else ["parts.0", "parts.2", "parts.3", "parts.4"]
+    options = Options(
+        pipeline_size=2,
+        optimizer="keep",
+        pipeline_schedule=schedule,
+        pipeline_microbatches=4,
+        pipeline_split=firsts,
+    )
     meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
     engine = TrainingEngine(
         net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
@@ -344,24 +355,3 @@ def test_all_ranks_cut_alike(gloo: ProcessPool, schedule: str, world_size: int) 
     replicas = world_size // 2
     assert sorted(names[0] + names[-1]) == [f"parts.{index}" for index in range(8)]
     assert names == [each for each in (names[0], names[-1]) for _ in range(replicas)]
-
-
-def _two_batches(is_other: Callable[[int], bool]) -> None:
-    net = chain(2)
-    options = Options(pipeline_size=2, optimizer="keep")
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
-    engine = TrainingEngine(
-        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
-    )
-    engine.shard(torch.device("cpu"))
-    engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
-    try:
-        for _ in range(2):
-            engine.module.zero_grad()
-            engine.run_pipeline(batch_of(8, 5, seed=int(is_other(dist.get_rank()))))
-    finally:
-        engine.close()
-
-
-def test_ranks_with_different_batches_are_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_two_batches, bool, match="have had different batches", world_size=2)
