@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import weights_to_save
-from lightning_muon.comm.agreement import require_equal, together
+from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import (
@@ -33,17 +29,16 @@ from lightning_muon.engine.conversion import (
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
+from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.layout import local_tensor
-from lightning_muon.pipeline.runtime import PipelineRuntime, Shards, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.shard_model import accumulate_all, check_tensor_parallel, unshard_all
+from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
 _READ_EARLY = (
@@ -55,10 +50,6 @@ _STILL_SHARDS = (
     "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the child of the "
     "LightningModule itself, not a layer or another method of it; or name the layer in wrap_policy, or the method in "
     "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
-)
-GIVE_ALL = (
-    "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
-    "pipeline_split so that each rank has something to train"
 )
 
 
@@ -88,23 +79,11 @@ class TrainingEngine:
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
-        self.pipeline: PipelineRuntime | None = None
-        before: dict[str, Tensor] = {}
+        self._stages: PipelineTraining | None = None
         if meshes.stages is not None:
-            before = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
-            self.pipeline = cut_once(module, options, meshes.stages)
-            policy = mode_options.mp_policy
-            self.pipeline.output_dtype = policy and policy.output_dtype
-            mode_options = replace(
-                mode_options,
-                # Parts send each other what they compute in.
-                mp_policy=policy and replace(policy, output_dtype=None),
-                roots=self.pipeline.modules,
-                stages=meshes.stages,
-                # Whole weights stay from the first forward of a batch to the sum of the gradients.
-                reshard_after_forward=False,
-                reshard_after_backward=False,
-            )
+            self._stages = PipelineTraining(module, options, meshes.stages)
+            mode_options = self._stages.mode_options(mode_options)
+        self.pipeline = self._stages and self._stages.runtime
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
@@ -114,9 +93,6 @@ class TrainingEngine:
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
-        # Parameter of another stage -> its name.
-        present = set(module.parameters())
-        self._absent = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in present})
         self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
         self._is_explaining = False
         self._is_attached = False
@@ -125,11 +101,9 @@ class TrainingEngine:
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
         self._hooks: list[RemovableHandle] = []
-        self._is_nonfinite: Tensor | None = None  # What all stages of a pipeline know of the batch of now.
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
-        self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses of a pipeline, on their way to all ranks.
 
     # ---- before the first step
 
@@ -146,12 +120,8 @@ class TrainingEngine:
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
-        if self.pipeline is not None:
-            self.mode.copies = self.pipeline.copies()
-            self.pipeline.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=self.mode.reduce_part)
-            self.pipeline.take_calls()
-            self.pipeline.run_batch = weakref.WeakMethod(self.run_pipeline)
-            self.pipeline.loss_of_batch = weakref.WeakMethod(self.loss_of_pipeline)
+        if self._stages is not None:
+            self._stages.begin(self.mode, self.run_pipeline)
         self._watch()
 
     def attach(
@@ -172,8 +142,8 @@ class TrainingEngine:
         forget_own(given)
         self.rebind(given)
         stages = ALONE if self.pipeline is None else self.pipeline.group
-        if self.pipeline is not None:
-            together(lambda: _require_parameters(given), [stages])
+        if self._stages is not None:
+            self._stages.require_parameters(given)
         choice = options.optimizer
         conversions = convert_optimizers(given, module, choice=choice, stages=stages)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
@@ -199,6 +169,8 @@ class TrainingEngine:
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         if options.loss_scaling == "tokens" and self.tokens is None:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
+        if self._stages is not None:
+            self._stages.attach(self.optimizers, self.tokens)
         self._watch()
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
@@ -213,7 +185,8 @@ class TrainingEngine:
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
-                group["params"] = self._of_this_stage(group["params"], current)
+                if self._stages is not None:
+                    group["params"] = self._stages.own(group["params"], current, self._replaced)
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -223,21 +196,6 @@ class TrainingEngine:
                             f"{type(optimizer).__name__} has state for {name}, which was sharded since; create it anew"
                         )
                     group["params"][index] = current[name]
-
-    def _of_this_stage(self, parameters: Sequence[Tensor], current: Mapping[str, Tensor]) -> list[Tensor]:
-        """``parameters`` without those of other stages, and with the copies of them that this one has; local."""
-        copies = {} if self.pipeline is None else self.pipeline.copied_names
-        if not copies and not self._absent:
-            return list(parameters)
-        names = {parameter: name for name, parameter in current.items()}
-        chosen: dict[Tensor, None] = {}
-        for parameter in parameters:
-            name = self._absent.get(parameter)
-            if name is None:
-                chosen[parameter] = None
-                name = self._replaced.get(parameter) or names.get(parameter)
-            chosen |= dict.fromkeys(current[copy] for copy, first in copies.items() if first == name)
-        return list(chosen)
 
     def follow_forward(self) -> None:
         """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
@@ -325,98 +283,12 @@ class TrainingEngine:
         The mean is that over the losses of the batch of this rank, or their sum divided by ``num_losses``, the same on
         all ranks. Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
         """
-        assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
+        assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
-        if self.tokens is not None:
-            self.tokens.reset()
         with self.explaining():
-            self.mode.begin_forward()
-            try:
-                with self.mode.no_sync():
-                    result = self.pipeline.train(
-                        batch,
-                        factor=partial(self._factor_of_gradients, num_losses),
-                        check=self._require_no_gradients,
-                    )
-            except BaseException:
-                if self.tokens is not None:
-                    self.tokens.reset()
-                self.mode.backward_failed()
-                raise
-            self._is_reduced = True
-            self._skip_if(result.is_nonfinite)
+            loss = self._stages.train(batch, num_losses)
             self.finish_backward()
-        return result.mean if num_losses is None else result.total / num_losses
-
-    def _require_no_gradients(self) -> None:
-        left = [name for name, parameter in self.module.named_parameters() if parameter.grad is not None]
-        if left:
-            raise RuntimeError(
-                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
-                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
-            )
-
-    def _skip_if(self, is_nonfinite: Tensor) -> None:
-        """Let the optimizers skip the next step if this bool on the device, of any stage, is true; local."""
-        self._is_nonfinite = is_nonfinite
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, PlannedOptimizer):
-                optimizer.is_nonfinite = is_nonfinite
-
-    def loss_of_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
-        """As :meth:`run_pipeline`, but gradients come with the backward of what the program makes of the loss.
-
-        They are computed here. Backward multiplies them by the derivative with respect to the loss, which must be the
-        same on all ranks, and adds them to those there are. Collective over all ranks; every rank must call it.
-        """
-        if self.tokens is not None and (num_losses is not None or any(p.grad is not None for p in self._trained)):
-            raise RuntimeError(
-                "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
-                "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
-            )
-        free_unsharded(self.module)
-        before = {parameter: parameter.grad for parameter in self._trained}
-        earlier = self._is_nonfinite if any(gradient is not None for gradient in before.values()) else None
-        for parameter in before:
-            parameter.grad = None
-        try:
-            loss = self.run_pipeline(batch, num_losses)
-            if earlier is not None and self._is_nonfinite is not None:
-                self._skip_if(earlier | self._is_nonfinite)
-            computed = [(p, p.grad) for p in before if p.grad is not None]
-        finally:
-            for parameter, gradient in before.items():
-                parameter.grad = gradient
-        return _LossOfPipeline.apply(torch.ones((), requires_grad=True), loss.float(), partial(self._add, computed))
-
-    @property
-    def _trained(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], derivative: Tensor) -> None:
-        """Add gradients that were computed with a loss. Collective over all ranks; every rank must call it."""
-        for parameter, gradient in computed:
-            local_tensor(gradient).mul_(derivative)
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        assert self.meshes.stages is not None
-        everyone = axis_group(self.meshes.stages, (0, 1, 2))
-        if everyone.group is not None:
-            extremes = torch.stack([derivative, -derivative]).double().nan_to_num()
-            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=everyone.group, async_op=True)
-            assert work is not None
-            self._derivatives.append((work, extremes))
-
-    def _factor_of_gradients(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
-        """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
-        if wanted is not None:
-            return 1 / wanted.to(num_losses)
-        if self.tokens is None:
-            return 1 / num_losses.clamp(min=1)
-        if not self.tokens.is_summed:
-            self.tokens.begin_micro_batch()
-            self.tokens.report(num_losses)
-        self.mode.set_gradient_divisor(self.tokens.divisor(1))
-        return torch.ones_like(num_losses)
+        return loss
 
     def finish_backward(self) -> None:
         """At the end of a backward pass make its gradients whole; :meth:`around_backward` does so, if nobody has."""
@@ -439,20 +311,20 @@ class TrainingEngine:
         self._require_reduced("clip_gradients (clip_grad_norm_)")
         with self.explaining(), self._recording_norm():
             self.finish_gradients()
-            trainable = {parameter for parameter in parameters if parameter.requires_grad}
-            for optimizer in self.optimizers:
-                own = parameters_of(optimizer)
-                if trainable == {parameter for parameter in own if parameter.requires_grad}:
-                    parameters = own
-                    if len(self._clipped(own)) == len(own):
-                        return self._agreed(self.mode.clip_grad_norm_(optimizer, max_norm))
-            return self._agreed(self.mode.clip_norm_(self._clipped(parameters), max_norm))
-
-    def _agreed(self, norm: Tensor) -> Tensor:
-        """The norm, by which all stages of a pipeline know whether all of them have finite gradients; local."""
-        if self._is_nonfinite is not None:
-            self._skip_if(self._is_nonfinite | norm.isfinite().logical_not())
+            norm = self._clip_by_norm(parameters, max_norm)
+            if self._stages is not None:
+                self._stages.skip_unless_finite(norm)
         return norm
+
+    def _clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        trainable = {parameter for parameter in parameters if parameter.requires_grad}
+        for optimizer in self.optimizers:
+            own = parameters_of(optimizer)
+            if trainable == {parameter for parameter in own if parameter.requires_grad}:
+                parameters = own
+                if len(self._clipped(own)) == len(own):
+                    return self.mode.clip_grad_norm_(optimizer, max_norm)
+        return self.mode.clip_norm_(self._clipped(parameters), max_norm)
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
@@ -655,15 +527,8 @@ class TrainingEngine:
     def _require_reduced(self, what: str) -> None:
         """Raise unless a backward pass outside of :meth:`no_sync` has reduced the gradients."""
         self._require_optimizer(what)
-        for work, extremes in self._derivatives:
-            work.wait()
-            largest, negative = extremes.tolist()
-            if largest != -negative:
-                raise RuntimeError(
-                    f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
-                    "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
-                )
-        self._derivatives.clear()
+        if self._stages is not None:
+            self._stages.require_equal_derivatives()
         if self._is_loop_of_user and not self._is_reduced:
             raise RuntimeError(
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "
@@ -699,32 +564,9 @@ class TrainingEngine:
         return [parameter for parameter in parameters if parameter not in matrices]
 
 
-class _LossOfPipeline(torch.autograd.Function):
-    """A loss whose gradients are known already: ``add`` takes the derivative with respect to it."""
-
-    @staticmethod
-    def forward(ctx: Any, _: Tensor, loss: Tensor, add: Callable[[Tensor], None]) -> Tensor:
-        ctx.add = add
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, derivative: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
-        if ctx.add is None:
-            raise RuntimeError("backward a second time of one loss of a pipeline; call the model again")
-        ctx.add, add = None, ctx.add
-        add(derivative)
-        return None, None, None
-
-
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _require_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        if not parameters_of(optimizer):
-            raise ValueError(f"{type(optimizer).__name__} has no parameter of a stage of this rank; {GIVE_ALL}")
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

@@ -24,7 +24,8 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import ELSEWHERE, Options
-from lightning_muon.engine.training import GIVE_ALL, TrainingEngine
+from lightning_muon.engine.pipeline_training import GIVE_ALL
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.trainer import (
     check_run,

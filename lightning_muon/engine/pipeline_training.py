@@ -1,0 +1,245 @@
+"""The training of batches through the stages of a pipeline: what the engine does otherwise than without one."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_muon.comm.agreement import together
+from lightning_muon.comm.groups import axis_group
+from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.pipeline.runtime import Shards, cut_once
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
+from lightning_muon.sharding.shard_model import accumulate_all, unshard_all
+
+GIVE_ALL = (
+    "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
+    "pipeline_split so that each rank has something to train"
+)
+
+
+class PipelineTraining:
+    """Trains the stages of this rank, for a :class:`~lightning_muon.engine.training.TrainingEngine`.
+
+    The order of calls: :meth:`mode_options`; :meth:`begin` when the stages are sharded; :meth:`attach`; then
+    :meth:`train` or :meth:`loss` for each batch.
+
+    Args:
+        module: Loses the parts of other ranks. Collective over ``mesh``; every rank must call it.
+        options: How to cut it.
+        mesh: All ranks, by (pipeline, replicate, shard).
+    """
+
+    _mode: ShardingMode
+
+    def __init__(self, module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> None:
+        before = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
+        self.runtime = cut_once(module, options, mesh)
+        self._module, self._mesh = module, mesh
+        present = set(module.parameters())
+        # Parameter of another stage -> its name.
+        self._absent = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in present})
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._tokens: TokenCount | None = None
+        self._is_nonfinite: Tensor | None = None  # What all stages know of the batch of now.
+        self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses, on their way to all ranks.
+
+    def mode_options(self, options: ModeOptions) -> ModeOptions:
+        """Those of a mode that shards the stages; local."""
+        policy = options.mp_policy
+        self.runtime.output_dtype = policy and policy.output_dtype
+        return replace(
+            options,
+            # Parts send each other what they compute in.
+            mp_policy=policy and replace(policy, output_dtype=None),
+            roots=self.runtime.modules,
+            stages=self._mesh,
+            # Whole weights stay from the first forward of a batch to the sum of the gradients.
+            reshard_after_forward=False,
+            reshard_after_backward=False,
+        )
+
+    def begin(self, mode: ShardingMode, run: Callable[[Any, Tensor | None], Tensor]) -> None:
+        """Take the calls of what ``mode`` has sharded; ``run`` is the engine's method around :meth:`train`. Local."""
+        self._mode, runtime = mode, self.runtime
+        mode.copies = runtime.copies()
+        runtime.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=mode.reduce_part)
+        runtime.take_calls()
+        # The module keeps the runtime when the training is over.
+        runtime.run_batch = weakref.WeakMethod(run)
+        runtime.loss_of_batch = weakref.WeakMethod(self.loss)
+
+    def require_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ``ValueError`` on all ranks if one of them has an optimizer without parameters.
+
+        Collective over the stages; every rank must call it.
+        """
+
+        def check() -> None:
+            for optimizer in optimizers:
+                if not any(group["params"] for group in optimizer.param_groups):
+                    raise ValueError(f"{type(optimizer).__name__} has no parameter of a stage of this rank; {GIVE_ALL}")
+
+        together(check, [self.runtime.group])
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer], tokens: TokenCount | None) -> None:
+        """Train with these from now on; local."""
+        self._optimizers, self._tokens = optimizers, tokens
+
+    def own(
+        self, parameters: Sequence[Tensor], current: Mapping[str, Tensor], replaced: Mapping[Tensor, str]
+    ) -> list[Tensor]:
+        """``parameters`` without those of other stages, and with the copies of them that this one has; local.
+
+        ``current`` are those of the module, ``replaced`` has the names of those from before the sharding.
+        """
+        copies = self.runtime.copied_names
+        names = {parameter: name for name, parameter in current.items()}
+        chosen: dict[Tensor, None] = {}
+        for parameter in parameters:
+            name = self._absent.get(parameter)
+            if name is None:
+                chosen[parameter] = None
+                name = replaced.get(parameter) or names.get(parameter)
+            chosen |= dict.fromkeys(current[copy] for copy, first in copies.items() if first == name)
+        return list(chosen)
+
+    # ---- batches
+
+    def train(self, batch: Any, num_losses: Tensor | None) -> Tensor:
+        """The mean loss of a batch, after forward, backward and the sum of gradients.
+
+        See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Collective over all
+        ranks; every rank must call it.
+        """
+        if self._tokens is not None:
+            self._tokens.reset()
+        self._mode.begin_forward()
+        try:
+            with self._mode.no_sync():
+                result = self.runtime.train(
+                    batch, factor=partial(self._factor_of_gradients, num_losses), check=self._require_no_gradients
+                )
+        except BaseException:
+            if self._tokens is not None:
+                self._tokens.reset()
+            self._mode.backward_failed()
+            raise
+        self._skip_if(result.is_nonfinite)
+        return result.mean if num_losses is None else result.total / num_losses
+
+    def _require_no_gradients(self) -> None:
+        left = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
+                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
+            )
+
+    def _factor_of_gradients(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
+        """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
+        if wanted is not None:
+            return 1 / wanted.to(num_losses)
+        if self._tokens is None:
+            return 1 / num_losses.clamp(min=1)
+        if not self._tokens.is_summed:
+            self._tokens.begin_micro_batch()
+            self._tokens.report(num_losses)
+        self._mode.set_gradient_divisor(self._tokens.divisor(1))
+        return torch.ones_like(num_losses)
+
+    def _skip_if(self, is_nonfinite: Tensor) -> None:
+        """Let the optimizers skip the next step if this bool on the device, of any stage, is true; local."""
+        self._is_nonfinite = is_nonfinite
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, PlannedOptimizer):
+                optimizer.is_nonfinite = is_nonfinite
+
+    def skip_unless_finite(self, norm: Tensor) -> None:
+        """Let the optimizers skip the next step also if this norm of the gradients is not finite; local."""
+        if self._is_nonfinite is not None:
+            self._skip_if(self._is_nonfinite | norm.isfinite().logical_not())
+
+    # ---- losses with a backward
+
+    def loss(self, run: Callable[[Any, Tensor | None], Tensor], batch: Any, num_losses: Tensor | None) -> Tensor:
+        """The loss that ``run`` returns, but its gradients come with the backward of what the program makes of it.
+
+        They are computed here. Backward multiplies them by the derivative with respect to the loss, which must be the
+        same on all ranks, and adds them to those there are. Collective over all ranks; every rank must call it.
+        """
+        free_unsharded(self._module)
+        before = {p: p.grad for p in self._module.parameters() if p.requires_grad}
+        has_gradients = any(gradient is not None for gradient in before.values())
+        if self._tokens is not None and (num_losses is not None or has_gradients):
+            raise RuntimeError(
+                "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
+                "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
+            )
+        earlier = self._is_nonfinite if has_gradients else None
+        for parameter in before:
+            parameter.grad = None
+        try:
+            loss = run(batch, num_losses)
+            if earlier is not None and self._is_nonfinite is not None:
+                self._skip_if(earlier | self._is_nonfinite)
+            computed = [(p, p.grad) for p in before if p.grad is not None]
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+        return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), partial(self._add, computed))
+
+    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], derivative: Tensor) -> None:
+        """Add gradients that were computed with a loss. Collective over all ranks; every rank must call it."""
+        for parameter, gradient in computed:
+            local_tensor(gradient).mul_(derivative)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        everyone = axis_group(self._mesh, (0, 1, 2))
+        if everyone.group is not None:
+            extremes = torch.stack([derivative, -derivative]).double().nan_to_num()
+            work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=everyone.group, async_op=True)
+            assert work is not None
+            self._derivatives.append((work, extremes))
+
+    def require_equal_derivatives(self) -> None:
+        """Raise ``RuntimeError`` if the ranks have multiplied losses by different numbers; equal on all ranks."""
+        for work, extremes in self._derivatives:
+            work.wait()
+            largest, negative = extremes.tolist()
+            if largest != -negative:
+                raise RuntimeError(
+                    f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
+                    "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
+                )
+        self._derivatives.clear()
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are known already: ``add`` takes the derivative with respect to it."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, loss: Tensor, add: Callable[[Tensor], None]) -> Tensor:
+        ctx.add = add
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, derivative: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+        if ctx.add is None:
+            raise RuntimeError("backward a second time of one loss of a pipeline; call the model again")
+        ctx.add, add = None, ctx.add
+        add(derivative)
+        return None, None, None

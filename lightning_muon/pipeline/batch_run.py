@@ -1,0 +1,295 @@
+"""One batch on its way through the stages of this rank: what each op of the program does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_muon.grad_sync.clipping import local_norms
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
+from lightning_muon.pipeline.cut import only
+from lightning_muon.pipeline.messages import Arriving
+from lightning_muon.pipeline.model import Carry
+from lightning_muon.schedule.pipeline import PipelineKind
+from lightning_muon.schedule.program import Op
+from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
+
+if TYPE_CHECKING:
+    from lightning_muon.pipeline.runtime import PipelineRuntime
+
+_Key = tuple[int, int]  # Stage and micro-batch.
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of a step of training, the same on all ranks of the pipeline."""
+
+    total: Tensor  # Sum of the losses.
+    count: Tensor  # Of how many.
+    # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
+    # device, by which all of them skip the step.
+    is_nonfinite: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The loss of the batch."""
+        return self.total / self.count.clamp(min=1)
+
+
+@dataclass
+class BatchRun:
+    """One batch on its way."""
+
+    runtime: PipelineRuntime
+    pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
+    is_training: bool
+    factor: Callable[[Tensor], Tensor] = torch.ones_like
+    outputs: dict[int, Carry] = field(default_factory=dict)  # Of the last stage, by micro-batch.
+    # What a stage gets, as leaves of its graph, or on its way; and the same for the gradients of what it returns.
+    _inputs: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
+    _gradients: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
+    # What backward needs: the leaves, and what was returned; and what the first part of a backward leaves.
+    _graphs: dict[_Key, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
+    _weights: dict[_Key, Sequence[Branch]] = field(default_factory=dict)
+    _sums: list[Tensor] = field(default_factory=list)
+    _counts: list[Tensor] = field(default_factory=list)
+    _loss: Arriving | None = None
+    _summed: Tensor | None = None
+    _are_finite: list[Tensor] = field(default_factory=list)  # All gradients of ranks that sum those of copies.
+
+    def run(self, ops: Sequence[Op]) -> None:
+        """Run the ops of this rank."""
+        steps: dict[str, Callable[[Op], None]] = {
+            PipelineKind.FORWARD: self._forward,
+            PipelineKind.BACKWARD: self._backward,
+            PipelineKind.BACKWARD_INPUT: self._backward_input,
+            PipelineKind.BACKWARD_WEIGHT: self._backward_weight,
+            PipelineKind.ACTIVATION: self._send_or_receive_activation,
+            PipelineKind.GRADIENT: self._send_or_receive_gradient,
+            PipelineKind.LOSS: self._send_or_receive_loss,
+            PipelineKind.UNSHARD: lambda op: self.runtime.shards.gather(self.runtime.modules_of(op.items[0])),
+            PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
+            PipelineKind.REDUCE_GRAD: self._reduce,
+            PipelineKind.TIED: self._sum_tied,
+        }
+        recorder = self.runtime.recorder
+        for op in ops:
+            if op.group:
+                self.runtime.batches.finish()
+            if recorder is not None:
+                recorder.started(op)
+            steps[op.kind](op)
+            if recorder is not None and not self._is_received(op):
+                recorder.ended(op)
+        for link in self.runtime.links.values():
+            link.finish()
+
+    def _is_received(self, op: Op) -> bool:
+        """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
+        is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
+        return is_message and op.group[1] == self.runtime.group.rank
+
+    def _noted(self, op: Op, message: Arriving) -> Arriving:
+        """The message, whose end a recorder is told."""
+        recorder = self.runtime.recorder
+        return message if recorder is None else message._replace(then=partial(recorder.ended, op))
+
+    def _arrived(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+        """What an op takes. For a recorder the op begins when that is there: to wait is no work."""
+        if not isinstance(tensors, Arriving):
+            return tensors
+        present = tensors.wait()
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        return present
+
+    def result(self) -> Result:
+        """When the gradients are reduced; local."""
+        total, count = self._totals
+        are_finite = torch.stack([total.isfinite(), *self._are_finite]).all()
+        return Result(total, count, are_finite.logical_not())
+
+    @property
+    def _totals(self) -> Tensor:
+        """Sum of all losses, and of how many; waits for the message with them. Local."""
+        if self._summed is None:
+            if self._loss is not None:
+                (self._summed,) = self._loss.wait()
+            else:
+                self._summed = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
+        return self._summed
+
+    def _key(self, microbatch: int) -> tuple[Any, ...]:
+        """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
+        return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())))
+
+    def _forward(self, op: Op) -> None:
+        runtime, model = self.runtime, self.runtime.model
+        stage, microbatch = op.items
+        inputs, target = self.pieces[microbatch]
+        leaves = [] if stage == 0 else self._arrived(op, self._inputs.pop((stage, microbatch)))
+        carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
+        is_last = stage == runtime.last_stage
+        numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
+        with only(runtime.stages, stage), runtime.forward_context(), numbers:
+            output = model.run(runtime.stages[stage], carry, inputs)
+            if is_last and runtime.output_dtype is not None:
+                output = map_tensors(output, lambda _, x: x.to(runtime.output_dtype) if x.is_floating_point() else x)
+            if is_last and self.is_training:
+                output, count = model.loss(output, target)
+                self._sums.append(output.detach())
+                self._counts.append(torch.as_tensor(count, device=output.device))
+        if is_last and not self.is_training:
+            self.outputs[microbatch] = output
+            return
+        tensors = _tensors_of(without_views(output, (leaves, inputs)), stage)
+        following = (stage + 1, microbatch)
+        if self.is_training:
+            self._graphs[stage, microbatch] = leaves, tensors
+        if runtime.rank_of.get(stage + 1) == runtime.group.rank:
+            self._inputs[following] = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
+        elif stage != runtime.last_stage and not self.is_training:
+            self._graphs[stage, microbatch] = (), tensors  # Until they are sent.
+
+    def _send_or_receive_activation(self, op: Op) -> None:
+        """The message of what a forward returns."""
+        (stage, microbatch), (sender, receiver) = op.items, op.group
+        key = (stage, "activation", *self._key(microbatch))
+        if sender == self.runtime.group.rank:
+            self.runtime.link(receiver).send(self._graphs[stage, microbatch][1], key)
+            if not self.is_training:
+                del self._graphs[stage, microbatch]
+        else:
+            self._inputs[stage + 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
+
+    def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
+        """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
+        stage, microbatch = op.items
+        graph = self._graphs.pop((stage, microbatch))
+        leaves, outputs = ([each for each in tensors if each.requires_grad] for tensors in graph)
+        is_last = stage == self.runtime.last_stage
+        return leaves, outputs, None if is_last else self._arrived(op, self._gradients.pop((stage, microbatch)))
+
+    def _backward(self, op: Op) -> None:
+        leaves, outputs, gradients = self._take_graph(op)
+        if outputs:
+            torch.autograd.backward(outputs, gradients)
+        self._keep_gradients(op, leaves, [leaf.grad for leaf in leaves])
+
+    def _backward_input(self, op: Op) -> None:
+        stage, microbatch = op.items
+        if stage == 0:  # No rank waits for gradients of its inputs: the whole backward is done with the other part.
+            return
+        leaves, outputs, gradients = self._take_graph(op)
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if outputs and leaves:
+            found, self._weights[stage, microbatch] = backward_input(outputs, gradients, leaves)
+        elif outputs:
+            torch.autograd.backward(outputs, gradients)
+        self._keep_gradients(op, leaves, found)
+
+    def _backward_weight(self, op: Op) -> None:
+        stage, microbatch = op.items
+        if stage == 0:
+            self._backward(op)
+        elif (rest := self._weights.pop((stage, microbatch), None)) is not None:
+            backward_weight(rest)
+            self.runtime.shards.accumulate(self.runtime.modules_of(stage))
+
+    def _keep_gradients(self, op: Op, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+        """Gradients of what a stage got are those of what the stage before returned."""
+        stage, microbatch = op.items
+        if stage > 0:
+            pairs = zip(leaves, found, strict=True)
+            self._gradients[stage - 1, microbatch] = [
+                torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs
+            ]
+
+    def _send_or_receive_gradient(self, op: Op) -> None:
+        """The message of the gradients of what a stage got."""
+        (stage, microbatch), (sender, receiver) = op.items, op.group
+        key = (stage, "gradient", *self._key(microbatch))
+        if sender == self.runtime.group.rank:
+            self.runtime.link(receiver).send(self._arrived(op, self._gradients.pop((stage - 1, microbatch))), key)
+        else:
+            self._gradients[stage - 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
+
+    def _send_or_receive_loss(self, op: Op) -> None:
+        sender, receiver = op.group
+        if sender == self.runtime.group.rank:
+            self.runtime.link(receiver).send_known([self._totals])
+        else:
+            both = torch.empty(2, dtype=torch.float64, device=self.runtime.device)
+            self._loss = self._noted(op, self.runtime.link(sender).receive_known([both]))
+
+    def _reduce(self, op: Op) -> None:
+        _, count = self._totals
+        if self.runtime.recorder is not None:
+            self.runtime.recorder.started(op)
+        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
+
+    def _sum_tied(self, op: Op) -> None:
+        """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""
+        runtime = self.runtime
+        stages, own = runtime.tied[op.items[0]]
+        parameters = {stage: getattr(holder, name) for stage, (holder, name) in own.items()}
+        for parameter in parameters.values():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        # Frozen ones send zeros, too: another rank may have unfrozen its copy.
+        gradients = {
+            stage: torch.zeros_like(local_tensor(parameter.detach()))
+            if parameter.grad is None
+            else local_tensor(parameter.grad)
+            for stage, parameter in parameters.items()
+        }
+        others = sorted({runtime.rank_of[stage] for stage in stages} - {runtime.group.rank})
+        if others and not self._are_finite:  # The last ops of a rank: all of its gradients are there.
+            self._are_finite.append(self._has_finite_gradients())
+        found = dict(gradients)
+        arriving: dict[int, Arriving] = {}
+        for peer in others:
+            link, theirs = runtime.link(peer), [stage for stage in stages if runtime.rank_of[stage] == peer]
+            empty = [torch.empty_like(next(iter(gradients.values()))) for _ in theirs]
+            empty.append(torch.empty_like(self._are_finite[0]))
+            # A rank steps its copies only if the others step theirs.
+            own_parts = [*(gradients[stage].clone() for stage in sorted(gradients)), self._are_finite[0]]
+            # The lower rank sends first: with NCCL two that both do wait for each other.
+            if runtime.group.rank < peer:
+                link.send_known(own_parts)
+            arriving[peer] = link.receive_known(empty)
+            if runtime.group.rank > peer:
+                link.send_known(own_parts)
+        for peer, parts in arriving.items():
+            theirs = sorted(stage for stage in stages if runtime.rank_of[stage] == peer)
+            *their_gradients, are_finite = parts.wait()
+            self._are_finite.append(are_finite)
+            found |= dict(zip(theirs, their_gradients, strict=True))
+        total = torch.stack([found[stage] for stage in sorted(found)]).sum(0)
+        for gradient in gradients.values():
+            gradient.copy_(total)
+
+    def _has_finite_gradients(self) -> Tensor:
+        """Whether all gradients of this rank are finite; a bool on the device. Local."""
+        parameters = [p for module in self.runtime.modules for p in module.parameters() if p.grad is not None]
+        gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
+        norms = local_norms([each for each in gradients if each.numel()], is_exact=False)
+        return torch.stack([*norms, torch.zeros((), device=self.runtime.device)]).isfinite().all()
+
+
+def _tensors_of(output: Carry, stage: int) -> list[Tensor]:
+    tensors = list(output) if isinstance(output, tuple) else [output]
+    for each in tensors:
+        if not isinstance(each, Tensor):
+            raise TypeError(
+                f"stage {stage} returns a {type(each).__name__}; parts of a pipeline return a tensor or a tuple of "
+                "tensors"
+            )
+    return tensors
