@@ -177,9 +177,11 @@ class Chain(StagedModel):
 class LanguageModel(StagedModel):
     """A language model of transformers: its batches, its loss, and what calls of it mean."""
 
-    root: Any
     shift: int  # How many labels come before the one that the first position predicts.
     _result: Any  # The class of what its forward returns.
+
+    def __init__(self, root: Any) -> None:
+        self.root: Any = root
 
     def copy(self, memo: dict[int, Any]) -> Self:
         """See the base class."""
@@ -253,7 +255,7 @@ class CausalLM(LanguageModel):
     shift = 1
 
     def __init__(self, root: Any) -> None:
-        self.root = root
+        super().__init__(root)
         base = getattr(root, root.base_model_prefix)
         layers = next(name for name, child in base.named_children() if isinstance(child, nn.ModuleList))
         # Names in order of forward. Dropout belongs to one place, too; what has only buffers (rotary) is everywhere.
@@ -298,7 +300,7 @@ class EncoderDecoder(LanguageModel):
     shift = 0
 
     def __init__(self, root: Any) -> None:
-        self.root = root
+        super().__init__(root)
         self._library: Any = sys.modules[type(root.encoder).__module__]  # Has what the forward of a stack takes.
         self._result = self._library.Seq2SeqLMOutput
         stacks = (root.encoder, root.decoder)
