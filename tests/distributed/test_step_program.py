@@ -75,10 +75,21 @@ def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
     assert [f"parameters.{index}" for index in launched] == [key.partition(" ")[0] for key in expected]
 
 
-_MUON = [("none", (1,), {"overlap": overlap}, clips) for overlap in ("off", "step") for clips in (False, True)] + [
-    (name, shape, {"overlap": overlap}, clips)
-    for name, shape in (("fsdp", (2,)), ("fsdp", (2, 2)), ("zero2", (2,)), ("zero2", (2, 2)), ("ddp", (2,)))
+_PLAIN, _CLIPPED, _EARLY, _WRONGLY_EARLY, _AUTO = _ALL = [
+    ({"overlap": overlap}, clips)
     for overlap, clips in (("off", False), ("step", True), ("backward", False), ("backward", True), ("auto", False))
+]
+# Every overlap where gathers can begin early (fsdp); elsewhere "backward" and "auto" run what "step" runs.
+_MUON = [("none", (1,), {"overlap": overlap}, clips) for overlap in ("off", "step") for clips in (False, True)] + [
+    (name, shape, *each)
+    for name, shape, chosen in (
+        ("fsdp", (2,), _ALL),
+        ("fsdp", (2, 2), [_CLIPPED, _EARLY, _WRONGLY_EARLY]),
+        ("zero2", (2,), [_PLAIN, _WRONGLY_EARLY, _AUTO]),
+        ("zero2", (2, 2), [_CLIPPED, _EARLY]),
+        ("ddp", (2,), [_PLAIN, _CLIPPED, _AUTO]),
+    )
+    for each in chosen
 ]
 
 

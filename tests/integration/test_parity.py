@@ -33,7 +33,7 @@ class Case:
     """What all frameworks are told."""
 
     optimizer: lightning_muon.MuonConfig = EXACT
-    num_steps: int = 20
+    num_steps: int = 10
     max_norm: float = 0.3
 
 

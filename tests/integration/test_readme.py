@@ -6,7 +6,6 @@ import importlib.util
 import re
 import shlex
 import subprocess
-import sys
 import textwrap
 from argparse import ArgumentParser
 from importlib import import_module
@@ -30,6 +29,7 @@ from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.warm_python import warm_python
 
 PAGES = ["README.md", "examples/README.md"]
 PAGES += sorted(str(path.relative_to(ROOT)) for folder in ("docs", "recipes/*") for path in ROOT.glob(f"{folder}/*.md"))
@@ -95,7 +95,7 @@ def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
 def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_program("def train(model, batches)"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
     result = subprocess.run(command, cwd=ROOT, env=program_environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert (ROOT / "examples" / "plain_loop.py").read_text().endswith(script.read_text())

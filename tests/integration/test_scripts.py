@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.integration.training import PACKAGES
 from tests.support.programs import program_environment, run_program
+from tests.support.warm_python import warm_python
 
 _SCRIPT = """
 import sys
@@ -87,7 +87,7 @@ def test_the_strategy_is_the_only_change_and_can_be_left_out(tmp_path: Path) -> 
     strategy = "lightning_muon.ParallelMuonStrategy(save_distributed_checkpoint=False)"
     (tmp_path / "train.py").write_text(_SCRIPT.format(package=PACKAGES[0], devices=2, strategy=strategy))
     options = {"cwd": tmp_path, "env": program_environment(), "capture_output": True, "text": True, "timeout": 120.0}
-    done = subprocess.run([sys.executable, "train.py"], check=False, **options)
+    done = subprocess.run([warm_python(), "train.py"], check=False, **options)
     text = done.stdout + done.stderr
     assert done.returncode == 0, text
     losses = [float(loss) for loss in re.findall(r"world 2 val ([\d.e-]+)", text)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file, default_roots
 from recipes.vowels.data import IGNORED_LABEL, VowelData, collate, hide, sentence_of
 from tests.support.programs import program_environment
+from tests.support.warm_python import warm_python
 
 
 def test_a_batch_hides_the_vowels_and_only_those() -> None:
@@ -60,7 +60,7 @@ def test_the_demo_draws_both_trainings_and_reports_them(cache: Path) -> None:
         "model.init_args.width": "16",
         "data.init_args.cache_dir": str(cache),
     }
-    command = [sys.executable, "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
+    command = [warm_python(), "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
     ended = subprocess.run(command, cwd=cache, env=program_environment(), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     report = ended.stdout[ended.stdout.index("hidden  ") :]

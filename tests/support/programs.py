@@ -1,7 +1,8 @@
 """Run programs as torchrun runs them, on processes that have imported torch and Lightning already.
 
-Importing them takes longer than what most programs of the tests do then. Whatever is about the start itself, or about a
-launcher, needs a real one: ``subprocess``.
+Importing them takes longer than what most programs of the tests do then. A program that starts others, as launchers do,
+gets the interpreter of ``tests/support/warm_python.py``; what is about the start itself needs ``subprocess`` and a real
+one.
 """
 
 from __future__ import annotations
@@ -14,24 +15,13 @@ import runpy
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.worker import free_port, redirect_output
 
 ROOT = Path(__file__).parents[2]
-# Imported once, in the process from which all others are forked; what is not installed is left out.
-PRELOAD = [
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "pytest",
-    "lightning.pytorch",
-    "pytorch_lightning",
-    "accelerate",
-    "transformers.models.t5.modeling_t5",
-]
+PRELOAD = ["tests.support.preloaded"]
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -87,10 +77,18 @@ def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 def _run(words: Sequence[str], directory: str, environment: Mapping[str, str], log: str) -> None:
     """The child's side; ends the process."""
     redirect_output(log)
+    run_here(words, directory, environment)
+
+
+def run_here(words: Sequence[str], directory: str, environment: Mapping[str, str]) -> None:
+    """Run what ``python`` would run with these words, and end the process as it would."""
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
+    while words[0] == "-u":
+        words = words[1:]
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
     try:
         if words[0] == "-m":
@@ -99,12 +97,15 @@ def _run(words: Sequence[str], directory: str, environment: Mapping[str, str], l
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv = list(words)
-            sys.path.insert(0, str(Path(words[0]).parent))
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if exit_.code is not None and not isinstance(exit_.code, int):
+            sys.stderr.write(f"{exit_.code}\n")
     except BaseException:
-        traceback.print_exc()
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
+        sys.excepthook(*sys.exc_info())
         code = 1
     # A child of multiprocessing leaves them out.
     atexit._run_exitfuncs()

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,8 +54,10 @@ def qualified_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-# Modules that garbage collection skips.
+# Modules that garbage collection skips, and those that were searched for caches.
 _FROZEN: set[str] = set()
+_SEARCHED: set[str] = set()
+_CACHES: list[Any] = []
 
 
 def serve(connection: Connection, log_path: str) -> None:
@@ -156,7 +158,10 @@ def _clear_mesh_caches() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-    for cache in list(_torch_distributed_caches()):
+    names = sys.modules.keys() - _SEARCHED
+    _SEARCHED.update(names)
+    _CACHES.extend(_torch_distributed_caches(names))
+    for cache in _CACHES:
         cache.cache_clear()
     planner = sys.modules.get("torch.distributed.tensor._redistribute")
     if planner is not None:
@@ -166,12 +171,12 @@ def _clear_mesh_caches() -> None:
         groups._made()  # Lets go those of a destroyed world.
 
 
-def _torch_distributed_caches() -> Iterator[Any]:
-    """Every ``functools.cache`` that is an attribute of a module or of a class of torch.distributed."""
-    for name, module in list(sys.modules.items()):
+def _torch_distributed_caches(names: Iterable[str]) -> Iterator[Any]:
+    """Every ``functools.cache`` of torch.distributed in these modules, and in their classes."""
+    for name in names:
         if not name.startswith("torch.distributed"):
             continue
-        for value in list(vars(module).values()):
+        for value in list(vars(sys.modules[name]).values()):
             if isinstance(value, functools._lru_cache_wrapper):
                 yield value
             elif isinstance(value, type) and value.__module__ == name:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.programs import ROOT
+from tests.support.warm_python import warm_python
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ ROWS = [
 
 def test_parts_run_on_a_cpu_and_leave_their_rows(tmp_path: Path) -> None:
     parts = ["waiting", "steps"]
-    command = [sys.executable, "benchmarks/gpu.py", "--device", "cpu", "--small", "--parts", ",".join(parts)]
+    command = [warm_python(), "benchmarks/gpu.py", "--device", "cpu", "--small", "--parts", ",".join(parts)]
     subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=150)
     result = json.loads((tmp_path / "cpu.json").read_text())
     assert list(result["parts"]) == parts

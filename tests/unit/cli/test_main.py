@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import lightning_muon
 from lightning_muon.cli import main as command
 from tests.support.programs import program_environment, run_program
+from tests.support.warm_python import warm_python
 
 _MODULE = """
 import lightning.pytorch as pl
@@ -116,6 +116,7 @@ def test_tune_names_the_best_factor_and_those_that_diverge(
     monkeypatch.chdir(project)
     monkeypatch.setenv("PYTHONPATH", program_environment()["PYTHONPATH"])
     monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "executable", warm_python())
     command.main(["tune", "--config", "config.yaml", "--factors", "1e30", "2", "--lrs", "0.01", "--steps", "12"])
     table, _, best = capsys.readouterr().out.partition("\n\n")
     _, diverged, trained = (line.split() for line in table.splitlines())
@@ -130,33 +131,41 @@ def test_tune_names_the_best_factor_and_those_that_diverge(
     assert not list(project.glob("lightning_logs")) and len(list(project.glob("*.yaml"))) == 3
 
 
-_BLOCK = """
-import sys
+_BLOCKED = """
+import runpy, sys
+
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
 sys.meta_path.insert(0, Blocked())
+for name in list(sys.modules):  # A warm interpreter has imported them.
+    if name.partition(".")[0] in ("lightning_muon", *{blocked}):
+        del sys.modules[name]
+runpy.run_module("lightning_muon.cli.main", run_name="__main__", alter_sys=True)
 """
 
 
-def _command(folder: Path, *words: str, blocked: tuple[str, ...] = ()) -> tuple[int, str, str]:
+def _command(folder: Path, *words: str, blocked: tuple[str, ...] = (), python: str = "") -> tuple[int, str, str]:
     """Exit code, output and errors of a command where these packages are not installed."""
-    (folder / "sitecustomize.py").write_text(_BLOCK.format(blocked=blocked))
-    environment = program_environment()
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment["PYTHONPATH"]])
+    (folder / "blocked.py").write_text(_BLOCKED.format(blocked=blocked))
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_muon.cli.main", *words],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=60.0, check=False,
+        [python or warm_python(), "blocked.py", *words],
+        cwd=folder, env=program_environment(), capture_output=True, text=True, timeout=60.0, check=False,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr
 
 
 def test_help_and_version_are_quick_and_need_no_torch(tmp_path: Path) -> None:
-    code, text, _ = _command(tmp_path, "--help", blocked=("torch", "lightning", "pytorch_lightning", "accelerate"))
+    torch_and_frameworks = ("torch", "lightning", "pytorch_lightning", "accelerate")
+    code, text, _ = _command(tmp_path, "--help", blocked=torch_and_frameworks, python=sys.executable)
     names = ("fit", "validate", "test", "predict", "plan", "trace", "tune", "convert", "config", "launch")
     assert code == 0 and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
-    assert _command(tmp_path, "--version", blocked=("torch",))[:2] == (0, f"{lightning_muon.__version__}\n")
+    assert _command(tmp_path, "--version", blocked=("torch",), python=sys.executable)[:2] == (
+        0,
+        f"{lightning_muon.__version__}\n",
+    )
 
 
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "jsonargparse", "yaml")

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
 from lightning_muon import ParallelMuon
+from lightning_muon.monitor import calibrate as calibrate_module
 from lightning_muon.monitor import timeline
 from lightning_muon.monitor.calibrate import (
     Comparison,
@@ -167,6 +170,8 @@ def test_inside_a_process_group_each_rank_gets_its_own_result(gloo: ProcessPool)
 
 def test_elsewhere_processes_are_started_and_rank_0_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
+    # Started as mp.spawn starts them, from a process that has imported torch.
+    monkeypatch.setattr(calibrate_module.mp, "spawn", partial(mp.start_processes, start_method="forkserver"))
     assert run_on_ranks(rank_sum, 20, num_ranks=2) == (0, 21)
 
 

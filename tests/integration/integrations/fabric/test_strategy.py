@@ -22,6 +22,7 @@ from tests.integration.training import Network, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.warm_python import warm_python
 from tests.support.worker import free_port
 
 # Sums over ranks have another order than those of one process.
@@ -420,18 +421,19 @@ loop.run_steps(fabric, model, optimizer, steps=range(2, 4))
 """
 
 
-def test_an_exception_of_a_rank_is_the_last_error_of_all() -> None:
-    """It is rank 0, whose process serves the store; only a process that really ends knows of such an exception."""
+def test_an_exception_of_a_rank_is_the_last_error_of_all(tmp_path: Path) -> None:
+    """It is rank 0, whose process serves the store; only an interpreter that really ends knows of such an exception."""
+    (tmp_path / "fails.py").write_text(_FAILS)
     sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
     common = program_environment() | sizes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     programs = [
         subprocess.Popen(
-            [sys.executable, "-c", _FAILS],
+            [python, str(tmp_path / "fails.py")],
             env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(2)
+        for rank, python in enumerate((sys.executable, warm_python()))
     ]
     errors = [program.communicate(timeout=100)[1].strip().splitlines() for program in programs]
     assert all(program.returncode for program in programs)

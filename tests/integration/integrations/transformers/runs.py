@@ -20,6 +20,7 @@ from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_
 
 Samples = list[dict[str, Tensor]]
 VOCABULARY, LENGTH, GLOBAL_BATCH = 37, 9, 8
+NUM_STEPS = 4
 LR, WEIGHT_DECAY = 4e-3, 0.1
 # In bfloat16 the order of sums shows in the third digit. Small matrices would not be shared among replicas.
 EXACT_MUON = lightning_muon.hf.optimizer(
@@ -87,7 +88,7 @@ def trainer(
         train_sampling_strategy="sequential",
         per_device_train_batch_size=share,
         gradient_accumulation_steps=accumulate,
-        **(quiet | {"max_grad_norm": 0.0, "max_steps": 8} | options),
+        **(quiet | {"max_grad_norm": 0.0, "max_steps": NUM_STEPS} | options),
     )
     return Trainer(
         model,
@@ -118,7 +119,7 @@ def linear(warmup: int, num_steps: int) -> Callable[[int], float]:
 
 def written_out(
     *,
-    num_steps: int = 8,
+    num_steps: int = NUM_STEPS,
     schedule: Callable[[int], float] | None = None,
     max_norm: float = 0.0,
     tied: bool = False,

@@ -48,7 +48,7 @@ def test_weights_are_those_of_a_training_written_out(
     gloo: ProcessPool, tmp_path: Path, parallel: str, world_size: int, options: dict[str, Any]
 ) -> None:
     expected = runs.written_out(
-        schedule=runs.linear(options.get("warmup_steps", 0), 8),
+        schedule=runs.linear(options.get("warmup_steps", 0), runs.NUM_STEPS),
         max_norm=options.get("max_grad_norm", 0.0),
         tied=options.get("tied", False),
     )
@@ -59,9 +59,9 @@ def test_weights_are_those_of_a_training_written_out(
 def _train_in_two(
     directory: str, parallel: str, *, resume: str = "", variables: dict[str, str] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and evaluations of eight steps, of which four are saved; or of the last four from a checkpoint."""
+    """Weights and evaluations of four steps, of which two are saved; or of the last two from a checkpoint."""
     with runs.accelerator_of(parallel, **(variables or {})):
-        saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+        saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
         run = runs.trainer(directory, runs.causal_lm(seed=1 if resume else 0), **(saving | options))
         run.train(resume_from_checkpoint=resume or None)
         return runs.whole_weights(run.accelerator.unwrap_model(run.model)), runs.logged(run, "eval_loss")
@@ -81,7 +81,7 @@ def test_a_resumed_run_is_bit_equal(
 ) -> None:
     run = {"variables": variables, "accumulate": 2, "max_grad_norm": 0.3}
     weights, losses = gloo.run(_train_in_two, str(tmp_path), parallel, world_size=world_size, **run)[0]
-    run["resume"] = f"{tmp_path}/checkpoint-4"
+    run["resume"] = f"{tmp_path}/checkpoint-2"
     resumed = gloo.run(_train_in_two, str(tmp_path), parallel, world_size=world_size, **run)[0]
     assert resumed[1] == losses and len(losses) == 2
     assert all(torch.equal(resumed[0][name], weights[name]) for name in weights)
@@ -109,11 +109,11 @@ def test_a_second_call_of_train_goes_on_with_the_state(gloo: ProcessPool, tmp_pa
 
 
 def _under_ours(directory: str, options: dict[str, Any], *, resume: str = "", **arguments: Any) -> dict[str, Tensor]:
-    """A Trainer as it is, whose Accelerator is ours, as ``lightning-muon launch`` makes it; saves after four steps."""
+    """A Trainer as it is, whose Accelerator is ours, as ``lightning-muon launch`` makes it; saves after two steps."""
     ours = partial(TrainerAccelerator, options=options)
     with runs.accelerator_of("hsdp"), mock.patch.object(transformers.trainer, "Accelerator", ours):
         model = runs.causal_lm(seed=1 if resume else 0)
-        run = runs.trainer(directory, model, accumulate=2, save_strategy="steps", save_steps=4, **arguments)
+        run = runs.trainer(directory, model, accumulate=2, save_strategy="steps", save_steps=2, **arguments)
         run.train(resume_from_checkpoint=resume or None)
         return runs.whole_weights(run.accelerator.unwrap_model(run.model))
 
@@ -127,7 +127,7 @@ def test_flexdemo_that_sends_everything_runs_and_resumes(gloo: ProcessPool, tmp_
     options, chosen = {"optimizer": _DENSE}, lightning_muon.hf.optimizer(_DENSE)
     weights = gloo.run(_under_ours, str(tmp_path), options, optimizer_cls_and_kwargs=chosen)[0]
     assert max_difference(weights, runs.written_out(has_muon=False)) < 1e-6
-    again = {"resume": f"{tmp_path}/checkpoint-4", "optimizer_cls_and_kwargs": chosen}
+    again = {"resume": f"{tmp_path}/checkpoint-2", "optimizer_cls_and_kwargs": chosen}
     resumed = gloo.run(_under_ours, str(tmp_path), options, **again)[0]
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
@@ -203,9 +203,9 @@ def test_an_unchanged_trainer_resumes_bit_for_bit(
     gloo: ProcessPool, tmp_path: Path, world_size: int, parallel: str, text: str
 ) -> None:
     (tmp_path / "options.yaml").write_text(text)
-    saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     name, whole = gloo.run(_trained, str(tmp_path), parallel, world_size=world_size, **saving)[0]
-    checkpoint = str(tmp_path / "out" / "checkpoint-4")
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
     _, resumed = gloo.run(_trained, str(tmp_path), parallel, resume=checkpoint, world_size=world_size)[0]
     assert name == (FlexDeMo if text == _FLEXDEMO else ParallelMuon).__name__
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
