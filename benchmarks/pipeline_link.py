@@ -77,44 +77,49 @@ def main() -> None:
         print(table(json.loads(result.read_text()), arguments.rates))
 
 
+class Training:
+    """A model with a strategy, and its rows."""
+
+    def __init__(self, options: dict[str, Any], arguments: argparse.Namespace) -> None:
+        strategy = ParallelMuonFabricStrategy(**options)
+        self.fabric = Fabric(
+            accelerator="cpu", devices=arguments.ranks_per_node, num_nodes=NUM_NODES, strategy=strategy
+        )
+        self.fabric.launch()
+        torch.manual_seed(0)
+        whole = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
+        self.model, self.optimizer = self.fabric.setup(whole, torch.optim.AdamW(whole.parameters(), lr=1e-3))
+        tokens = torch.randint(VOCAB_SIZE, (arguments.rows, arguments.length))
+        sampler = strategy.distributed_sampler_kwargs
+        own = tokens[sampler["rank"] :: sampler["num_replicas"]].contiguous()
+        self.batch = {"input_ids": own, "labels": own}
+        self.is_pipeline = "pipeline_size" in options
+
+    def step(self) -> float:
+        """Seconds of one."""
+        started = time.perf_counter()
+        if self.is_pipeline:
+            forward_backward(self.model, self.batch)
+        else:
+            self.fabric.backward(self.model(**self.batch).loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
+
+
 def work(arguments: argparse.Namespace, rates: list[float | None]) -> None:
     """What each rank does."""
     torch.set_num_threads(1)
     rows: dict[str, list[tuple[float, float]]] = {}
     for name, options in contenders(arguments.ranks_per_node).items():
-        fabric = Fabric(
-            accelerator="cpu",
-            devices=arguments.ranks_per_node,
-            num_nodes=NUM_NODES,
-            strategy=ParallelMuonFabricStrategy(**options),
-        )
-        fabric.launch()
-        torch.manual_seed(0)
-        whole = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
-        model, optimizer = fabric.setup(whole, torch.optim.AdamW(whole.parameters(), lr=1e-3))
-        sampler = fabric.strategy.distributed_sampler_kwargs
-        mine = range(sampler["rank"], arguments.rows, sampler["num_replicas"])
-        tokens = torch.randint(VOCAB_SIZE, (arguments.rows, arguments.length))[list(mine)]
-        is_pipeline = "pipeline_size" in options
-
-        def step(model=model, optimizer=optimizer, fabric=fabric, tokens=tokens, is_pipeline=is_pipeline) -> float:
-            started = time.perf_counter()
-            batch = {"input_ids": tokens, "labels": tokens}
-            if is_pipeline:
-                forward_backward(model, batch)
-            else:
-                fabric.backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return time.perf_counter() - started
-
+        training = Training(options, arguments)
         for rate in rates:
             dist.barrier()
             if os.environ["LOCAL_RANK"] == "0":
                 set_rate(rate)
-            step()
+            training.step()
             before = counted()
-            seconds = statistics.median(step() for _ in range(arguments.steps))
+            seconds = statistics.median(training.step() for _ in range(arguments.steps))
             sent = counted() - before
             found: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(found, (seconds, sent))

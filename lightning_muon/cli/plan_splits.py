@@ -51,7 +51,7 @@ _ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)
 _MORE, _MOST_NODES = 4, 2048
 _OTHERS = ("pipeline", "draw", "flexdemo", "calibrate", "replicate_size", "shard_size")
 _LEGEND = (
-    "* is the fastest that fits, - does not fit. m: micro-batches; bubble: idle share of the rank that works longest; "
+    "* is the fastest that fits, - does not fit. m: micro-batches; idle: of all ranks, without the optimizer step; "
     "muon: the optimizer step of the slowest stage; GiB, and MB that a rank sends within its node and to other ones: "
     "of the stage with most"
 )
@@ -141,7 +141,7 @@ class PlannedSplit:
     fits: bool
     step_seconds: float
     optimizer_seconds: float
-    bubble: float
+    idle: float
     inside_bytes: float
     between_bytes: float
 
@@ -207,7 +207,7 @@ def _sizes(split: Split) -> str:
 
 
 def _table(found: Sequence[PlannedSplit], best: PlannedSplit | None) -> Any:
-    columns = {"pipeline": "d", "replicate": "d", "shard": "d", "": "", "way": "", "step s": ",.2f", "bubble": ".1%"}
+    columns = {"pipeline": "d", "replicate": "d", "shard": "d", "": "", "way": "", "step s": ",.2f", "idle": ".1%"}
     columns |= {"muon s": ".3f", "GiB": ",.1f", "MB within": ",.0f", "MB between": ",.0f"}
     rows = [
         (
@@ -215,7 +215,7 @@ def _table(found: Sequence[PlannedSplit], best: PlannedSplit | None) -> Any:
             "*" if each is best else "" if each.fits else "-",
             each.way.name,
             each.step_seconds,
-            each.bubble if each.way.schedule else None,
+            each.idle if each.way.schedule else None,
             each.optimizer_seconds,
             each.way.total / _GIB,
             each.inside_bytes / 1e6,
@@ -354,7 +354,7 @@ class SplitPlanner:
             fits=way.total <= self._memory,
             step_seconds=seconds + optimizer.seconds,
             optimizer_seconds=optimizer.seconds,
-            bubble=0.0,
+            idle=0.0,
             inside_bytes=moved.inside,
             between_bytes=moved.between,
         )
@@ -429,7 +429,7 @@ class SplitPlanner:
     # ---- with a pipeline
 
     def _numbers_of_microbatches(self, split: Split) -> list[int]:
-        """What was asked for, or the runtime's default and one with a smaller bubble.
+        """What was asked for, or the runtime's default and one that idles less.
 
         A batch of fewer rows has one micro-batch of each.
         """
@@ -517,7 +517,7 @@ class SplitPlanner:
             fits=way.total <= self._memory,
             step_seconds=step,
             optimizer_seconds=max(optimizers),
-            bubble=timeline.bubble,
+            idle=timeline.idle,
             inside_bytes=max(each.inside for each in moved),
             between_bytes=max(each.between for each in moved),
         )

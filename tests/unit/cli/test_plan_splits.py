@@ -75,8 +75,8 @@ def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], ar
     message = _LENGTH * _WIDTH * 2 / _BETWEEN
     end = 2 * 544 / 2 / _WITHIN + 9 * _FORWARD + 2 * message + 4 * 544 / 2 / _WITHIN
     assert found["step_seconds"] - found["optimizer_seconds"] == pytest.approx(end, rel=_ROUNDED)
-    # From its first forward on it is idle for a forward, a backward and both messages.
-    assert found["bubble"] == pytest.approx((3 * _FORWARD + 2 * message) / (9 * _FORWARD + 2 * message), rel=_ROUNDED)
+    # Both ranks compute for two forwards and two backwards.
+    assert found["idle"] == pytest.approx(1 - 6 * _FORWARD / end, rel=_ROUNDED)
 
 
 def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -97,7 +97,7 @@ def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str],
 
 def test_four_shards_without_a_pipeline_by_hand(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     found = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]
-    assert (found["schedule"], found["microbatches"], found["bubble"]) == (None, 1, 0)
+    assert (found["schedule"], found["microbatches"], found["idle"]) == (None, 1, 0)
     # 202 of 808 elements, 64 of them on Muon; the largest part whole; the two largest ones gathered; one row.
     activations = _LENGTH * (4 * 2 * _WIDTH * 2 + (_WORDS + _WIDTH) * 2 + 8 * _WORDS)
     memory = _bytes(4 * 202, 4 * (202 + 264), 4 * (64 + 2 * 138), activations, 2 * (256 + 264))
