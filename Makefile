@@ -26,9 +26,9 @@ help:
 demo: $(STAMP)
 	$(BIN)/python -m recipes.vowels.demo
 
-# Two at a time: ranks that wait for each other leave half of two cores idle.
+# Three at a time: ranks that wait for each other leave much of two cores idle.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 2 --dist loadfile)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile)
 	@echo "make test: all tests passed"
 
 # Installs nothing: takes .venv if it is there, otherwise a Python that has torch with CUDA (make gpu PYTHON=python3).

@@ -156,10 +156,10 @@ class ShardingMode(ABC):
 
     def _clip_norm_across(self, axes: tuple[int, ...], parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Add up squares over the stages of a pipeline, and over the ranks along these axes of the mesh."""
-        across = axis_group(self.mesh, axes) if axes else ALONE
+        across, device = axis_group(self.mesh, axes) if axes else ALONE, None
         if self.options.stages is not None:
             across = axis_group(self.options.stages, (0, *(1 + axis for axis in axes)))
-        device = mesh_device(self.mesh)  # A rank may have none of the parameters.
+            device = mesh_device(self.mesh)  # A stage may have none of the parameters.
         return clip_norm_(parameters, max_norm, layout=self.layout, across=across, device=device, copies=self.copies)
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:

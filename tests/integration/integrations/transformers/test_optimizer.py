@@ -219,7 +219,7 @@ def test_an_unchanged_trainer_trains_the_stages_of_a_pipeline(
     gloo: ProcessPool, tmp_path: Path, world_size: int
 ) -> None:
     (tmp_path / "options.yaml").write_text(_STAGES)
-    arguments = {"num_stages": 2, "max_grad_norm": 0.1, "eval_strategy": "steps", "eval_steps": 8}
+    arguments = {"num_stages": 2, "max_grad_norm": 0.1, "eval_strategy": "steps", "eval_steps": 4}
     results = gloo.run(_trained, str(tmp_path), "fsdp", tied=True, world_size=world_size, **arguments)
     expected = runs.written_out(max_norm=0.1, tied=True)
     assert {name for _, weights in results for name in weights} == expected.keys() | {"lm_head.weight"}
@@ -230,8 +230,8 @@ def test_an_unchanged_trainer_trains_the_stages_of_a_pipeline(
 
 
 def _resumed(directory: str, resume: str) -> tuple[Any, ...]:
-    """Losses and weights of a pipeline that was saved after four steps; its predictions; whole weights."""
-    saving = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, "num_stages": 2}
+    """Losses and weights of a pipeline that was saved after two steps; its predictions; whole weights."""
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "num_stages": 2}
     with _launched(directory, "fsdp"):
         run = runs.trainer(
             f"{directory}/out",
@@ -254,7 +254,7 @@ def _resumed(directory: str, resume: str) -> tuple[Any, ...]:
 def test_a_pipeline_of_a_trainer_resumes_and_saves_whole_weights(gloo: ProcessPool, tmp_path: Path) -> None:
     (tmp_path / "options.yaml").write_text(_STAGES)
     results = gloo.run(_resumed, str(tmp_path), "", world_size=2)
-    again = gloo.run(_resumed, str(tmp_path), f"{tmp_path}/out/checkpoint-4", world_size=2)
+    again = gloo.run(_resumed, str(tmp_path), f"{tmp_path}/out/checkpoint-2", world_size=2)
     whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole").eval()
     names = dict(whole.named_parameters())
     rows = torch.stack([sample["input_ids"] for sample in runs.samples(13)])
