@@ -109,6 +109,8 @@ def _strategy(arguments: Namespace) -> Mapping[str, Any]:
 
 def _write(arguments: Namespace, cli: Any, recordings: list[Recording]) -> None:
     """Pictures, events and a summary of the fastest step: other work on the machine only ever adds."""
+    if not recordings:
+        raise ValueError("no step was recorded: the data of the file end before; add data, or lower --steps")
     fastest, options = min(recordings, key=_duration), cli.trainer.strategy.options
     device = cli.trainer.strategy.root_device.type
     measured, planned = fastest.timeline, predict(fastest, MeasuredSeconds(recordings), device_type=device)

@@ -57,6 +57,7 @@ class PipelineTraining:
         self._tokens: TokenCount | None = None
         self._is_nonfinite: Tensor | None = None  # What all stages know of the batch of now.
         self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses, on their way to all ranks.
+        self._problem: Exception | None = None  # Of the call of now: raised on all ranks.
 
     def mode_options(self, options: ModeOptions) -> ModeOptions:
         """Those of a mode that shards the stages; local."""
@@ -132,17 +133,21 @@ class PipelineTraining:
         try:
             with self._mode.no_sync():
                 result = self.runtime.train(
-                    batch, factor=partial(self._factor_of_gradients, num_losses), check=self._require_no_gradients
+                    batch, factor=partial(self._factor_of_gradients, num_losses), check=self._check
                 )
         except BaseException:
             if self._tokens is not None:
                 self._tokens.reset()
             self._mode.backward_failed()
+            for parameter in self._module.parameters():
+                parameter.grad = None
             raise
         self._skip_if(result.is_nonfinite)
         return result.mean if num_losses is None else result.total / num_losses
 
-    def _require_no_gradients(self) -> None:
+    def _check(self) -> None:
+        if self._problem is not None:
+            raise self._problem
         left = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
         if left:
             raise RuntimeError(
@@ -162,8 +167,8 @@ class PipelineTraining:
         self._mode.set_gradient_divisor(self._tokens.divisor(1))
         return torch.ones_like(num_losses)
 
-    def _skip_if(self, is_nonfinite: Tensor) -> None:
-        """Let the optimizers skip the next step if this bool on the device, of any stage, is true; local."""
+    def _skip_if(self, is_nonfinite: Tensor | None) -> None:
+        """Let the optimizers skip the next step if this bool on the device, of all stages, is true; local."""
         self._is_nonfinite = is_nonfinite
         for optimizer in self._optimizers:
             if isinstance(optimizer, PlannedOptimizer):
@@ -185,26 +190,28 @@ class PipelineTraining:
         free_unsharded(self._module)
         before = {p: p.grad for p in self._module.parameters() if p.requires_grad}
         has_gradients = any(gradient is not None for gradient in before.values())
+        self._problem = None
         if self._tokens is not None and (num_losses is not None or has_gradients):
-            raise RuntimeError(
+            self._problem = RuntimeError(
                 "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
                 "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
             )
         earlier = self._is_nonfinite if has_gradients else None
         for parameter in before:
             parameter.grad = None
-        try:
-            loss = run(batch, num_losses)
-            if earlier is not None and self._is_nonfinite is not None:
-                self._skip_if(earlier | self._is_nonfinite)
-            computed = [(p, p.grad) for p in before if p.grad is not None]
-        finally:
-            for parameter, gradient in before.items():
-                parameter.grad = gradient
-        return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), partial(self._add, computed))
+        loss = run(batch, num_losses)
+        computed = [(p, p.grad) for p in before if p.grad is not None]
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        is_nonfinite = self._is_nonfinite
+        assert is_nonfinite is not None, "run has looked"
+        add = partial(self._add, computed, is_nonfinite)
+        self._skip_if(earlier)  # A batch that is left out has no gradients.
+        return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), add)
 
-    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], derivative: Tensor) -> None:
+    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], is_nonfinite: Tensor, derivative: Tensor) -> None:
         """Add gradients that were computed with a loss. Collective over all ranks; every rank must call it."""
+        self._skip_if(is_nonfinite if self._is_nonfinite is None else self._is_nonfinite | is_nonfinite)
         for parameter, gradient in computed:
             local_tensor(gradient).mul_(derivative)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -217,7 +224,8 @@ class PipelineTraining:
 
     def require_equal_derivatives(self) -> None:
         """Raise ``RuntimeError`` if the ranks have multiplied losses by different numbers; equal on all ranks."""
-        for work, extremes in self._derivatives:
+        derivatives, self._derivatives = self._derivatives, []
+        for work, extremes in derivatives:
             work.wait()
             largest, negative = extremes.tolist()
             if largest != -negative:
@@ -225,7 +233,6 @@ class PipelineTraining:
                     f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
                     "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
                 )
-        self._derivatives.clear()
 
 
 class _Loss(torch.autograd.Function):

@@ -354,6 +354,8 @@ class TrainingEngine:
             # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
             free_unsharded(self.module)
             self.mode.end_step()
+        if isinstance(optimizer, PlannedOptimizer):
+            optimizer.is_nonfinite = None
         self.has_run = False
         if self._guard is not None:
             self._guard.end_step()
@@ -365,9 +367,11 @@ class TrainingEngine:
         recorder = None if self.pipeline is None else self.pipeline.recorder
         if recorder is not None:
             recorder.started(GRADIENT_NORM)
-        yield
-        if recorder is not None:
-            recorder.ended(GRADIENT_NORM)
+        try:
+            yield
+        finally:
+            if recorder is not None:
+                recorder.ended(GRADIENT_NORM)
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""

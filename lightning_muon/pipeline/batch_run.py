@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.grad_sync.clipping import local_norms
@@ -51,6 +52,7 @@ class BatchRun:
     pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
     is_training: bool
     factor: Callable[[Tensor], Tensor] = torch.ones_like
+    seed: int = 0  # Of dropout.
     outputs: dict[int, Carry] = field(default_factory=dict)  # Of the last stage, by micro-batch.
     # What a stage gets, as leaves of its graph, or on its way; and the same for the gradients of what it returns.
     _inputs: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
@@ -83,6 +85,7 @@ class BatchRun:
         for op in ops:
             if op.group:
                 self.runtime.batches.finish()
+                self.runtime.has_lost_messages = True  # If the run ends before its end.
             if recorder is not None:
                 recorder.started(op)
             steps[op.kind](op)
@@ -90,6 +93,7 @@ class BatchRun:
                 recorder.ended(op)
         for link in self.runtime.links.values():
             link.finish()
+        self.runtime.has_lost_messages = False
 
     def _is_received(self, op: Op) -> bool:
         """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
@@ -137,7 +141,7 @@ class BatchRun:
         leaves = [] if stage == 0 else self._arrived(op, self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime.last_stage
-        numbers = runtime.random_numbers(stage) if self.is_training else nullcontext()
+        numbers = self._random_numbers(stage, microbatch) if self.is_training else nullcontext()
         with only(runtime.stages, stage), runtime.forward_context(), numbers:
             output = model.run(runtime.stages[stage], carry, inputs)
             if is_last and runtime.output_dtype is not None:
@@ -145,7 +149,9 @@ class BatchRun:
             if is_last and self.is_training:
                 output, count = model.loss(output, target)
                 self._sums.append(output.detach())
-                self._counts.append(torch.as_tensor(count, device=output.device))
+                # A number is written by the device itself: to copy it there would make the host wait.
+                is_tensor = isinstance(count, Tensor)
+                self._counts.append(count.to(output.device) if is_tensor else output.new_full((), count))
         if is_last and not self.is_training:
             self.outputs[microbatch] = output
             return
@@ -157,6 +163,17 @@ class BatchRun:
             self._inputs[following] = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
         elif stage != runtime.last_stage and not self.is_training:
             self._graphs[stage, microbatch] = (), tensors  # Until they are sent.
+
+    @contextmanager
+    def _random_numbers(self, stage: int, microbatch: int) -> Generator[None]:
+        """Of each rank, stage and micro-batch its own, as dropout needs them; local."""
+        device = self.runtime.device
+        seed = hash((self.seed, dist.get_rank(), stage, microbatch)) % 2**63
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(seed)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(seed)
+            yield
 
     def _send_or_receive_activation(self, op: Op) -> None:
         """The message of what a forward returns."""

@@ -65,6 +65,7 @@ class BatchComparison:
         work.wait()
         largest, inverted = words.chunk(2)
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
+            self._tensors = []  # A batch must not outlive its step.
             return
         fail_together(self._error, self._host)
         found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)
@@ -84,7 +85,8 @@ class BatchComparison:
 
     def forget(self) -> None:
         """Begin anew, for another run; local, on all ranks."""
-        self._unread = self._begun = None
+        self._unread = self._begun = self._error = None
+        self._tensors = []
 
     def _send(self) -> None:
         if self._host.group is None:

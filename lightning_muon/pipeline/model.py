@@ -226,7 +226,7 @@ class LanguageModel(StagedModel):
                 "in training call it with labels (no label smoothing, no loss of your own), or use torch.no_grad()"
             )
         labels, num_losses = target
-        return {**inputs, "labels": labels}, num_losses
+        return {**inputs, "labels": labels}, None if num_losses is None else torch.as_tensor(num_losses)
 
     def _inputs_and_labels(self, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         inputs = {key: value for key, value in given.items() if value is not None and key != "num_items_in_batch"}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -113,7 +113,7 @@ class PipelineRuntime:
         self.last_stage = pipeline.num_stages - 1
         self.links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
-        self._num_forwards = 0  # Of training.
+        self.has_lost_messages = False  # Sent by a batch that an exception has ended, and taken by nobody.
         self.batches = BatchComparison(group)
 
     def _is_own(self, stage: int) -> bool:
@@ -173,13 +173,16 @@ class PipelineRuntime:
         """
 
         def cut() -> tuple[Any, list[Any]]:
+            self._require_messages()
             check()
             both = self.model.split(batch)
             return both, self._split(both)
 
         pieces = self.batches.begin(cut)
-        run = BatchRun(self, pieces, is_training=True, factor=factor)
-        run.run(self._programs(len(pieces), True))
+        # By the generator that checkpoints save: a resumed run goes on with the same numbers.
+        run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
+        with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
+            run.run(self._programs(len(pieces), True))
         return run.result()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -196,6 +199,7 @@ class PipelineRuntime:
             return self.model.result_of_training(compute(run, batch, num_losses))
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
+            self._require_messages()
             inputs, target = self.model.inputs_of_call(args, kwargs)
             return (inputs, target), (self._split((inputs, None)), target)
 
@@ -204,6 +208,13 @@ class PipelineRuntime:
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
         return self.model.result_of_call(self._share(outputs), target)
+
+    def _require_messages(self) -> None:
+        if self.has_lost_messages:
+            raise RuntimeError(
+                "an exception has ended an earlier batch of this pipeline, whose messages are still on their way and "
+                "would be taken for those of this one; start the processes again, from a checkpoint"
+            )
 
     def take_calls(self) -> None:
         """From now on calls of :attr:`root` are those of the whole model; local."""
@@ -244,18 +255,6 @@ class PipelineRuntime:
         """Forget what the ranks know of each other's messages: parameters may have been frozen since, or unfrozen."""
         self.links.clear()
         self.batches.forget()
-
-    @contextmanager
-    def random_numbers(self, stage: int) -> Generator[None]:
-        """Of each stage and micro-batch its own, as dropout needs them; those that others draw stay the same. Local."""
-        on_cuda = self.device.type == "cuda"
-        seed = hash((torch.initial_seed(), stage, self._num_forwards)) % 2**63
-        self._num_forwards += 1
-        with torch.random.fork_rng([self.device] if on_cuda else []):
-            torch.default_generator.manual_seed(seed)
-            if on_cuda:
-                torch.cuda.manual_seed(seed)
-            yield
 
     def link(self, peer: int) -> Link:
         """To another rank of the pipeline; local."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -296,6 +297,57 @@ def test_two_batches_before_a_step_are_refused(gloo: ProcessPool, frozen: int) -
     gloo.expect_error_on_all_ranks(
         _twice, frozen, match="still has the gradient of an earlier batch", exception=RuntimeError, world_size=2
     )
+
+
+def _leave_out() -> tuple[int, bool]:
+    """A batch, and one with a NaN whose loss has no backward: skipped steps, and whether weights change."""
+    net: Any = _model()
+    engine, optimizer = _engine(net, _adamw)
+    assert engine.pipeline is not None
+    compute = engine.pipeline.loss_of_batch()
+    assert compute is not None
+    before = _local(net)
+    for step, has_nan in enumerate((False, True)):
+        net.has_nan = has_nan
+        loss = compute(engine.run_pipeline, batch_of(8, 5, seed=step), None)
+        assert bool(loss.isnan()) == has_nan
+        if not has_nan:
+            loss.backward()
+    engine.step(optimizer, _take_step)
+    result = engine.skipped_steps(optimizer), any(not torch.equal(each, before[n]) for n, each in _local(net).items())
+    engine.close()
+    return result
+
+
+def test_a_batch_that_is_left_out_skips_nothing(gloo: ProcessPool) -> None:
+    assert gloo.run(_leave_out, world_size=2) == [(0, True)] * 2
+
+
+def _interrupt() -> None:
+    """Rank 0 has sent an activation when it fails, as rank 1 does; then both go on with another batch."""
+    engine, _ = _engine(chain(2), _sgd, optimizer="keep", pipeline_microbatches=4)
+    assert engine.pipeline is not None
+    model: Any = engine.pipeline.model
+    forward, num_calls = model.run, count()
+
+    def fail(*args: Any) -> Any:
+        if next(num_calls) == 1 - dist.get_rank():
+            raise MemoryError
+        return forward(*args)
+
+    model.run = fail
+    try:
+        with pytest.raises(MemoryError):
+            engine.run_pipeline(batch_of(8, 5, seed=0))
+        assert all(parameter.grad is None for parameter in engine.module.parameters())
+        model.run = forward
+        engine.run_pipeline(batch_of(8, 5, seed=1))
+    finally:
+        engine.close()
+
+
+def test_messages_of_a_failed_batch_are_not_taken_for_those_of_the_next(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_interrupt, match="still on their way", exception=RuntimeError, world_size=2)
 
 
 def _norms_of_one_stage() -> tuple[float, float]:
