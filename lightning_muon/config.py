@@ -198,7 +198,7 @@ class ExchangeOptions:
             arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
             links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
             bit.
-        look_ahead: Chunks that are gathered or on their way at a time during the step.
+        look_ahead: Buckets that are gathered or on their way at a time during the step.
     """
 
     chunk_bytes: int = 4 * 2**20

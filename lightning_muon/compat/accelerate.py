@@ -12,7 +12,7 @@ def prepared_models(accelerator: Any) -> list[Any]:
     return accelerator._models
 
 
-def add_optimizer(accelerator: Any, optimizer: Any) -> None:
+def mark_prepared(accelerator: Any, optimizer: Any) -> None:
     """Count ``optimizer`` among the prepared ones, and mark it as such."""
     accelerator._optimizers.append(optimizer)
     optimizer._is_accelerate_prepared = True

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_muon.compat.torch import inherit_timeout
 from lightning_muon.config import check_whole
 
-Size = int | Literal["auto"]
+SizeOrAuto = int | Literal["auto"]
 
 # Where users of each framework set it.
 _NUM_PROCESSES = "the number of processes (devices and num_nodes of a Trainer or Fabric, --num-processes of a launcher)"
@@ -74,13 +74,13 @@ class MeshSizes:
         tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
     """
 
-    replicate_size: Size = "auto"
-    shard_size: Size = "auto"
+    replicate_size: SizeOrAuto = "auto"
+    shard_size: SizeOrAuto = "auto"
     context_size: int = 1
     tensor_size: int = 1
     pipeline_size: int = 1
-    data_parallel_size: Size = "auto"
-    tensor_parallel_size: Size = "auto"
+    data_parallel_size: SizeOrAuto = "auto"
+    tensor_parallel_size: SizeOrAuto = "auto"
 
     def __post_init__(self) -> None:
         for key, value in vars(self).items():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.compat import foreach
-from lightning_muon.flexdemo.bucket_plan import ALIGNMENT, BucketPlan, Part, Place
+from lightning_muon.flexdemo.bucket_plan import ALIGNMENT, BucketPlan, MessagePart, Place
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 from lightning_muon.flexdemo.wire import as_bytes, index_dtype
 from lightning_muon.params.layout import local_tensor
@@ -94,7 +94,7 @@ class MomentumBucket:
         return updates
 
     def _views_of(
-        self, part: Part, batch: Tensor, locals_: Mapping[Tensor, Tensor]
+        self, part: MessagePart, batch: Tensor, locals_: Mapping[Tensor, Tensor]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Parameters, views of a batch, and equal views of what ``locals_`` has of the parameters."""
         return [
@@ -110,7 +110,7 @@ def signs(values: Tensor) -> Tensor:
     return values.sign().add_(values, alpha=0)
 
 
-def _by_block(part: Part, components: Components) -> Components:
+def _by_block(part: MessagePart, components: Components) -> Components:
     """With the values of each block in a row, as replicators have them."""
     return components._replace(values=components.values.view(part.num_blocks, -1))
 
@@ -156,7 +156,7 @@ def merged(plan: BucketPlan, of_nodes: Sequence[Sequence[Components]], rule: str
     ]
 
 
-def paired_views(part: Part, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def paired_views(part: MessagePart, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Equally shaped views of ``batch`` and ``local`` (row-major) that hold each element of ``local`` once."""
     rows, cols = place.rows, place.cols
     if len(part.block_shape) != 2:

@@ -31,7 +31,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """Blocks of one shape that are encoded as one batch."""
 
     replicator: Replicator  # Encodes them.
@@ -86,7 +86,7 @@ class BucketPlan:
     """The parts of the message of one rank for some parameters."""
 
     members: tuple[int, ...]  # Numbers of the parameters, in the order in which backward finishes them.
-    parts: tuple[Part, ...]  # Without those that are empty on this rank.
+    parts: tuple[MessagePart, ...]  # Without those that are empty on this rank.
 
     def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
         """Bytes of the message with the values that ``node`` adds up; as it is, with all indices and values."""
@@ -169,7 +169,9 @@ def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[Bucket
     return plans
 
 
-def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator, values: ValueFormat) -> list[Part]:
+def _parts(
+    members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator, values: ValueFormat
+) -> list[MessagePart]:
     """The parts for parameters of one kind; a parameter without elements here is in none."""
     by_shape: dict[tuple[int, ...], list[Place]] = {}
     for number in members:
@@ -183,9 +185,9 @@ def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicat
         places = by_shape.setdefault(block_shape, [])
         first = places[-1].first + places[-1].count if places else 0
         places.append(Place(number, rows, cols, first, count))
-    parts: list[Part] = []
+    parts: list[MessagePart] = []
     for block_shape, places in by_shape.items():
         total = places[-1].first + places[-1].count
         num_blocks, block_numel = (total, math.prod(block_shape)) if block_shape else (1, total)
-        parts.append(Part(replicator, values, block_shape, num_blocks, block_numel, tuple(places)))
+        parts.append(MessagePart(replicator, values, block_shape, num_blocks, block_numel, tuple(places)))
     return parts

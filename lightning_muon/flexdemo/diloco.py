@@ -23,7 +23,7 @@ from lightning_muon.params.layout import StepPart, local_tensor
 from lightning_muon.schedule.program import Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
-State = dict[str, Any]
+ParameterState = dict[str, Any]
 # Keys of the state of a parameter.
 _OF_AVERAGE = ("anchor", "has_moved", "outer_momentum")
 _OF_OVERLAP = ("launched", "mean_drift", "is_launched")
@@ -58,7 +58,7 @@ class DiLoCoSync(InterNodeSync):
         return frozenset(_OF_AVERAGE + _OF_OVERLAP if self._options.overlap else _OF_AVERAGE)
 
     @override
-    def init_state(self, parameter: Tensor, state: State) -> None:
+    def init_state(self, parameter: Tensor, state: ParameterState) -> None:
         local = local_tensor(parameter.detach())
         if not state.keys() >= set(_OF_AVERAGE):
             state.update({key: self.zeros(key, parameter) for key in _OF_AVERAGE})
@@ -146,13 +146,13 @@ class DiLoCoSync(InterNodeSync):
             local_tensor(states[parameter]["mean_drift"]).copy_(outer_gradient)
 
     @override
-    def load(self, parameter: Tensor, state: State, saved: Mapping[str, Any]) -> None:
+    def load(self, parameter: Tensor, state: ParameterState, saved: Mapping[str, Any]) -> None:
         super().load(parameter, state, saved)
         self._in_flight.clear()
         if "anchor" in saved:
             self._without_anchor.discard(parameter)
 
-    def _step_anchor(self, state: State, outer_gradient: Tensor) -> None:
+    def _step_anchor(self, state: ParameterState, outer_gradient: Tensor) -> None:
         """One step of SGD of the common weights."""
         options = self._options
         momentum = local_tensor(state["outer_momentum"])

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import Meshes, Size
+from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import ClipGroups, LossScaling, Options
 from lightning_muon.engine.training import TrainingEngine
@@ -39,8 +39,8 @@ class MuonStrategy:
 
     def __init__(
         self,
-        replicate_size: Size = Options.replicate_size,
-        shard_size: Size = Options.shard_size,
+        replicate_size: SizeOrAuto = Options.replicate_size,
+        shard_size: SizeOrAuto = Options.shard_size,
         optimizer: OptimizerChoice = Options.optimizer,
         wrap_policy: WrapPolicy = Options.wrap_policy,
         reshard_after_forward: bool = Options.reshard_after_forward,
@@ -50,16 +50,16 @@ class MuonStrategy:
         tensor_size: int = Options.tensor_size,
         pipeline_size: int = Options.pipeline_size,
         pipeline_schedule: str = Options.pipeline_schedule,
-        pipeline_microbatches: Size = Options.pipeline_microbatches,
+        pipeline_microbatches: SizeOrAuto = Options.pipeline_microbatches,
         pipeline_split: Sequence[str] | None = Options.pipeline_split,
-        pipeline_stages_per_rank: Size = Options.pipeline_stages_per_rank,
+        pipeline_stages_per_rank: SizeOrAuto = Options.pipeline_stages_per_rank,
         loss_scaling: LossScaling = Options.loss_scaling,
         clip_groups: ClipGroups = Options.clip_groups,
         reshard_after_backward: bool = Options.reshard_after_backward,
         bucket_bytes: BucketBytes = Options.bucket_bytes,
         early_all_gather: bool = Options.early_all_gather,
-        data_parallel_size: Size = Options.data_parallel_size,
-        tensor_parallel_size: Size = Options.tensor_parallel_size,
+        data_parallel_size: SizeOrAuto = Options.data_parallel_size,
+        tensor_parallel_size: SizeOrAuto = Options.tensor_parallel_size,
         save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
         process_group_backend: str | None = Options.process_group_backend,
         timeout: timedelta = Options.timeout,

@@ -123,7 +123,7 @@ def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
 _LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
 _MOST_SHAPES, _MOST_PER_RANK = 4, 32
 _MOST_FLOPS_PER_RANK = {"cpu": 40e9, "cuda": 40e12}
-# Two sizes of chunks tell what an op costs by itself from what its bytes cost.
+# Two sizes of buckets tell what an op costs by itself from what its bytes cost.
 _CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
 _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30

@@ -24,7 +24,7 @@ _LIBRARIES = sysconfig.get_path("purelib")
 _NOT_OF_USER = (_PACKAGE, _TORCH, _LIBRARIES, sysconfig.get_path("stdlib"), "<")
 
 
-class Place(NamedTuple):
+class CollectiveCall(NamedTuple):
     """The collective of torch.distributed in which a thread is."""
 
     group: str  # Name of its process group.
@@ -32,7 +32,7 @@ class Place(NamedTuple):
     kind: str  # Name of the function.
 
 
-def waiting_place(thread: int) -> Place | None:
+def waiting_place(thread: int) -> CollectiveCall | None:
     """Where a thread waits; ``None`` if it is in no collective."""
     frame = sys._current_frames().get(thread)
     if frame is None or TORCH_DISTRIBUTED not in frame.f_code.co_filename:
@@ -44,7 +44,7 @@ def waiting_place(thread: int) -> Place | None:
     if not isinstance(group, dist.ProcessGroup):
         return None
     try:
-        return Place(group.group_name, id(frame), frame.f_code.co_name)
+        return CollectiveCall(group.group_name, id(frame), frame.f_code.co_name)
     except RuntimeError:  # It is being made, and has no name yet.
         return None
 

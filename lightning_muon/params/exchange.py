@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_muon.config import ExchangeOptions
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, Shards, cut_of, logical_matrices, tile
+from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
@@ -99,7 +99,7 @@ class Pieces:
     """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object."""
 
     box: Box  # The matrix.
-    shards: Shards  # Of its parameter.
+    shards: ShardBoxes  # Of its parameter.
     on_ranks: MatrixShards  # How many of its elements each rank holds.
     # The planning rank's part in its local tensor; `None` if that is all of it, or nothing.
     slices: tuple[slice, ...] | None
@@ -212,7 +212,7 @@ class _ParameterShards:
 
     def __init__(self, shape: tuple[int, ...], placements: tuple[AxisPlacement, ...], ranks: ExchangeRanks) -> None:
         self._ranks = ranks
-        self._shards = Shards(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
+        self._shards = ShardBoxes(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
         self._on_ranks: dict[tuple[object, ...], MatrixShards] = {}
 

@@ -60,7 +60,7 @@ def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
     return dim, tuple(part.shape[dim] for part in ordered)
 
 
-class Shards:
+class ShardBoxes:
     """The boxes of one tensor, of at least one dimension, on the ranks of a group: empty, equal or overlapping ones."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:

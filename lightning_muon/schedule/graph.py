@@ -13,7 +13,7 @@ NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class GraphNode:
     """Ops that begin and end together: one op, or the ops of all ranks of a communication."""
 
     ops: list[int]  # The ops, as indices into `ops`.
@@ -26,7 +26,7 @@ class Graph:
     """All ops of a program, and what they wait for."""
 
     ops: list[Op]  # Of all ranks.
-    nodes: list[Node]
+    nodes: list[GraphNode]
     node_of: list[int]  # Node of each op.
     # For each op the ops of its rank that must end before: those of `deps`, and the one before in its lane.
     waits: list[list[int]]
@@ -68,7 +68,7 @@ class Graph:
 def build_graph(program: Program) -> Graph:
     """Read off what waits for what; a ``ValueError`` says which names, dependencies or groups are wrong."""
     ops = [op for listed in program.values() for op in listed]
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     node_of: list[int] = []
     # By identity, since groups of thousands of ranks are long; ids stay valid while the program lives.
     groups: dict[int, frozenset[int]] = {}
@@ -81,7 +81,7 @@ def build_graph(program: Program) -> Graph:
                 raise ValueError(f"{where(op)} is a communication of {op.group[:NAMED]}; it must be in there, and once")
             place = shared.setdefault((op.name, group), place)
         if place == len(nodes):
-            nodes.append(Node([], len(op.group) or 1, []))
+            nodes.append(GraphNode([], len(op.group) or 1, []))
         nodes[place].ops.append(index)
         node_of.append(place)
     waits: list[list[int]] = []

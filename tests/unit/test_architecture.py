@@ -39,3 +39,17 @@ def test_the_map_names_every_package() -> None:
     folders = {each.parent.name for each in PACKAGE.glob("*/__init__.py")}
     stack = TEXT.split("```")[1]
     assert folders == set(re.findall(r"^(\w+)/", stack, flags=re.MULTILINE))
+
+
+def test_no_two_things_have_one_name() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+    imports = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {(node.module, alias.name) for node in imports for alias in node.names}
+    places: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
+                if isinstance(node, ast.ClassDef) or (module, node.name) in imported:
+                    places.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.compat.accelerate import add_optimizer, is_prepared, prepared_models
+from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, close_all
@@ -148,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
             used = engine.attach(plain, schedulers, source="what was given to prepare")
             for given, optimizer in zip(optimizers, used, strict=True):
                 ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
-                add_optimizer(self, sharded)
+                mark_prepared(self, sharded)
         for model in models:
             # Autocast and compilation are those of Accelerate, which is not to shard anything.
             ready[id(model)] = super().prepare_model(model, evaluation_mode=True)

@@ -78,7 +78,7 @@ def _check_microbatch(place: dict[Node, int], stage: int, microbatch: int, *, is
         )
 
 
-def nodes_of(ops: Iterable[Op]) -> list[Node]:
+def compute_nodes(ops: Iterable[Op]) -> list[Node]:
     """What of the ops of a rank the schedule has listed."""
     return [Node(op.items[0], op.kind, op.items[1]) for op in ops if op.kind in COMPUTE_KINDS]
 
@@ -91,7 +91,7 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
     are reduced once, after its last backward, and its optimizer step comes after that. A stage whose backward is split
     keeps its weights from a forward to the end of the backward.
     """
-    check_order([nodes_of(ops) for ops in program.values()], pipeline, is_training=is_training)
+    check_order([compute_nodes(ops) for ops in program.values()], pipeline, is_training=is_training)
     validate(program)
     kinds = {op.kind for ops in program.values() for op in ops}
     for rank, ops in program.items():

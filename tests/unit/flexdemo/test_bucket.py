@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Replicator
 from lightning_muon.flexdemo.bucket import MomentumBucket, merge, merged, pack, paired_views, unpack
-from lightning_muon.flexdemo.bucket_plan import Part, Place
+from lightning_muon.flexdemo.bucket_plan import MessagePart, Place
 from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 from tests.support.atomics import NoAtomics
@@ -132,7 +132,7 @@ def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator, va
         bucket.decode(merged(bucket.plan, of_nodes, "contributors"), TURN, set(tensors), sign=True)
 
 
-def _expected_batch(part: Part, place: Place, local: Tensor) -> Tensor:
+def _expected_batch(part: MessagePart, place: Place, local: Tensor) -> Tensor:
     """The blocks, element by element; NaN where there is nothing of ``local``."""
     batch = torch.full(part.batch_shape, torch.nan)
     matrix = local.reshape(place.rows, place.cols).tolist()

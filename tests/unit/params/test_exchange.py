@@ -16,7 +16,7 @@ from lightning_muon.params.exchange import (
     loads_so_far,
     plan_exchanges,
 )
-from lightning_muon.params.logical import Box, LogicalMatrix, Shards
+from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.muon import plan_step
 from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
@@ -76,7 +76,7 @@ def test_loads_are_equal_in_all_replicas(earlier: ExchangeRanks, later: list, ra
     plan = plan_step([spec], itemsize=2, chunk_bytes=1)
     (owner,) = plan.owners[0]
     matrix = LogicalMatrix("w", Box((0, 0), (8, 1)), 8, 1)
-    pieces = Pieces(matrix.box, Shards([matrix.box]), shards, None)
+    pieces = Pieces(matrix.box, ShardBoxes([matrix.box]), shards, None)
     planned = [PlannedExchange(earlier, (PlacedMatrix(0, matrix, pieces, spec),), plan)]
     expected = [(100, 16) if place == owner // rank_of_owner else (0, 0) for place in (0, 1)]
     for ranks in later:

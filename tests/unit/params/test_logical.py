@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from lightning_muon.params.layout import held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, Shards, cut_of, logical_matrices, tile
+from lightning_muon.params.logical import Box, ShardBoxes, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 
 
@@ -49,7 +49,7 @@ def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:
 def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...], placements: tuple) -> None:
     mesh_shape = (2, 3)
     held = held_boxes(shape, mesh_shape, placements, list(itertools.product(*map(range, mesh_shape))))
-    shards, generator = Shards(held), random.Random(0)
+    shards, generator = ShardBoxes(held), random.Random(0)
     for _ in range(50):
         start = [generator.randrange(size) for size in shape]
         box = Box(tuple(start), tuple(generator.randint(s, size) for s, size in zip(start, shape, strict=True)))
@@ -58,7 +58,7 @@ def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...]
 
 
 def test_overlapping_boxes_are_all_found() -> None:
-    shards = Shards([Box((0,), (9,)), Box((2,), (3,)), Box((4,), (6,)), Box((0,), (0,))])
+    shards = ShardBoxes([Box((0,), (9,)), Box((2,), (3,)), Box((4,), (6,)), Box((0,), (0,))])
     assert shards.pieces(Box((5,), (8,))) == {0: Box((5,), (8,)), 2: Box((5,), (6,))}
 
 
