@@ -45,13 +45,9 @@ class SideStream:
         with torch.cuda.stream(self._stream):
             yield
 
-    def record(self) -> torch.cuda.Event | None:
+    def record(self) -> torch.Event | None:
         """A mark after everything that was put on the side stream so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+        return None if self._stream is None else self._stream.record_event()
 
 
 class PendingSum:

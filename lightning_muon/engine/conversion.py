@@ -20,7 +20,6 @@ from lightning_muon.params.routing import require_muon
 
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
-
 _MUON_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
 # Optimizer of torch that ours can stand in for -> its hyper-parameters that ours have, too, with our names of them, and
@@ -63,17 +62,18 @@ def convert_optimizers(
     has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1
     conversions = [convert_optimizer(each, module, choice, is_one_of_several=has_several) for each in optimizers]
     ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
+    routes = [route for optimizer in ours for route in optimizer.routes]
+    with_frozen = [*routes, *(route for optimizer in ours for route in optimizer.frozen_routes())]
     if stages.size > 1:
         require_equal([(str(index), each.summary) for index, each in enumerate(conversions)], stages, "an optimizer")
         for optimizer in ours:
             optimizer.needs_matrices = False
-        if any(gather(any(_has_matrices(optimizer) for optimizer in ours), stages)):
+        if any(gather(any(route.algorithm == "muon" for route in with_frozen), stages)):
             return conversions
-    routes = [route for optimizer in ours for route in optimizer.routes]
     # A user who sends every group to AdamW means it.
     if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
         try:
-            require_muon([*routes, *(route for optimizer in ours for route in optimizer.frozen_routes())])
+            require_muon(with_frozen)
         except ValueError as error:
             instead = "optimizer='keep' trains with the optimizer as it is"
             if isinstance(choice, FlexDeMoConfig):
@@ -92,10 +92,6 @@ def convert_optimizers(
         for group in new.param_groups:
             group["algorithm"] = "adamw"
     return conversions
-
-
-def _has_matrices(optimizer: PlannedOptimizer) -> bool:
-    return any(route.algorithm == "muon" for route in (*optimizer.routes, *optimizer.frozen_routes()))
 
 
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:

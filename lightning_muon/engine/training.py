@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
@@ -100,7 +98,7 @@ class TrainingEngine:
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
@@ -199,10 +197,9 @@ class TrainingEngine:
 
     def follow_forward(self) -> None:
         """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
-        self._hooks = [
-            self.module.register_forward_pre_hook(self._before_forward),
-            self.module.register_forward_hook(torch.compiler.disable(self._after_forward)),  # type: ignore[arg-type]
-        ]
+        after = torch.compiler.disable(self._after_forward)
+        self._hooks.enter_context(self.module.register_forward_pre_hook(self._before_forward))
+        self._hooks.enter_context(self.module.register_forward_hook(after))  # type: ignore[arg-type]
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""
@@ -387,10 +384,7 @@ class TrainingEngine:
 
     def begin_evaluation(self) -> None:
         """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
-        self.mode.finish_parameters()
-        broadcast_buffers(self.module, self._of_stage)
-        if show_common(self.optimizers):
-            self.weights_have_changed()
+        self._show_common(for_good=False)
 
     def end_evaluation(self) -> None:
         """Go on with the weights of the node."""
@@ -406,24 +400,23 @@ class TrainingEngine:
     def end_training(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
         self._compare_last_batch()
-        self.mode.finish_parameters()
-        broadcast_buffers(self.module, self._of_stage)
         num_steps = steps_left_out(self.optimizers)
         if num_steps:
             self._warn(
                 f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
             )
-        if show_common(self.optimizers, for_good=True):
+        self._show_common(for_good=True)
+
+    def _show_common(self, *, for_good: bool) -> None:
+        """Make buffers equal on the ranks that have the same modules, and weights equal on all nodes."""
+        self.mode.finish_parameters()
+        broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
+        if show_common(self.optimizers, for_good=for_good):
             self.weights_have_changed()
 
     def _compare_last_batch(self) -> None:
         if self.pipeline is not None:
             self.pipeline.batches.compare_last()
-
-    @property
-    def _of_stage(self) -> DeviceMesh | None:
-        """The ranks that have the same modules, `None` for all."""
-        return None if self.pipeline is None else self.mesh
 
     @property
     def divides_weights(self) -> bool:
@@ -464,9 +457,7 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Remove all hooks; the module stays sharded, and can be saved. Local."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
         try:
             self._stop()
         except RuntimeError as error:

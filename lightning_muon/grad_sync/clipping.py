@@ -43,8 +43,7 @@ def clip_norm_(
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
-    listed = list(dict.fromkeys(parameters))
-    _reduce_partial_sums(listed)
+    listed = _without_partial_sums(parameters)
     sets = by_ranks([parameter for parameter in listed if parameter not in copies], layout, sharded=True)
     norms = [_stacked(local_norms(_gradients(each.parameters, layout)), each.device) for each in sets]
     squares = [each.double().square().sum() for each in norms]
@@ -75,8 +74,7 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
     """
     if not max_value >= 0:
         raise ValueError(f"max_value of gradient clipping must be a number of at least 0, got {max_value}")
-    listed = list(dict.fromkeys(parameters))
-    _reduce_partial_sums(listed)
+    listed = _without_partial_sums(parameters)
     for gradients in _by_device_and_dtype(_gradients(listed, layout)):
         # x - x is 0 where x is finite and NaN elsewhere: an Inf must not pass for a number.
         nothing = foreach.sub(gradients, gradients)
@@ -206,12 +204,17 @@ def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
 
 
-def _reduce_partial_sums(parameters: Iterable[Tensor]) -> None:
-    """Lay out gradients like their parameters. Collective over the mesh of each that is not; its ranks must have it."""
-    for parameter in parameters:
+def _without_partial_sums(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Each parameter once, with a gradient laid out like it.
+
+    Collective over the mesh of each gradient that is not; its ranks must have it.
+    """
+    listed = list(dict.fromkeys(parameters))
+    for parameter in listed:
         gradient = parameter.grad if isinstance(parameter, DTensor) and parameter.requires_grad else None
         if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:  # type: ignore[attr-defined]
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
+    return listed
 
 
 def _gradients(parameters: Iterable[Tensor], layout: Layout) -> list[Tensor]:

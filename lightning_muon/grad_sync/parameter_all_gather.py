@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import Hop
@@ -63,7 +63,8 @@ class ParameterAllGather:
         self.travelling: dict[int, _Travelling] = {}
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
-        self._handles = self._register_hooks(units)
+        self._hooks = ExitStack()
+        self._register_hooks(units)
 
     def begin(self, participating: Collection[Tensor]) -> None:
         """Begin to update just these parameters, the same on all ranks; waits for what the step before has sent."""
@@ -105,9 +106,7 @@ class ParameterAllGather:
 
     def close(self) -> None:
         """Take what still arrives, and remove the hooks; raises if it does not arrive, because other ranks are gone."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._hooks.close()
         if not self._to_leave:
             self.wait_all()
 
@@ -123,7 +122,7 @@ class ParameterAllGather:
         for index in chosen:
             self.travelling.pop(index).arrive()
 
-    def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> list[RemovableHandle]:
+    def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> None:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}
         everything = {module: None for unit in units for module in unit.modules()}
         for unit, parameters in units.items():
@@ -131,13 +130,13 @@ class ParameterAllGather:
                 if module not in units:
                     indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
         wait_all = _Hook(self.wait_all)
-        handles = [
-            module.register_forward_pre_hook(_Hook(partial(self._wait, mine), in_graph=module in units), prepend=True)
-            for module, mine in indices.items()
-            if mine
-        ]
-        handles += [module.register_state_dict_pre_hook(wait_all) for module in everything]
-        return handles + [module.register_load_state_dict_pre_hook(wait_all) for module in everything]
+        for module, mine in indices.items():
+            if mine:
+                hook = _Hook(partial(self._wait, mine), in_graph=module in units)
+                self._hooks.enter_context(module.register_forward_pre_hook(hook, prepend=True))
+        for module in everything:
+            self._hooks.enter_context(module.register_state_dict_pre_hook(wait_all))
+            self._hooks.enter_context(module.register_load_state_dict_pre_hook(wait_all))
 
     def _indices(self, parameters: Iterable[Tensor]) -> set[int]:
         return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}

@@ -13,14 +13,13 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import compress
 from threading import RLock
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from lightning_muon.comm.agreement import StepAgreement, maxima_over, require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
@@ -87,18 +86,13 @@ def watch_gradients(
         if alive is not None:
             arrived(alive, parameter)
 
-    handles: list[RemovableHandle] = []
+    hooks = ExitStack()
     for parameter in parameters:
         # Torch refuses hooks on frozen parameters.
         is_trainable = parameter.requires_grad
-        handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        hooks.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
         parameter.requires_grad_(is_trainable)
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return weakref.finalize(owner, remove)
+    return weakref.finalize(owner, hooks.close)
 
 
 class _Agreed(NamedTuple):

@@ -5,7 +5,7 @@ State is whole on owners for the step, and in DTensors that are sharded by rows,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,19 +76,14 @@ class ShardedLayout(Layout):
         group = tuple(range(self._shard_map.shard.size))
         if len(group) == 1:
             return StepPart()
-        # The second time with what has come after its bucket had gone.
+
+        def transfer(kind: str, key: str, bucket: Iterable[Tensor], **of_op: Any) -> Op:
+            num_bytes = sum(parameter.nbytes for parameter in bucket)
+            return Op(kind=kind, key=key, rank=0, lane=TRANSFER, bytes=num_bytes, group=group, **of_op)
+
         first = [
-            Op(
-                kind=OpKind.REDUCE_SCATTER,
-                key=_key(index) + rest,
-                rank=0,
-                lane=TRANSFER,
-                bytes=sum(parameter.nbytes for parameter in bucket),
-                group=group,
-                phase=IN_BACKWARD,
-                when=(Condition.SENT,),
-            )
-            for rest in ("", _REST)
+            transfer(OpKind.REDUCE_SCATTER, _key(index) + rest, bucket, phase=IN_BACKWARD, when=(Condition.SENT,))
+            for rest in ("", _REST)  # The second time with what has come after its bucket had gone.
             for index, bucket in enumerate(self._reducer.buckets)
         ]
         names = list(done)
@@ -99,16 +94,8 @@ class ShardedLayout(Layout):
             places = {place_of[parameter] for parameter in bucket if parameter in place_of}
             if places:
                 place = max(place, *places)  # Buckets leave in their order.
-                op = Op(
-                    kind=OpKind.ALL_GATHER,
-                    key=_key(index),
-                    rank=0,
-                    lane=TRANSFER,
-                    bytes=sum(parameter.nbytes for parameter in bucket),
-                    deps=tuple(names[each] for each in sorted(places)),
-                    group=group,
-                    when=(Condition.GRADIENTS,),
-                )
+                deps = tuple(names[each] for each in sorted(places))
+                op = transfer(OpKind.ALL_GATHER, _key(index), bucket, deps=deps, when=(Condition.GRADIENTS,))
                 after.setdefault(names[place], []).append(op)
         return StepPart(
             ops=AddedOps(first=first, after=after),
@@ -175,9 +162,12 @@ class ShardedLayout(Layout):
                 )
         fail_together(error, self._shard_map.shard)
         self._require_equal(rows)
+        wholes = [rows[index].full_tensor() if index in rows else state for index, (_, state) in enumerate(states)]
         return [
-            self._part_of_whole(parameter, rows[index].full_tensor() if index in rows else state)
-            for index, (parameter, state) in enumerate(states)
+            whole
+            if isinstance(whole, DTensor)
+            else self._laid_out(parameter, self._shard_map.local(parameter, whole.contiguous()).clone())
+            for (parameter, _), whole in zip(states, wholes, strict=True)
         ]
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
@@ -202,11 +192,6 @@ class ShardedLayout(Layout):
     def _laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
         has_rows = isinstance(self._shard_map.placements(parameter)[-1], Shard)
         return self._as_rows(parameter, part) if has_rows else part
-
-    def _part_of_whole(self, parameter: Tensor, state: Tensor) -> Tensor:
-        if isinstance(state, DTensor):
-            return state
-        return self._laid_out(parameter, self._shard_map.local(parameter, state.contiguous()).clone())
 
     @property
     def _row_placements(self) -> tuple[Placement, ...]:

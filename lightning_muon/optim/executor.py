@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,18 +85,15 @@ class HostExecutor(Executor):
             self._to_record.pop(name)()
 
     def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Any) -> None:
+        ended = partial(recorder.ended, op)
         if not works:
-            recorder.ended(op)
+            ended()
             return
-
-        def ended(_: torch.futures.Future[Any]) -> None:
-            recorder.ended(op)
-
         try:
-            works[-1].get_future().then(ended)  # pyright: ignore[reportUnknownMemberType]
+            works[-1].get_future().then(lambda _: ended())  # pyright: ignore[reportUnknownMemberType]
         except RuntimeError:
             # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
-            self._to_record[op.name] = lambda: recorder.ended(op)
+            self._to_record[op.name] = ended
 
 
 class StreamExecutor(Executor):

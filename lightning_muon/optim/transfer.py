@@ -7,9 +7,9 @@ wire dtype, so that a matrix gives the same update whoever owns it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from operator import itemgetter
 
 import torch.distributed as dist
 from torch import Tensor
@@ -20,22 +20,26 @@ from lightning_muon.compat import foreach
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
 from lightning_muon.params.logical import Box
 
-# Pieces of matrices, and the message of pieces to or from each other rank.
-_Pieces = Sequence[tuple[MatrixJob, Box]]
-_Messages = Mapping[int, _Pieces]
+_Piece = tuple[MatrixJob, Box]
+# Pieces, each with the other rank that gets or sends it.
+_Addressed = Sequence[tuple[int, _Piece]]
 
 
 class Leg:
     """One direction: who sends which pieces to whom, and where they lie in the packed buffers."""
 
     def __init__(
-        self, name: str, outgoing: _Messages, incoming: _Messages, *, num_ranks: int, is_all_to_all: bool
+        self, name: str, outgoing: _Addressed, incoming: _Addressed, *, num_ranks: int, is_all_to_all: bool
     ) -> None:
         self.name = name
         # Ranks with equal messages share one region of the send buffer.
-        first_with: dict[tuple[tuple[MatrixJob, Box], ...], int] = {}
-        self._region_of = {rank: first_with.setdefault(tuple(outgoing[rank]), rank) for rank in sorted(outgoing)}
-        self.sent, self.send_layout = _packed({rank: outgoing[rank] for rank in first_with.values()}, num_ranks)
+        messages: dict[int, list[_Piece]] = {}
+        for rank, piece in outgoing:
+            messages.setdefault(rank, []).append(piece)
+        first_with: dict[tuple[_Piece, ...], int] = {}
+        self._region_of = {rank: first_with.setdefault(tuple(messages[rank]), rank) for rank in sorted(messages)}
+        regions = set(first_with.values())
+        self.sent, self.send_layout = _packed([each for each in outgoing if each[0] in regions], num_ranks)
         self.received, self.receive_layout = _packed(incoming, num_ranks)
         # Begins the communication from buffer `send` to buffer `receive`; every rank of `group` must call it. One
         # uneven all-to-all does if the messages of every rank of the group differ.
@@ -53,9 +57,9 @@ class Leg:
         )
 
 
-def _packed(messages: _Messages, num_ranks: int) -> tuple[_Pieces, Parts]:
+def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Parts]:
     """The pieces in the order of a packed buffer, and where they lie in it."""
-    pieces = [(rank, piece) for rank, message in sorted(messages.items()) for piece in message]
+    pieces = sorted(addressed, key=itemgetter(0))
     splits = [0] * num_ranks
     for rank, (_, box) in pieces:
         splits[rank] += box.numel
@@ -79,16 +83,13 @@ class Transfer:
     def gather(self) -> Leg:
         """Pieces to the owners of the same replica."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
-        outgoing: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        incoming: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        for job in self.jobs:
-            for rank in self._owners[job]:
-                if rank != me and replica_of[rank] == replica_of[me]:
-                    outgoing[rank].append((job, job.pieces.by_rank[me]))
-        for job in self.owned:
-            for rank, piece in job.pieces.by_rank.items():
-                if rank != me and replica_of[rank] == replica_of[me]:
-                    incoming[rank].append((job, piece))
+        peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
+        outgoing = [
+            (rank, (job, job.pieces.by_rank[me])) for job in self.jobs for rank in self._owners[job] if rank in peers
+        ]
+        incoming = [
+            (rank, (job, piece)) for job in self.owned for rank, piece in job.pieces.by_rank.items() if rank in peers
+        ]
         has_single_owners = all(len(ranks) == 1 for ranks in self.group.plan.owners)
         return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
 
@@ -96,39 +97,34 @@ class Transfer:
     def scatter(self) -> Leg:
         """Updates to all ranks that hold pieces, each from one owner."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
-        outgoing: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        incoming: defaultdict[int, list[tuple[MatrixJob, Box]]] = defaultdict(list)
-        for job in self.owned:
-            have_it = set(self._owners[job])
-            for rank, piece in job.pieces.by_rank.items():
-                if rank not in have_it:
-                    outgoing[rank].append((job, piece))
-        for job in self.jobs:
-            if me not in self._owners[job]:
-                incoming[self._owners[job][0]].append((job, job.pieces.by_rank[me]))
+        outgoing = [
+            (rank, (job, piece))
+            for job, owners in ((job, set(self._owners[job])) for job in self.owned)
+            for rank, piece in job.pieces.by_rank.items()
+            if rank not in owners
+        ]
+        incoming = [
+            (owners[0], (job, job.pieces.by_rank[me]))
+            for job, owners in self._owners.items()
+            if me in job.pieces.by_rank and me not in owners
+        ]
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
     def _sent_at(self) -> Mapping[MatrixJob, Sequence[int]]:
         """Places of the piece of each job in the buffer to the owners: one for each of them."""
-        places: defaultdict[MatrixJob, list[int]] = defaultdict(list)
+        places: dict[MatrixJob, list[int]] = {}
         for place, (job, _) in enumerate(self.gather.sent):
-            places[job].append(place)
-        return dict(places)
+            places.setdefault(job, []).append(place)
+        return places
 
     def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
-        views = self._views(self.gather, is_sent=True)
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for job, piece in zip(jobs, pieces, strict=True):
-            for place in self._sent_at.get(job, ()):
-                targets.append(views[place])
-                sources.append(piece)
-            if job in self._to_keep:
-                self._own_pieces[job] = piece
-        _copy(targets, sources)
+        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(jobs, pieces, strict=True))
+        sent = [(views[place], piece) for job, piece in piece_of.items() for place in self._sent_at.get(job, ())]
+        _copy([view for view, _ in sent], [piece for _, piece in sent])
+        self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
 
     def is_packed(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> list[Tensor]:
         """Whether the pieces of some of the jobs have the bits of those that were packed: bools on the device."""

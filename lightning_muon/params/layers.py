@@ -41,7 +41,8 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
         owner = use.path[-3][1]
     elif attribute in _REPARAMETRIZED_WEIGHT:
         attribute = "weight"
-    if _is_embedding(owner):
+    is_known = _direct_kind(owner, 2) is not None or isinstance(owner, (*_CONVOLUTIONS, *_RECURRENT))
+    if not is_known and _is_table_class(owner) and hasattr(owner, "weight"):
         return "elementwise", "embedding"
     if parameter.ndim < 2:
         return "elementwise", f"{parameter.ndim}-D"
@@ -58,13 +59,6 @@ def layer_kind(use: Use) -> tuple[Kind, str]:
     if isinstance(owner, nn.MultiheadAttention) and parameter.ndim == 2:
         return "matrix", "attention projection"
     return _raw_kind(use)
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    """Whether ``module`` is a look-up table: no layer of a known other type, and a class name that says so."""
-    if _direct_kind(module, 2) is not None or isinstance(module, (*_CONVOLUTIONS, *_RECURRENT)):
-        return False
-    return _is_table_class(module) and hasattr(module, "weight")
 
 
 def is_transposed_linear(module: nn.Module) -> bool:

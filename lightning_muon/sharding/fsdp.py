@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
@@ -113,7 +112,7 @@ class Fsdp(ShardingMode):
         self._num_nodes = mesh.size() // self._reduced_over.size()
         self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
         self._is_deferred = self._must_meet = False
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         # What `no_sync` has changed.
         self._resharding: list[tuple[FSDPModule, list[Any]]] = []
 
@@ -135,10 +134,10 @@ class Fsdp(ShardingMode):
         for unit in fsdp_modules(module):
             # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
             before, after = (torch.compiler.disable(partial(hook, unit)) for hook in (self._enter, self._leave))
-            self._hooks.append(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
-            self._hooks.append(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
+            self._hooks.enter_context(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
+            self._hooks.enter_context(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
             # Before the hooks of the log and of FSDP2, which hook what is returned.
-            self._hooks.append(unit.register_forward_hook(_replace_views, prepend=True, with_kwargs=True))  # type: ignore[attr-defined]
+            self._hooks.enter_context(unit.register_forward_hook(_replace_views, prepend=True, with_kwargs=True))  # type: ignore[attr-defined]
 
     def _enter(self, unit: FSDPModule, *_: Any) -> None:
         if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
@@ -183,9 +182,11 @@ class Fsdp(ShardingMode):
                 continue
             # Frozen weights are watched too, because they may be unfrozen later.
             whole.requires_grad_(True)
-            self._hooks.append(whole.register_post_accumulate_grad_hook(partial(_mark, self._used, len(self._used))))
+            self._hooks.enter_context(
+                whole.register_post_accumulate_grad_hook(partial(_mark, self._used, len(self._used)))
+            )
             if not hasattr(unit, "set_reduce_scatter_unused_params"):
-                self._hooks.append(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
+                self._hooks.enter_context(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
             whole.requires_grad_(not is_frozen)
             self._places.append((owner, attribute))
             self._used.append(False)
@@ -419,7 +420,5 @@ class Fsdp(ShardingMode):
         self._agreed.clear()
         self._plain_sums.clear()
         self.forward_failed()  # Leaves shards, whatever has ended the run.
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
         super().close()

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ class FsdpCallLog:
         self.all_calls = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
         self.crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
         self._units: dict[FSDPModule, tuple[str, str]] = {}  # By number: their names, and those of their classes.
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks = ExitStack()
         names: dict[Any, str] = {child: name for name, child in module.named_modules()}
         for unit in fsdp_modules(module):
             places = own_places(unit)
@@ -231,9 +232,7 @@ class FsdpCallLog:
 
     def close(self) -> None:
         """Remove the hooks; local."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        self._hooks.close()
 
     def _watch(self, unit: FSDPModule, number: int, place: tuple[nn.Module, str]) -> None:
         # On a mesh of one axis weights are gathered from all ranks, also where the other units have replicas.
@@ -266,7 +265,7 @@ class FsdpCallLog:
 
         # Before FSDP2's own hooks, in which a rank may wait for ever.
         for hook, register in ((enter, "register_forward_pre_hook"), (leave, "register_forward_hook")):
-            self._hooks.append(getattr(unit, register)(torch.compiler.disable(hook), prepend=True))
+            self._hooks.enter_context(getattr(unit, register)(torch.compiler.disable(hook), prepend=True))
 
     def _add(self, call: int, *, crosses: bool, waits: bool = True) -> None:
         barriers = [calls.add(call) for calls in ([self.crossing] if crosses else []) + [self.all_calls]]

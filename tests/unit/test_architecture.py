@@ -49,7 +49,7 @@ def test_no_two_things_have_one_name() -> None:
     for path, tree in trees.items():
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         for node in tree.body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name[0] != "_":
-                if isinstance(node, ast.ClassDef) or (module, node.name) in imported:
-                    places.setdefault(node.name, []).append(module)
+            is_class = isinstance(node, ast.ClassDef) and node.name[0] != "_"
+            if is_class or (isinstance(node, ast.FunctionDef) and (module, node.name) in imported):
+                places.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -51,7 +51,9 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
             "loss_scaling='tokens' needs automatic optimization; divide the loss by the number of tokens yourself"
         )
     if options.pipeline_size > 1:
-        _check_pipeline(module)
+        if not module.automatic_optimization:
+            raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
+        require_single_batches(module.trainer)
     known = package.module("callbacks")
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
         for name, (reason, instead) in _REFUSED.items():
@@ -59,13 +61,6 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
                 raise ValueError(
                     f"the callback {type(callback).__name__} does not work with shards: {reason}. Instead, {instead}."
                 )
-
-
-def _check_pipeline(module: Any) -> None:
-    """Raise ``ValueError`` for what a Trainer may do, and its strategy cannot do in a pipeline."""
-    if not module.automatic_optimization:
-        raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
-    require_single_batches(module.trainer)
 
 
 def require_single_batches(trainer: Any) -> None:
