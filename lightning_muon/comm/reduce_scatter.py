@@ -77,7 +77,7 @@ class PendingSum:
         self._rank, self._buffers = 0, None
         self._work: dist.Work | None = None
         self._is_added_up = False
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         if self._legs:
             self._start(others)
 

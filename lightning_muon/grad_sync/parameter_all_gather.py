@@ -173,7 +173,7 @@ class _Travelling:
         self._members, self._side = members, side
         self._to_go = parts.hops[::-1]  # Values take the way of the sums back.
         self._pieces = parts.cut(parameter.detach().view(-1) for parameter in members)
-        self._event: torch.cuda.Event | None = None
+        self._event: torch.Event | None = None
         self._start()
 
     def go_on(self) -> None:

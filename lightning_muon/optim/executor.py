@@ -90,7 +90,7 @@ class HostExecutor(Executor):
             ended()
             return
         try:
-            works[-1].get_future().then(lambda _: ended())  # pyright: ignore[reportUnknownMemberType]
+            works[-1].get_future().then(lambda _: ended())  # pyright: ignore[reportUnknownMemberType, reportUnknownLambdaType]
         except RuntimeError:
             # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
             self._to_record[op.name] = ended

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -81,12 +83,10 @@ class OptimizerFactory:
         self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
     ) -> PlannedOptimizer:
         """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
-        from lightning_muon.compat.transformers import calling_arguments, decayed_names  # An optional extra.
-
-        config = _with_arguments(config, calling_arguments(), given, has_config=has_config)
+        config = _with_arguments(config, _calling_arguments(), given, has_config=has_config)
         mesh = _mesh_of_replicas(config)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        decayed = decayed_names(model)  # All but norms and biases.
+        decayed = decayed_names(model)
         groups: list[dict[str, Any]] = [
             {"params": [parameter for name, parameter in named if name in decayed]},
             {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
@@ -138,6 +138,29 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
         "given": own | options.keys(),
         "has_config": config is not _DEFAULT,
     }
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that a ``Trainer`` decays: all but biases and what belongs to a norm."""
+    from transformers import Trainer  # An optional extra.
+
+    no_trainer: Any = None  # The method reads the model alone.
+    return set(Trainer.get_decay_parameter_names(no_trainer, model))
+
+
+def _calling_arguments() -> dict[str, tuple[Any, bool]]:
+    """``TrainingArguments`` of the ``Trainer`` whose method calls the caller: name -> (value, whether the user set it).
+
+    A Trainer passes an optimizer factory the model alone. Empty for any other caller.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    trainer = sys._getframe(2).f_locals.get("self")
+    if not isinstance(trainer, Trainer):
+        return {}
+    defaults = {field.name: field.default for field in fields(TrainingArguments)}
+    values = {name: getattr(trainer.args, name) for name in ("optim", *chain.from_iterable(_THEIRS.values()))}
+    return {name: (value, value != defaults[name]) for name, value in values.items()}
 
 
 def _with_arguments(

@@ -1,4 +1,4 @@
-"""Fails when a private name of transformers moves."""
+"""Which parameters a Trainer of transformers decays."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
-from lightning_muon.compat.transformers import decayed_names
+from lightning_muon.integrations.transformers.optimizer import decayed_names
 
 _LLAMA = LlamaConfig(
     vocab_size=11, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=1, attention_bias=True
