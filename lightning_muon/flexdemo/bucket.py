@@ -35,8 +35,8 @@ class MomentumBucket:
     def load(self) -> None:
         """Blocks <- residuals."""
         for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
-            if part.has_padding:
-                batch.zero_()
+            if batch.numel() > sum(place.rows * place.cols for place in part.places):
+                batch.zero_()  # Some elements belong to no parameter.
             foreach.copy_([into for _, into, _ in views], [residual for _, _, residual in views])
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:

@@ -51,11 +51,6 @@ class MessagePart:
         """What the replicator gets: (num_blocks, *block_shape)."""
         return (self.num_blocks, *(self.block_shape or (self.block_numel,)))
 
-    @property
-    def has_padding(self) -> bool:
-        """Whether the batch has elements that belong to no parameter."""
-        return self.num_blocks * self.block_numel != sum(place.rows * place.cols for place in self.places)
-
     def segment(self, node: int, num_nodes: int) -> slice:
         """The values that a node adds up; begins where a scale of the value format begins."""
         numel = self.num_blocks * self.num_sent

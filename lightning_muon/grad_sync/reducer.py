@@ -189,7 +189,13 @@ class GradientReducer:
         agreed = self._agree()
         most, fewest = agreed.num_given_up
         if most:
-            self._drop_launched(agreed.num_launched)
+            # Bring what any rank has launched to its end, and drop it.
+            for bucket in self.buckets[self._num_launched : agreed.num_launched]:
+                gradients = {parameter: None for parameter in bucket if parameter in self._expected}
+                if gradients:
+                    self._pending.append(self._transport.start(gradients))
+            self._finish_pending(())
+            self._begin_step()
             if most != fewest:
                 raise RuntimeError(
                     f"{most} backward passes of this step have raised on some rank, and {fewest} on another: the ranks "
@@ -220,15 +226,6 @@ class GradientReducer:
         for parameter in self._parameters:
             parameter.grad = None
         self._transport.forget(self._parameters)
-
-    def _drop_launched(self, num_launched: int) -> None:
-        """Bring what any rank has launched to its end; collective over the groups of the transport."""
-        for bucket in self.buckets[self._num_launched : num_launched]:
-            gradients = {parameter: None for parameter in bucket if parameter in self._expected}
-            if gradients:
-                self._pending.append(self._transport.start(gradients))
-        self._finish_pending(())
-        self._begin_step()
 
     def _finish_pending(self, present: Collection[Tensor]) -> None:
         """Make the sums of these parameters available, drop the others; collective over the transport's groups."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
@@ -79,13 +79,9 @@ class BackwardPrefetch(ABC):
         """Whether all but the gradients is there that a bucket is made of."""
         return True
 
-    def keys(self, tensors: Collection[Tensor]) -> list[str]:
-        """The buckets of these parameters, in their order."""
-        return [key for key, members in self._buckets.items() if members[0] in tensors]
-
-    def keys_of(self, tensors: Collection[Tensor]) -> list[str]:
-        """The buckets that hold any of these parameters."""
-        return [key for tensor in tensors for key in self._keys_of.get(tensor, ())]
+    def keys(self, tensors: Set[Tensor]) -> list[str]:
+        """The buckets that hold any of these parameters, in their order."""
+        return [key for key, members in self._buckets.items() if not tensors.isdisjoint(members)]
 
     def is_sent(self, key: str) -> bool:
         """Whether this rank has sent the bucket since the last step."""

@@ -222,7 +222,7 @@ def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Lay
         return frozenset(findings.sent)
     # The mean over the replicas, which _fill_in takes, is another gradient than the one that was sent.
     averaged = {tensor for tensor in findings.partly if _replicas(layout, tensor) is not None}
-    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys_of({*averaged, *findings.unused})])
+    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys({*averaged, *findings.unused})])
 
 
 def _is_unusable(tensor: Tensor) -> bool:

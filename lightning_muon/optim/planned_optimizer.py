@@ -233,7 +233,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Groups and states; the state of every parameter is there also before the first step.
 
-        Collective over the mesh of parameters whose state is divided (``sharding="zero2"``).
+        Collective over the mesh of parameters whose state is sharded (``sharding="zero2"``).
         """
         self._complete_state()
         packed = super().state_dict()

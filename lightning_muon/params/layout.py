@@ -138,7 +138,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:
-    """Indices of the mesh axes, of more than one rank, over which a tensor is divided."""
+    """Indices of the mesh axes, of more than one rank, over which a tensor is sharded."""
     for placement in placements:
         if not isinstance(placement, Shard | OwnedBy | _COPIES) and not hasattr(placement, "split_factor"):
             raise ValueError(f"{name} has the placement {placement}: ParallelMuon takes Shard and Replicate only")
@@ -164,7 +164,7 @@ def held_boxes(
 def _held_box(
     shape: tuple[int, ...], mesh_shape: Sequence[int], placements: Sequence[AxisPlacement], coordinate: Sequence[int]
 ) -> Box:
-    """The box at a coordinate of the axes that divide the parameter."""
+    """The box at a coordinate of the axes that shard the parameter."""
     if any(isinstance(each, OwnedBy) and each.rank != i for each, i in zip(placements, coordinate, strict=True)):
         return Box((0,) * len(shape), (0,) * len(shape))
     if len(placements) == 1 and type(placements[0]) is Shard:

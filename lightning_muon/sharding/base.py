@@ -1,7 +1,8 @@
-"""What every way of dividing parameters, gradients and optimizer state does for a training loop."""
+"""What every way of sharding parameters, gradients and optimizer state does for a training loop."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -71,7 +72,7 @@ class ModeOptions(ShardingOptions):
 
 
 class ShardingMode(ABC):
-    """One way to divide a model, for one run.
+    """One way to shard a model, for one run.
 
     The order of calls: :meth:`prepare`, and for a training :meth:`attach`; in every step :meth:`begin_forward` and a
     backward pass for each micro-batch, all but the last inside :meth:`no_sync`, then :meth:`finish_gradients`,
@@ -98,7 +99,7 @@ class ShardingMode(ABC):
 
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
-        """Give all ranks the weights and buffers of the first one, and divide the parameters."""
+        """Give all ranks the weights and buffers of the first one, and shard the parameters."""
 
     def watch(self, module: nn.Module) -> None:
         """Begin to log the calls that must be equal on all ranks; may be repeated."""
@@ -120,7 +121,7 @@ class ShardingMode(ABC):
         Call it before the last backward pass of a step; it holds until it is called again.
         """
 
-    def backward_failed(self) -> None:  # noqa: B027 - without division there is nothing to do
+    def backward_failed(self) -> None:  # noqa: B027 - with one process there is nothing to do
         """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
 
         If not all ranks have failed, all raise: at the latest in the next :meth:`finish_gradients`.
@@ -152,15 +153,17 @@ class ShardingMode(ABC):
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
-        return self._clip_norm_across((), parameters, max_norm)
-
-    def _clip_norm_across(self, axes: tuple[int, ...], parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Add up squares over the stages of a pipeline, and over the ranks along these axes of the mesh."""
-        across, device = axis_group(self.mesh, axes) if axes else ALONE, None
+        # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R decoupled nodes bounds the norm of the mean gradient from above, and
+        # equals it if the nodes have equal gradients. The squares of the stages of a pipeline are added up, too.
+        axes, across, device = (0,) if self.options.decoupled_nodes else (), ALONE, None
+        root = math.sqrt(self.mesh.size(0)) if axes else 1.0
         if self.options.stages is not None:
             across = axis_group(self.options.stages, (0, *(1 + axis for axis in axes)))
             device = mesh_device(self.mesh)  # A stage may have none of the parameters.
-        return clip_norm_(parameters, max_norm, layout=self.layout, across=across, device=device, copies=self.copies)
+        elif axes:
+            across = axis_group(self.mesh, axes)
+        max_norm, layout, copies = max_norm * root, self.layout, self.copies
+        return clip_norm_(parameters, max_norm, layout=layout, across=across, device=device, copies=copies) / root
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
         """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each.
@@ -182,7 +185,7 @@ class ShardingMode(ABC):
 
 
 def is_attachable(optimizer: Any) -> bool:
-    """Whether it can work on divided parameters: a :class:`~lightning_muon.ParallelMuon`."""
+    """Whether it can work on sharded parameters: a :class:`~lightning_muon.ParallelMuon`."""
     return hasattr(optimizer, "routes")
 
 

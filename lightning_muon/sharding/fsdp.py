@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -43,7 +42,6 @@ from lightning_muon.sharding.shard_model import (
     initialize_roots,
     own_places,
     set_gradient_divisor,
-    set_gradient_sync,
     shard_model,
 )
 from lightning_muon.sharding.weights import follow_state_dict, mesh_device
@@ -201,16 +199,24 @@ class Fsdp(ShardingMode):
     @contextmanager
     def no_sync(self) -> Generator[None]:
         # Each micro-batch gathers the weights anew; or whole weights stay from the first forward to the last backward.
-        stays_whole = not self.options.reshard_after_backward
-        if stays_whole and not self._resharding:
+        if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
             for unit, meshes in self._resharding:
                 set_forward_resharding(unit, [None] * len(meshes))
-        set_gradient_sync(self._module, False, stays_whole=stays_whole)
+        self._set_gradient_sync(False)
         try:
             yield
         finally:
-            set_gradient_sync(self._module, True, stays_whole=stays_whole)
+            self._set_gradient_sync(True)
+
+    def _set_gradient_sync(self, enabled: bool) -> None:
+        """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local."""
+        for unit in fsdp_modules(self._module):
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+            # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
+            unit.set_is_last_backward(enabled)
+            if not self.options.reshard_after_backward:
+                unit.set_reshard_after_backward(enabled, recurse=False)
 
     @override
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
@@ -388,15 +394,6 @@ class Fsdp(ShardingMode):
                 mean += sums[index + len(plain)] / (self._divisor or self._everyone.size)
                 parameter.grad = gradient = mean.view(parameter.shape).to(parameter)
                 self._plain_sums[parameter] = TensorWeakRef(gradient), gradient.clone()
-
-    @override
-    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        if self._num_nodes == 1:
-            return super().clip_norm_(parameters, max_norm)
-        # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R nodes bounds the norm of the mean gradient from above, and equals it
-        # if the nodes have equal gradients.
-        root = math.sqrt(self._num_nodes)
-        return self._clip_norm_across((0,), parameters, max_norm * root) / root
 
     @override
     def finish_evaluation(self) -> None:

@@ -401,19 +401,6 @@ def initialize_roots(module: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
-def set_gradient_sync(module: nn.Module, enabled: bool, *, stays_whole: bool = False) -> None:
-    """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local.
-
-    With ``stays_whole`` a pass that does not reduce them leaves whole weights.
-    """
-    for unit in fsdp_modules(module):
-        unit.set_requires_gradient_sync(enabled, recurse=False)
-        # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
-        unit.set_is_last_backward(enabled)
-        if stays_whole:
-            unit.set_reshard_after_backward(enabled, recurse=False)
-
-
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
     """Let the reducing backward passes compute (sum of the gradients over all ranks of the mesh) / ``divisor``.
 

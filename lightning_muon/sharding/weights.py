@@ -39,7 +39,7 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     """Overwrite weights and buffers with those of the first rank of the mesh; ``fully_shard`` does not do it.
 
     Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor that is not on the
-    meta device becomes equal along all axes over which it is not divided, also those of tensor parallelism.
+    meta device becomes equal along all axes over which it is not sharded, also those of tensor parallelism.
     """
     tensors = [tensor for tensor in _state(module) if not tensor.is_meta]
     device = mesh_device(mesh)

@@ -1,1 +1,1 @@
-"""Hugging Face Accelerate with this package's division of models, optimizers and checkpoints."""
+"""Hugging Face Accelerate with this package's sharding of models, optimizers and checkpoints."""

@@ -346,7 +346,7 @@ def _interrupt() -> None:
         engine.close()
 
 
-def test_messages_of_a_failed_batch_are_not_taken_for_those_of_the_next(gloo: ProcessPool) -> None:
+def test_messages_of_a_failed_batch_are_not_those_of_the_next(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_interrupt, match="still on their way", exception=RuntimeError, world_size=2)
 
 

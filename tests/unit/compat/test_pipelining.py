@@ -34,7 +34,7 @@ def _expected(x: Tensor, gradient: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 @pytest.mark.parametrize("num_passes", [1, 3])
-def test_gradients_of_weights_are_summed_in_the_dtype_of_reductions(mesh: DeviceMesh, num_passes: int) -> None:
+def test_weight_gradients_are_summed_in_the_dtype_of_reductions(mesh: DeviceMesh, num_passes: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     root = fully_shard(_net(), mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     root.set_requires_gradient_sync(False)

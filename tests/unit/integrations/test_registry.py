@@ -106,7 +106,7 @@ def cls(request: pytest.FixtureRequest) -> Any:
     return strategy_class(request.param)
 
 
-def test_the_arguments_are_the_options_and_those_of_model_parallel_strategy(cls: Any) -> None:
+def test_arguments_are_options_and_those_of_the_base_class(cls: Any) -> None:
     base = cls.__mro__[-1 - [c.__name__ for c in reversed(cls.__mro__)].index("ModelParallelStrategy")]
     arguments = inspect.signature(cls).parameters.keys()
     assert inspect.signature(base).parameters.keys() <= arguments == {field.name for field in fields(Options)}

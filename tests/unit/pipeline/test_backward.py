@@ -93,7 +93,7 @@ def test_each_weight_has_a_gradient_of_its_own() -> None:
     assert torch.equal(net.low.grad, low) and low.any()  # type: ignore[arg-type]
 
 
-def test_without_gradients_outputs_count_once_and_unused_leaves_have_none() -> None:
+def test_outputs_count_once_and_unused_leaves_have_none() -> None:
     _, net = _pair(lambda: nn.Linear(_WIDTH, 1))
     leaf, unused = _leaves([torch.randn(1, _WIDTH), torch.randn(3)])
     found, rest = backward_input([net(leaf)], None, [leaf, unused])

@@ -94,7 +94,7 @@ def test_stages_of_an_encoder_decoder_compute_what_it_does(kind: str, num_stages
         model.inputs_of_call((tokens,), {"output_attentions": True, "output_hidden_states": False})
 
 
-def test_the_example_of_an_encoder_decoder_computes_what_a_t5_does() -> None:
+def test_the_encoder_decoder_example_computes_what_a_t5_does() -> None:
     example = load_example()
     batch = torch.utils.data.default_collate(example.samples(6))
     expected = example.make_t5(2)(**batch)

@@ -129,7 +129,7 @@ def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeli
     assert program_to_csv(program_from_csv(program_to_csv(program))) == program_to_csv(program)
 
 
-def test_gradients_of_a_stage_are_reduced_while_other_stages_run_backward() -> None:
+def test_a_stage_reduces_gradients_while_others_run_backward() -> None:
     pipeline = fitting("interleaved_1f1b", 4, 8, costs=StageCosts(reduce_grad=2.0))
     timeline = simulate(_full(pipeline, "interleaved_1f1b"), pipeline.costs)
     for rank, spans in timeline.spans.items():
@@ -192,7 +192,7 @@ def test_a_broken_program_is_refused(rank: int, change: tuple[str, ...], message
         validate_pipeline(broken, pipeline)
 
 
-def test_too_many_activations_and_stages_without_step_are_refused() -> None:
+def test_too_many_activations_or_a_missing_step_are_refused() -> None:
     pipeline = fitting("zb_v", 2, 4)
     program = _full(pipeline, "zb_v")
     with pytest.raises(ValueError, match="rank 0 holds 4 activations, memory_limit=3"):
