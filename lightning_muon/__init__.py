@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
+from lightning_muon.config import VERSION
+
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -57,7 +59,6 @@ if TYPE_CHECKING:
         pass
 
 
-__version__ = "0.1.0"
 __all__ = [
     # optimizers, strategies and their options
     "FlexDeMo",
@@ -94,6 +95,7 @@ __all__ = [
     "split_sequence",
 ]
 
+__version__ = VERSION
 # Where the names are: torch is imported when one of them is used, and each framework's package when the program does.
 _HOMES = {
     "config": "MuonConfig",
