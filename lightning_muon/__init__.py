@@ -16,11 +16,12 @@ from lightning_muon.config import VERSION
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from lightning_muon.config import MuonConfig
     from lightning_muon.engine.options import Options
-    from lightning_muon.errors import NonFiniteGradientError
+    from lightning_muon.errors import DamagedCheckpointError, NonFiniteGradientError
     from lightning_muon.flexdemo.config import FlexDeMoConfig
     from lightning_muon.flexdemo.optimizer import FlexDeMo
     from lightning_muon.flexdemo.replicators import (
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         Turn,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
+    from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.pipeline.runtime import forward_backward
@@ -55,12 +57,17 @@ if TYPE_CHECKING:
     class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):  # noqa: D101
         pass
 
+    class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
+        pass
+
     class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
         pass
 
 
 __all__ = [
     # optimizers, strategies and their options
+    "AutoResume",
+    "DamagedCheckpointError",
     "FlexDeMo",
     "FlexDeMoConfig",
     "MuonConfig",
@@ -100,13 +107,13 @@ __version__ = VERSION
 _HOMES = {
     "config": "MuonConfig",
     "engine.options": "Options",
-    "errors": "NonFiniteGradientError",
+    "errors": "DamagedCheckpointError NonFiniteGradientError",
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
-    "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
+    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",
