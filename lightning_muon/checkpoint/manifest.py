@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 INDEX = ".metadata"  # Of torch.distributed.checkpoint.
 _FORMAT = 1
 # A zip archive without comment ends with the length of the comment, two bytes of zero.
-_LENGTH = 2
+_LENGTH, _ARCHIVE = 2, b"PK\3\4"
 _MARK, _HASH_MARK, _HASH_DIGITS = b"lightning-muon ", b" sha256=", 64
 _MOST_OF_COMMENT = 2**16
 _PIECE = 2**22  # Bytes read at a time.
@@ -38,6 +38,7 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb")
         self._sha256, self.size = hashlib.sha256(), 0
+        self.error: OSError | None = None  # The first one; torch.save says something else then.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -52,7 +53,11 @@ class HashedFile:
         """Write and hash."""
         self._sha256.update(data)
         self.size += len(data)
-        return self._file.write(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -99,6 +104,11 @@ class ShardWriter(FileSystemWriter):
         """Name of each file -> what the manifest says of it."""
         return {name: file.entry for name, file in self.fs.files.items()}
 
+    @property
+    def error(self) -> OSError | None:
+        """Why this rank could not write, which ``torch.save`` hides behind an error of its own."""
+        return next((file.error for file in self.fs.files.values() if file.error), None)
+
     def storage_meta(self) -> StorageMeta:
         """What torch's index says of the directory: that a manifest belongs to it, which might get lost."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[MANIFEST])
@@ -122,7 +132,10 @@ class _HashingFileSystem(FileSystem):
 def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
     """``torch.save`` to one file that ends with ``about`` and its hash; local."""
     with _Archive(path) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as problem:
+            raise file.error or problem from None
         file.finish(about)
 
 
@@ -200,8 +213,9 @@ def _has_lost_manifest(directory: Path) -> bool:
 def _require_complete_archive(path: Path) -> None:
     """Raise if a file of ``torch.save`` has been cut off."""
     with path.open("rb") as file:
-        is_archive = file.read(4) == b"PK\3\4"
-    if is_archive and not zipfile.is_zipfile(path):
+        start = file.read(len(_ARCHIVE))
+    # Before version 1.6 torch wrote other files.
+    if not start or (start == _ARCHIVE and not zipfile.is_zipfile(path)):
         raise DamagedCheckpointError(f"{path} has no end: it was cut off")
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.checkpoint.manifest import HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
-from lightning_muon.comm.agreement import gather, on_first_rank, together
+from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
 from lightning_muon.config import VERSION
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
@@ -186,6 +186,7 @@ def write_shards(
     try:
         dcp_save(dict(content), storage_writer=writer)
     except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+        fail_together(writer.error, None)
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
     for entries in gather(writer.entries, None):
         files |= entries
