@@ -22,7 +22,7 @@ def is_in_shared_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def store_of_attempt(timeout: timedelta) -> dist.Store:
+def store_of_attempt(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
     """A store that no earlier process has written to. Every process that torchrun has started must call it.
 
     Rank 0 names the attempt. The others cannot read the name under a fixed key, where that of an earlier one may be:
@@ -31,7 +31,6 @@ def store_of_attempt(timeout: timedelta) -> dist.Store:
     Raises:
         TimeoutError: On this rank, if the others do not come.
     """
-    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
     word, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:

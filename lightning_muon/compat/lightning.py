@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -55,8 +54,8 @@ def start_process_group(strategy: Any, store: dist.Store | None) -> None:
         dist.init_process_group(
             strategy._get_process_group_backend(),
             store=store,
-            rank=int(os.environ["RANK"]),
-            world_size=int(os.environ["WORLD_SIZE"]),
+            rank=strategy.cluster_environment.global_rank(),
+            world_size=strategy.cluster_environment.world_size(),
             timeout=strategy._timeout,
             device_id=None if device.type == "cpu" else device,
         )

@@ -93,8 +93,11 @@ class MuonStrategy:
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
         self.options.mesh_sizes.resolve(**layout)
-        is_started = dist.is_initialized() or not is_in_shared_store()
-        start_process_group(self, None if is_started else store_of_attempt(timeout_of(self)))
+        store = None
+        if is_in_shared_store() and not dist.is_initialized():
+            environment = self.cluster_environment
+            store = store_of_attempt(environment.global_rank(), environment.world_size(), timeout_of(self))
+        start_process_group(self, store)
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
             self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)
