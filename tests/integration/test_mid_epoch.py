@@ -80,6 +80,7 @@ def _run(directory: str, kind: str, resume: str | None) -> list[Any]:
         callbacks=[callback],
         enable_checkpointing=True,
         use_distributed_sampler=kind not in ("random", "generator", "stream"),
+        reload_dataloaders_every_n_epochs=int(kind == "augmented"),
         max_epochs=2,
     )
     fitter.fit(Model(), _loader(kind), ckpt_path=resume, weights_only=False)

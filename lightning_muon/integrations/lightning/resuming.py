@@ -28,6 +28,7 @@ class TrainingData:
 
     def __init__(self) -> None:
         self._orders: list[_Order] = []
+        self._epoch = -1  # In which the loaders came.
         self._resumed: _Resumed | None = None
 
     def state(self, num_data_ranks: int) -> dict[str, Any]:
@@ -62,10 +63,13 @@ class TrainingData:
         is_as_before = len(saved["random"]) == dist.get_world_size()
         self._resumed = _Resumed(num_skipped, saved["random"][dist.get_rank()] if is_as_before else None)
 
-    def follow(self, loader: Any) -> Any:
+    def follow(self, loader: Any, epoch: int) -> Any:
         """A loader for training; its first pass is the rest of the one in which the checkpoint was saved."""
         if not isinstance(loader, DataLoader):
             return loader
+        if epoch != self._epoch and self._orders:  # Trainer(reload_dataloaders_every_n_epochs=...)
+            self._orders, self._resumed = [], None
+        self._epoch = epoch
         is_new = not hasattr(loader, "order")  # A second run may have the same loader.
         order = _Order(loader, getattr(loader, INDEX_SAMPLER) if is_new else loader.order.indices)
         if is_new:
