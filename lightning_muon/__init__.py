@@ -12,60 +12,108 @@ from typing import TYPE_CHECKING, Any
 
 from wrapt import register_post_import_hook
 
+from lightning_muon.config import VERSION
+
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from lightning_muon.config import MuonConfig as MuonConfig
-    from lightning_muon.engine.options import Options as Options
-    from lightning_muon.errors import NonFiniteGradientError as NonFiniteGradientError
-    from lightning_muon.flexdemo.config import FlexDeMoConfig as FlexDeMoConfig
-    from lightning_muon.flexdemo.optimizer import FlexDeMo as FlexDeMo
-    from lightning_muon.flexdemo.replicators import Components as Components
-    from lightning_muon.flexdemo.replicators import DCTTopK as DCTTopK
-    from lightning_muon.flexdemo.replicators import DiLoCo as DiLoCo
-    from lightning_muon.flexdemo.replicators import ExchangeStep as ExchangeStep
-    from lightning_muon.flexdemo.replicators import Full as Full
-    from lightning_muon.flexdemo.replicators import NoReplication as NoReplication
-    from lightning_muon.flexdemo.replicators import Random as Random
-    from lightning_muon.flexdemo.replicators import Replicator as Replicator
-    from lightning_muon.flexdemo.replicators import Slicing as Slicing
-    from lightning_muon.flexdemo.replicators import Striding as Striding
-    from lightning_muon.flexdemo.replicators import Turn as Turn
+    from lightning_muon.config import MuonConfig
+    from lightning_muon.engine.options import Options
+    from lightning_muon.errors import DamagedCheckpointError, NonFiniteGradientError
+    from lightning_muon.flexdemo.config import FlexDeMoConfig
+    from lightning_muon.flexdemo.optimizer import FlexDeMo
+    from lightning_muon.flexdemo.replicators import (
+        Components,
+        DCTTopK,
+        DiLoCo,
+        ExchangeStep,
+        Full,
+        NoReplication,
+        Random,
+        Replicator,
+        Slicing,
+        Striding,
+        Turn,
+    )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
+    from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
-    from lightning_muon.optim.parallel_muon import ParallelMuon as ParallelMuon
-    from lightning_muon.pipeline.runtime import forward_backward as forward_backward
-    from lightning_muon.schedule.pipeline import register_schedule as register_schedule
-    from lightning_muon.sharding.base import ModeOptions as ModeOptions
-    from lightning_muon.sharding.context_parallel import context_attention as context_attention
-    from lightning_muon.sharding.context_parallel import gather_sequence as gather_sequence
-    from lightning_muon.sharding.context_parallel import pad_to_multiple as pad_to_multiple
-    from lightning_muon.sharding.context_parallel import split_sequence as split_sequence
-    from lightning_muon.sharding.modes import make_mode as make_mode
-    from lightning_muon.sharding.weights import full_state_dict as full_state_dict
+    from lightning_muon.optim.parallel_muon import ParallelMuon
+    from lightning_muon.pipeline.runtime import forward_backward
+    from lightning_muon.schedule.pipeline import register_schedule
+    from lightning_muon.sharding.base import ModeOptions
+    from lightning_muon.sharding.context_parallel import (
+        context_attention,
+        gather_sequence,
+        pad_to_multiple,
+        split_sequence,
+    )
+    from lightning_muon.sharding.modes import make_mode
+    from lightning_muon.sharding.weights import full_state_dict
 
     # What integrations/registry.py makes of the installed Lightning package.
-    class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):
+    class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):  # noqa: D101
         pass
 
-    class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):
+    class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
+        pass
+
+    class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
         pass
 
 
-__version__ = "0.1.0"
-# Module -> its public names. Torch is imported when one of them is used, and each framework's package when the program
-# does.
-_PUBLIC = {
+__all__ = [
+    # optimizers, strategies and their options
+    "AutoResume",
+    "DamagedCheckpointError",
+    "FlexDeMo",
+    "FlexDeMoConfig",
+    "MuonConfig",
+    "NonFiniteGradientError",
+    "Options",
+    "ParallelMuon",
+    "ParallelMuonFabricStrategy",
+    "ParallelMuonStrategy",
+    # what nodes send each other
+    "Components",
+    "DCTTopK",
+    "DiLoCo",
+    "ExchangeStep",
+    "Full",
+    "NoReplication",
+    "Random",
+    "Replicator",
+    "Slicing",
+    "Striding",
+    "Turn",
+    # pipelines
+    "forward_backward",
+    "register_schedule",
+    # sharding without Lightning, whole weights
+    "ModeOptions",
+    "full_state_dict",
+    "make_mode",
+    # context parallelism
+    "context_attention",
+    "gather_sequence",
+    "pad_to_multiple",
+    "split_sequence",
+]
+
+__version__ = VERSION
+# Where the names are: torch is imported when one of them is used, and each framework's package when the program does.
+_MODULES = {
     "config": "MuonConfig",
     "engine.options": "Options",
-    "errors": "NonFiniteGradientError",
+    "errors": "DamagedCheckpointError NonFiniteGradientError",
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
-    "integrations.registry": "ParallelMuonFabricStrategy ParallelMuonStrategy",
+    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",
@@ -75,14 +123,12 @@ _PUBLIC = {
     "sharding.weights": "full_state_dict",
 }
 
-__all__ = [name for names in _PUBLIC.values() for name in names.split()]  # pyright: ignore[reportUnsupportedDunderAll]
-
 for _package in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):
     register_post_import_hook("lightning_muon.integrations.registry:register", _package)
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _PUBLIC.items():
+    for module, names in _MODULES.items():
         if name in names.split():
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):

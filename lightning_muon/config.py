@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+VERSION = "0.1.0"
 T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw"]

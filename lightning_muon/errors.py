@@ -9,3 +9,7 @@ class UnknownOptionError(ValueError):
 
 class NonFiniteGradientError(RuntimeError):
     """A gradient has a NaN or an Inf. Weights and optimizer state are unchanged; every rank raises it."""
+
+
+class DamagedCheckpointError(RuntimeError):
+    """A checkpoint is not as it was written; the message names each bad file. Nothing was loaded, on any rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 
+from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
@@ -46,21 +47,28 @@ class Checkpoint:
         self.path, self.content, self.is_sharded = path, content, is_sharded
 
     @classmethod
-    def open(cls, path: Path, *, metadata_name: str, weights_only: bool | None) -> Self:
-        """Read all but shards, of which ``metadata_name`` marks a directory. Collective; every rank must call it."""
+    def open(cls, path: Path, *, others: Sequence[Path] = (), metadata_name: str, weights_only: bool | None) -> Self:
+        """Read all but shards, of which ``metadata_name`` marks a directory. Collective; every rank must call it.
 
-        def read() -> Self:
-            if (path / metadata_name).is_file():
-                content = torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only)
-                return cls(path, content, is_sharded=True)
-            if path.is_file():
-                content = torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-                return cls(path, content, is_sharded=False)
-            raise FileNotFoundError(
-                f"{path} is no checkpoint: every rank must see a file, or a directory with {metadata_name}, there"
-            )
+        Where ``path`` is damaged the first of ``others`` that is as it was written is read in its place.
+        """
+        path = first_intact([path, *others])
 
-        return together(read)
+        def look() -> bool:
+            if not path.is_file() and not (path / metadata_name).is_file():
+                raise FileNotFoundError(
+                    f"{path} is no checkpoint: every rank must see a file, or a directory with {metadata_name}, there"
+                )
+            return path.is_dir()
+
+        is_sharded = together(look)
+
+        def read() -> dict[str, Any]:
+            if is_sharded:
+                return torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only)
+            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+
+        return cls(path, together(read), is_sharded=is_sharded)
 
     def whole(self, key: str) -> Any:
         """What the single file has under a key of shards."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.checkpoint.manifest import HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
-from lightning_muon.comm.agreement import gather, on_first_rank, together
+from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
+from lightning_muon.config import VERSION
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
@@ -138,23 +143,54 @@ def write_checkpoint(
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
     everything.
     """
+    about = describe_save(step=rest.get("global_step"))
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
-            on_first_rank(lambda: torch.save({**content, **rest}, draft))
-        else:
-            on_first_rank(draft.mkdir)
-            on_first_rank(lambda: torch.save(dict(rest), draft / metadata_name))
-            if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
-                on_first_rank(lambda: (draft / README).write_text(_README_TEXT, encoding="utf-8"))
-            write_shards(content, draft)
+            on_first_rank(lambda: write_file({**content, **rest}, draft, about))
+            return
+        beside: dict[str, Callable[[Any], Any]] = {metadata_name: partial(torch.save, dict(rest))}
+        if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
+            beside[README] = lambda file: file.write(_README_TEXT.encode())
+        write_shards(content, draft, about, beside)
 
 
-def write_shards(content: Mapping[str, Any], directory: Path) -> None:
-    """Write what each rank has. Collective over all ranks; every rank must call it."""
+def describe_save(**more: Any) -> dict[str, Any]:
+    """What the manifest says of a save beside its files; one for all that is saved together. Collective."""
+    own = {"lightning_muon": VERSION, "torch": torch.__version__, "num_ranks": dist.get_world_size()}
+    found = [{"save": uuid.uuid4().hex, "time": time.time(), **own, **more}]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def write_shards(
+    content: Mapping[str, Any],
+    directory: Path,
+    about: Mapping[str, Any],
+    beside: Mapping[str, Callable[[HashedFile], Any]] | None = None,
+) -> None:
+    """Write what each rank has, ``beside`` it what rank 0 has, and at last the manifest.
+
+    ``beside`` maps names of files to what writes them. Collective over all ranks; every rank must call it.
+    """
+    writer, files = ShardWriter(directory), dict[str, Any]()
+
+    def write_beside() -> None:
+        directory.mkdir(exist_ok=True)
+        for name, write in (beside or {}).items():
+            with HashedFile(directory / name) as file:
+                write(file)
+                file.sync()
+                files[name] = file.entry
+
+    on_first_rank(write_beside)
     try:
-        dcp_save(dict(content), checkpoint_id=directory)
+        dcp_save(dict(content), storage_writer=writer)
     except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+        fail_together(writer.error, None)
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
+    for entries in gather(writer.entries, None):
+        files |= entries
+    on_first_rank(lambda: write_manifest(directory, files, about))
 
 
 def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:

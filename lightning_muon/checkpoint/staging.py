@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
 from lightning_muon.comm.agreement import on_first_rank, together
 
-_INDEX = ".metadata"
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
 README = "README-lightning-muon.txt"
-_FILES_OF_CHECKPOINTS = ("*.distcp", f"{_INDEX}*", "meta.pt", README)
+_FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
 # File in a finished folder: names beside it that go when its entries take their places.
 _OBSOLETE = ".obsolete"
@@ -63,6 +63,8 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
             (folders[0] / _OBSOLETE).write_text("\n".join(path.name for path in obsolete))
         # From here on the drafts count.
         finished = [folder.rename(_other_kind(folder, _FINISHED)) for folder in folders]
+        for parent in {folder.parent for folder in finished}:
+            sync_directory(parent)
         for folder in finished:
             _settle(folder)
 
@@ -138,7 +140,7 @@ def _obsolete_in(folder: Path) -> list[str]:
 
 def _require_replaceable(path: Path, *, whole: bool) -> None:
     others = _of_others(path)
-    if others and (whole or not (path / _INDEX).is_file()):
+    if others and (whole or not (path / INDEX).is_file()):
         names = ", ".join(other.name for other in others[:4])
         raise IsADirectoryError(f"{path} is a directory with other files ({names}); save under another name")
 

@@ -11,9 +11,11 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from lightning_muon.checkpoint.manifest import damages
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
+from lightning_muon.errors import DamagedCheckpointError
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 
 _DESCRIPTION = """Turn a checkpoint that ParallelMuonStrategy saved as a directory into one file that
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise FileExistsError(f"{file} exists; --force overwrites it")
     if not file.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {file.parent} for {file.name}")
+    if bad := damages(directory):
+        raise DamagedCheckpointError("\n".join([f"{directory} is damaged:", *bad]))
     is_trusted = arguments.trust_pickle
     try:
         content = torch.load(metadata, map_location="cpu", weights_only=not is_trusted)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from lightning_muon import __version__
 from lightning_muon.config import nearest
-from lightning_muon.errors import UnknownOptionError
+from lightning_muon.errors import DamagedCheckpointError, UnknownOptionError
 
 _PROG = "lightning-muon"
 _LIGHTNING = {
@@ -33,6 +33,7 @@ _COMMANDS = {
     "trace": "record real steps, drawn above their prediction",
     "tune": "short trainings with several learning rates of Muon",
     "convert": "make one file of a checkpoint directory",
+    "verify": "find damage to checkpoints by the hashes of their files",
     "config": "write a config file for programs with Accelerate",
     "launch": "start a program of Accelerate with such a file",
 }
@@ -85,7 +86,7 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
             module.run(parser.parse_args(words))
     except ModuleNotFoundError as error:
         _refuse_missing(parser, error, _EXTRAS.get(name, "lightning"))
-    except (OSError, ValueError, TypeError, ImportError) as error:
+    except (OSError, ValueError, TypeError, ImportError, DamagedCheckpointError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
 
 

@@ -11,10 +11,12 @@ import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -37,8 +39,26 @@ class LightningPackage:
         return importlib.import_module(f"{_FABRIC[self.name]}.{path}")
 
 
-def start_process_group(strategy: Any) -> None:
-    """Set the device, the ranks and the default process group. Collective; every rank must call it."""
+def timeout_of(strategy: Any) -> timedelta:
+    """How long collectives of ``strategy`` wait."""
+    return strategy._timeout
+
+
+def start_process_group(strategy: Any, store: dist.Store | None) -> None:
+    """Set the device, the ranks and the default process group; ranks of torchrun may have a ``store``.
+
+    Collective; every rank must call it.
+    """
+    if store is not None:
+        device = strategy.root_device
+        dist.init_process_group(
+            strategy._get_process_group_backend(),
+            store=store,
+            rank=strategy.cluster_environment.global_rank(),
+            world_size=strategy.cluster_environment.world_size(),
+            timeout=strategy._timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
     strategy._setup_distributed()
 
 

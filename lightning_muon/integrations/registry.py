@@ -40,10 +40,15 @@ def register(package: ModuleType) -> None:
 
 def __getattr__(name: str) -> Any:
     # The class for the first package that is installed; none is imported before.
-    packages = {"ParallelMuonStrategy": TRAINERS, "ParallelMuonFabricStrategy": FABRICS}.get(name)
+    packages = {
+        "AutoResume": TRAINERS,
+        "ParallelMuonStrategy": TRAINERS,
+        "ParallelMuonFabricStrategy": FABRICS,
+    }.get(name)
     if packages is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return strategy_class(first_installed(packages, f"{name} needs Lightning"))
+    package = first_installed(packages, f"{name} needs Lightning")
+    return auto_resume_class(package) if name == "AutoResume" else strategy_class(package)
 
 
 def strategy_class(package: str) -> type[Any]:
@@ -62,10 +67,28 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
         from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
 
         name, known, user = "ParallelMuonFabricStrategy", FABRICS[package], "Fabric"
-    second = "lightning_muon.integrations.lightning.pytorch_lightning"
-    module = second if package == "pytorch_lightning" else "lightning_muon"
-    body = {"__doc__": Ours.__doc__, "__module__": module, "package": known, "user": user}
+    body = {"__doc__": Ours.__doc__, "__module__": _module_of(package), "package": known, "user": user}
     return type(name, (Ours, base), body)
+
+
+@cache
+def auto_resume_class(package: str) -> type[Any]:
+    """The callback ``AutoResume`` for a package with a Trainer."""
+    from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback as Ours
+
+    callbacks = importlib.import_module(f"{package}.callbacks")
+    bases = (Ours, callbacks.OnExceptionCheckpoint, callbacks.ModelCheckpoint)
+    body = {"__doc__": Ours.__doc__, "__module__": _module_of(package), "package": TRAINERS[package]}
+    return type("AutoResume", bases, body)
+
+
+def _module_of(package: str) -> str:
+    """Where users find a class that was made for a package."""
+    return (
+        "lightning_muon.integrations.lightning.pytorch_lightning"
+        if package == "pytorch_lightning"
+        else "lightning_muon"
+    )
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

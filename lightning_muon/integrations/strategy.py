@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from lightning_muon.compat.lightning import LightningPackage, start_process_group
+from lightning_muon.comm.rendezvous import is_in_shared_store, store_of_attempt
+from lightning_muon.compat.lightning import LightningPackage, start_process_group, timeout_of
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
@@ -91,7 +93,11 @@ class MuonStrategy:
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         # An error here is the same on all ranks, and comes before any communication.
         self.options.mesh_sizes.resolve(**layout)
-        start_process_group(self)
+        store = None
+        if is_in_shared_store() and not dist.is_initialized():
+            environment = self.cluster_environment
+            store = store_of_attempt(environment.global_rank(), environment.world_size(), timeout_of(self))
+        start_process_group(self, store)
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
             self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)

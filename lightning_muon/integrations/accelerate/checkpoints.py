@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from torch.distributed.fsdp import StateDictType
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.saving import write_shards
+from lightning_muon.checkpoint.manifest import require_one_save, write_file
+from lightning_muon.checkpoint.newest import first_intact
+from lightning_muon.checkpoint.saving import describe_save, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
@@ -46,12 +48,13 @@ def _write(
     engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
 ) -> None:
     """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
+    about = describe_save()
 
     def write(path: Path, key: str, state: Any) -> None:
         if whole:
-            on_first_rank(lambda: torch.save(state, path))
+            on_first_rank(lambda: write_file(state, path, about))
         else:
-            write_shards({key: state}, path)
+            write_shards({key: state}, path, about)
 
     prepare_for_reading(engine)
     optimizers = engine.optimizers if with_optimizers else []
@@ -87,10 +90,13 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 def _read(engine: TrainingEngine, directory: Path, *, with_model: bool, with_optimizers: bool = True) -> None:
     """Load what :func:`_write` has written. Collective over all ranks; every rank must call it."""
     prepare_for_reading(engine)
+    optimizers = engine.optimizers if with_optimizers else []
+    parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(optimizers))]
+    parts += [_find(directory, _MODEL, 0, _MODEL_KEY)] if with_model else []
+    together(lambda: require_one_save([part.path for part in parts]))
     if with_model:
-        _find(directory, _MODEL, 0, _MODEL_KEY).load_weights(_MODEL_KEY, engine.module, strict=True)
-    for index, optimizer in enumerate(engine.optimizers if with_optimizers else ()):
-        part = _find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY)
+        parts.pop().load_weights(_MODEL_KEY, engine.module, strict=True)
+    for part, optimizer in zip(parts, optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
     engine.weights_have_changed()
 
@@ -158,22 +164,26 @@ def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
     """Open what is there. Collective over all ranks; every rank must call it."""
     paths = _paths(directory, name, index)
     # Rank 0 decides: a save may be about to end while the ranks look.
-    found = [next((path for path in map(last_written, paths) if path.exists()), None)]
+    found = [next((path for path in paths if last_written(path).exists()), None)]
     dist.broadcast_object_list(found, src=0)
 
-    def look() -> Checkpoint:
-        path = found[0]
-        if path is None or not path.exists():
+    def look() -> Path:
+        if found[0] is None or not last_written(found[0]).exists():
             raise FileNotFoundError(
                 f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
                 "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
             )
+        return found[0]
+
+    path = first_intact([together(look)])
+
+    def read() -> Checkpoint:
         if path.is_dir():
             return Checkpoint(path, {}, is_sharded=True)
         content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return Checkpoint(path, {key: content}, is_sharded=False)
 
-    part = together(look)
+    part = together(read)
     part.weights_advice = ""  # load_state has no argument for it.
     return part
 

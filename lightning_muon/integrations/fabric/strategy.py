@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
-from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
@@ -204,7 +203,7 @@ class FabricStrategy(MuonStrategy):
         if state is None or (isinstance(state, dict) and not state):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
         checkpoint = Checkpoint.open(
-            Path(self.broadcast(last_written(Path(path)))),
+            Path(path),
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
-from lightning_muon.checkpoint.staging import discard, last_written
+from lightning_muon.checkpoint.staging import discard
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -26,7 +27,9 @@ from lightning_muon.engine.forward_methods import register_steps, unshard_on_cal
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.integrations.lightning.auto_resume import is_chosen_by_trainer
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
+from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
     first_callback,
@@ -63,6 +66,7 @@ class TrainerStrategy(MuonStrategy):
     _checkpoint: TrainerCheckpoint | None = None
     _first_callback: Any = None
     _has_saved = False
+    _data: TrainingData
 
     # ---- before the first step
 
@@ -79,6 +83,7 @@ class TrainerStrategy(MuonStrategy):
     def connect(self, model: Any) -> None:
         """Take the module of this run; without ``configure_optimizers`` it gets one."""
         super().connect(model)  # type: ignore[misc]
+        self._data = TrainingData()
         provide_default_optimizer(model, self.options.config, self.package)
 
     def setup_environment(self) -> None:
@@ -155,9 +160,14 @@ class TrainerStrategy(MuonStrategy):
     def process_dataloader(self, dataloader: Any) -> Any:
         """Let a resumed run go on with the order of its epoch."""
         # Lightning sets the epoch of samplers behind the iterator, which draws at once with workers or batch_size=None.
-        progress = self.lightning_module.trainer.fit_loop.epoch_progress
-        set_sampler_epoch(self.package, dataloader, progress.current.processed)
-        return super().process_dataloader(dataloader)  # type: ignore[misc]
+        trainer = self.lightning_module.trainer
+        epochs, is_over = (
+            trainer.fit_loop.epoch_progress.current,
+            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
+        )
+        set_sampler_epoch(self.package, dataloader, epochs.ready if is_over else epochs.processed)
+        dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
+        return self._data.follow(dataloader) if trainer.training else dataloader
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that ``training_step`` is about to return sums over; local.
@@ -300,6 +310,8 @@ class TrainerStrategy(MuonStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         whole = not self.options.save_distributed_checkpoint
+        if "loops" in checkpoint:
+            checkpoint[KEY] = self._data.state(self._num_data_ranks)
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
@@ -324,9 +336,15 @@ class TrainerStrategy(MuonStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path = Path(self.broadcast(last_written(Path(checkpoint_path))))
-        name = metadata_filename(self.package)
-        self._checkpoint = TrainerCheckpoint.open(path, metadata_name=name, weights_only=weights_only)
+        path, trainer = Path(checkpoint_path), self.lightning_module.trainer
+        is_last = trainer.state.fn == "fit" and is_chosen_by_trainer(trainer, path)
+        self._checkpoint = TrainerCheckpoint.open(
+            path,
+            others=[other for other in newest_first(path.parent) if other != path] if is_last else (),
+            metadata_name=metadata_filename(self.package),
+            weights_only=weights_only,
+        )
+        self._data.resume(self._checkpoint.content, self._num_data_ranks)
         return self._checkpoint.content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -348,6 +366,10 @@ class TrainerStrategy(MuonStrategy):
             if not is_placeholder_optimizer(self.package, optimizer):
                 opened.load_optimizer(f"optimizer_{index}", self._running_engine.module, optimizer)
         self._checkpoint = None
+
+    @property
+    def _num_data_ranks(self) -> int:
+        return self.distributed_sampler_kwargs["num_replicas"]
 
     @property
     def _running_engine(self) -> TrainingEngine:

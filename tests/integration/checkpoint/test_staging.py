@@ -29,7 +29,7 @@ def _replace(path: str, value: int, *, whole: bool, fails: str = "") -> None:
         else:
             content = {"value": value, f"of_rank_{dist.get_rank()}": torch.ones(3)}
             # What one rank alone cannot pickle.
-            write_shards(content | ({"hook": lambda: None} if fails and dist.get_rank() == 1 else {}), draft)
+            write_shards(content | ({"hook": lambda: None} if fails and dist.get_rank() == 1 else {}), draft, {})
         if fails and whole:
             together(lambda: 1 // (1 - dist.get_rank()))
 
@@ -72,13 +72,13 @@ def test_files_of_others_stay_and_old_shards_go(gloo: ProcessPool, tmp_path: Pat
     (path / "hub").mkdir()
     (path / "hub" / "weights.bin").write_text("mine, too")
     gloo.run(_replace, str(path), 2, whole=False, world_size=2)
-    assert _names(path) == [*_SHARDS, "hub", "tokenizer.json"] and _read(path) == 2
+    assert _names(path) == [*_SHARDS, "hub", "manifest.json", "tokenizer.json"] and _read(path) == 2
     assert (path / "tokenizer.json").read_text() == "mine"
     assert (path / "hub" / "weights.bin").read_text() == "mine, too"
     gloo.expect_error_on_all_ranks(
         _replace, str(path), 3, whole=True, exception=IsADirectoryError, match=r"\(hub, tokenizer.json\)", world_size=2
     )
-    assert _names(path) == [*_SHARDS, "hub", "tokenizer.json"] and _read(path) == 2
+    assert _names(path) == [*_SHARDS, "hub", "manifest.json", "tokenizer.json"] and _read(path) == 2
 
 
 def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
@@ -223,4 +223,4 @@ def test_a_link_to_a_neighbour_is_replaced_or_removed(gloo: ProcessPool, tmp_pat
     gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
     assert _read(last_written(path)) == 2 and _read(tmp_path / "best.ckpt") == 1
     assert _names(tmp_path) == ["best.ckpt", "last.ckpt"] and not path.is_symlink()
-    assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "notes.txt"]
+    assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "manifest.json", "notes.txt"]

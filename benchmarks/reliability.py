@@ -1,0 +1,169 @@
+"""How much damage to a checkpoint is found when it is loaded: ours, torch.distributed.checkpoint, a file of torch.save.
+
+    python benchmarks/reliability.py
+
+Two ranks save the weights and the momenta of a small model twice. Each damage is made to one file alone; a load on both
+ranks then finds it by an error, or does not. A load that does not raise and gives the bytes that were saved counts
+as well: the damage was in bytes that mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.saving import write_checkpoint
+from lightning_muon.monitor.calibrate import run_on_ranks
+
+Damage = Callable[[Path, Path], None]
+
+
+def _state(step: int) -> dict[str, Any]:
+    torch.manual_seed(1000 * step + dist.get_rank())
+    return {f"{name}.{dist.get_rank()}": torch.randn(64, 96) for name in ("weight", "momentum")}
+
+
+def _load_shards(path: Path) -> dict[str, Tensor]:
+    state = {name: torch.zeros_like(value) for name, value in _state(0).items()}
+    dcp.load(state, checkpoint_id=path)
+    return state
+
+
+def _save_ours(path: Path, step: int) -> None:
+    write_checkpoint(path, _state(step), {"step": step}, metadata_name="meta.pt")
+
+
+def _load_ours(path: Path) -> dict[str, Tensor]:
+    Checkpoint.open(path, metadata_name="meta.pt", weights_only=True)
+    return _load_shards(path)
+
+
+def _gathered(step: int) -> dict[str, Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, _state(step))
+    return {name: value for part in parts for name, value in part.items()}
+
+
+def _save_our_file(path: Path, step: int) -> None:
+    write_checkpoint(path, _gathered(step), {"step": step}, metadata_name=None)
+
+
+def _load_our_file(path: Path) -> dict[str, Tensor]:
+    content = Checkpoint.open(path, metadata_name="meta.pt", weights_only=True).content
+    return {name: content[name] for name in _state(0)}
+
+
+def _save_file(path: Path, step: int) -> None:
+    content = _gathered(step)
+    if dist.get_rank() == 0:
+        torch.save(content, path)
+    dist.barrier()
+
+
+def _load_file(path: Path) -> dict[str, Tensor]:
+    content = torch.load(path, weights_only=True)
+    return {name: content[name] for name in _state(0)}
+
+
+FORMATS: dict[str, tuple[Callable[[Path, int], None], Callable[[Path], dict[str, Tensor]]]] = {
+    "lightning-muon, shards": (_save_ours, _load_ours),
+    "torch.distributed.checkpoint": (lambda path, step: dcp.save(_state(step), checkpoint_id=path), _load_shards),
+    "lightning-muon, one file": (_save_our_file, _load_our_file),
+    "torch.save (Lightning's DDP)": (_save_file, _load_file),
+}
+
+
+def _change(change: Callable[[bytes], bytes], path: Path, _: Path) -> None:
+    path.write_bytes(change(path.read_bytes()))
+
+
+def _flip(seed: int, content: bytes) -> bytes:
+    changed = bytearray(content)
+    changed[random.Random(seed).randrange(len(content))] ^= 1 << seed % 8
+    return bytes(changed)
+
+
+def _zeros(seed: int, content: bytes) -> bytes:
+    place = random.Random(seed).randrange(max(1, len(content) - 64))
+    return content[:place] + bytes(64) + content[place + 64 :]
+
+
+def _cut(seed: int, content: bytes) -> bytes:
+    return content[: random.Random(seed).randrange(len(content))]
+
+
+def damages(files: list[str]) -> Iterator[tuple[str, str, Damage]]:
+    """Kind, file, and what is done to it, given its path and that of the same file of the earlier save."""
+    changes = {"one bit": (_flip, 100), "page of zeros": (_zeros, 20), "cut off": (_cut, 20)}
+    for kind, (change, number) in changes.items():
+        for seed in range(number):
+            yield kind, files[seed % len(files)], partial(_change, partial(change, seed))
+    for name in files:
+        yield "file missing", name, lambda path, _: path.unlink()
+        if len(files) > 1:
+            yield "file of another save", name, lambda path, other: shutil.copy(other, path)
+
+
+def _finds(load: Callable[[Path], dict[str, Tensor]], path: Path) -> bool:
+    """Whether a load on all ranks raises; or else whether what it gives is what was saved."""
+    try:
+        loaded = load(path)
+        is_right = all(torch.equal(loaded[name], value) for name, value in _state(2).items())
+    except BaseException:
+        return True
+    return is_right
+
+
+def count(folder: str, name: str) -> dict[str, list[int]]:
+    """Kind of damage -> how often it was found, and tried; on rank 0. Collective over all ranks."""
+    save, load = FORMATS[name]
+    path, earlier, found = Path(folder) / "last.ckpt", Path(folder) / "earlier.ckpt", dict[str, list[int]]()
+    save(earlier, 1)
+    save(path, 2)
+    files = sorted(file.name for file in path.iterdir()) if path.is_dir() else [""]
+    for kind, file, damage in damages(files):
+        place, other = (path / file, earlier / file) if file else (path, earlier)
+        if dist.get_rank() == 0:
+            content = place.read_bytes()
+            damage(place, other)
+        dist.barrier()
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, _finds(load, path))
+        if dist.get_rank() == 0:
+            place.write_bytes(content)
+            entry = found.setdefault(kind, [0, 0])
+            entry[0] += all(results)
+            entry[1] += 1
+        dist.barrier()
+    return found
+
+
+KINDS = ("one bit", "page of zeros", "cut off", "file missing", "file of another save")
+
+
+def main() -> None:
+    """Print the rows of the table in docs/reliability.md."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    for name in FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            found: Any = run_on_ranks(count, folder, name, num_ranks=2)
+        cells = [f"{found[kind][0]} / {found[kind][1]}" if kind in found else "" for kind in KINDS]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    main()

@@ -1,0 +1,283 @@
+"""What a checkpoint consists of, written last: by it a damaged file is found before anything is loaded.
+
+A directory has :data:`MANIFEST` with the size and SHA-256 of each file. A single file ends with its own, in the comment
+of the zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are
+written, never by reading them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from lightning_muon.errors import DamagedCheckpointError
+
+MANIFEST = "manifest.json"
+INDEX = ".metadata"  # Of torch.distributed.checkpoint.
+_FORMAT = 1
+# A zip archive without comment ends with the length of the comment, two bytes of zero.
+_LENGTH, _ARCHIVE = 2, b"PK\3\4"
+_MARK, _HASH_MARK, _HASH_DIGITS = b"lightning-muon ", b" sha256=", 64
+_MOST_OF_COMMENT = 2**16
+_PIECE = 2**22  # Bytes read at a time.
+
+
+class HashedFile:
+    """A file that is being written, with the hash and the size of what it has so far; the rest is that of ``open``."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("wb")
+        self._sha256, self.size = hashlib.sha256(), 0
+        self.error: OSError | None = None  # The first one; torch.save says something else then.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self._sha256.update(data)
+        self.size += len(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the manifest says of the file."""
+        return {"size": self.size, "sha256": self._sha256.hexdigest()}
+
+    def sync(self) -> None:
+        """Wait until the bytes are on the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+class _Archive(HashedFile):
+    """The zip archive of a ``torch.save``, to which a comment with its hash is added at the end."""
+
+    _held = b""
+
+    def write(self, data: Any) -> int:
+        data = memoryview(data).cast("B")
+        if len(data) < _LENGTH:
+            data = memoryview(self._held + bytes(data))
+        elif self._held:
+            super().write(self._held)
+        super().write(data[:-_LENGTH])
+        self._held = bytes(data[-_LENGTH:])
+        return len(data)
+
+    def finish(self, about: Mapping[str, Any]) -> None:
+        start = _MARK + json.dumps(dict(about)).encode() + _HASH_MARK
+        super().write((len(start) + _HASH_DIGITS).to_bytes(_LENGTH, "little") + start)
+        self._file.write(self._sha256.hexdigest().encode())
+        self.sync()
+
+
+class ShardWriter(FileSystemWriter):
+    """Writer of ``torch.distributed.checkpoint`` that knows the hash of each file that this rank has written."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.fs: _HashingFileSystem = _HashingFileSystem()
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """Name of each file -> what the manifest says of it."""
+        return {name: file.entry for name, file in self.fs.files.items()}
+
+    @property
+    def error(self) -> OSError | None:
+        """Why this rank could not write, which ``torch.save`` hides behind an error of its own."""
+        return next((file.error for file in self.fs.files.values() if file.error), None)
+
+    def storage_meta(self) -> StorageMeta:
+        """What torch's index says of the directory: that a manifest belongs to it, which might get lost."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[MANIFEST])
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.files: dict[str, HashedFile] = {}
+
+    def create_stream(self, path: Any, mode: str) -> Any:
+        if mode != "wb":
+            return super().create_stream(path, mode)
+        file = self.files[Path(path).name] = HashedFile(Path(path))
+        return file
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.files[Path(new_path).name] = self.files.pop(Path(path).name)
+
+
+def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
+    """``torch.save`` to one file that ends with ``about`` and its hash; local."""
+    with _Archive(path) as file:
+        try:
+            torch.save(content, file)
+        except RuntimeError as problem:
+            raise file.error or problem from None
+        file.finish(about)
+
+
+def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
+    """Write what ``directory`` consists of; local, by one rank, when all files are there."""
+    manifest = {"format": _FORMAT, **about, "files": dict(sorted(files.items()))}
+    manifest["sha256"] = _hash_of(manifest)
+    with (directory / MANIFEST).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(directory)
+
+
+def sync_directory(directory: Path) -> None:
+    """Wait until the names in ``directory`` are on the disk; local."""
+    opened = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def describe(path: Path) -> dict[str, Any] | None:
+    """What was said about the checkpoint when it was written, without reading it whole; ``None`` without a manifest.
+
+    Raises:
+        DamagedCheckpointError: What says it has been damaged.
+    """
+    if not path.is_dir():
+        _require_complete_archive(path)
+        found = _comment_of(path)
+        return None if found is None else _parsed(path, found[len(_MARK) : -_HASH_DIGITS - len(_HASH_MARK)])
+    if not (path / MANIFEST).is_file():
+        if _has_lost_manifest(path):
+            raise DamagedCheckpointError(f"{path / MANIFEST} is missing")
+        return None
+    manifest = _parsed(path / MANIFEST, (path / MANIFEST).read_bytes())
+    if manifest.pop("sha256", None) != _hash_of(manifest):
+        raise DamagedCheckpointError(f"{path / MANIFEST} is not as it was written")
+    return manifest
+
+
+def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | None:
+    """What is wrong with a checkpoint, if there is one, a line for each file; ``None`` without a manifest; local.
+
+    With ``num_parts`` readers each reads about as many bytes; ``part`` is the number of this one.
+    """
+    if not path.exists():
+        return []
+    try:
+        about = describe(path)
+    except DamagedCheckpointError as problem:
+        return [str(problem)]
+    if about is None:
+        return None
+    if not path.is_dir():
+        return _damages_of_file(path) if part == 0 else []
+    sizes = {name: entry["size"] for name, entry in about["files"].items()}
+    names = sorted(sizes, key=lambda name: (-sizes[name], name))
+    found = [_difference(path / name, about["files"][name]) for name in names[part::num_parts]]
+    return [line for line in found if line]
+
+
+def _has_lost_manifest(directory: Path) -> bool:
+    if not (directory / INDEX).is_file():
+        return False
+    try:
+        about = FileSystemReader(directory).read_metadata().storage_meta
+    except Exception as problem:  # Unpickling damaged bytes raises anything.
+        raise DamagedCheckpointError(f"{directory / INDEX} cannot be read: {type(problem).__name__}") from None
+    return about is not None and MANIFEST in about.modules
+
+
+def _require_complete_archive(path: Path) -> None:
+    """Raise if a file of ``torch.save`` has been cut off."""
+    with path.open("rb") as file:
+        start = file.read(len(_ARCHIVE))
+    # Before version 1.6 torch wrote other files.
+    if not start or (start == _ARCHIVE and not zipfile.is_zipfile(path)):
+        raise DamagedCheckpointError(f"{path} has no end: it was cut off")
+
+
+def require_one_save(paths: Sequence[Path]) -> None:
+    """Raise if these were not written by one save, as far as they say so; local."""
+    saves = {path: about["save"] for path in paths if (about := describe(path)) is not None}
+    if len(set(saves.values())) > 1:
+        raise DamagedCheckpointError(f"{', '.join(map(str, saves))} were written by different saves")
+
+
+def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    if size != entry["size"]:
+        return f"{path} has {size} bytes, not the {entry['size']} that were written"
+    if _hash_of_file(path, size) != entry["sha256"]:
+        return f"{path} is not as it was written"
+    return None
+
+
+def _damages_of_file(path: Path) -> list[str]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(size - _HASH_DIGITS)
+        written = file.read()
+    is_same = _hash_of_file(path, size - _HASH_DIGITS).encode() == written
+    return [] if is_same else [f"{path} is not as it was written"]
+
+
+def _comment_of(path: Path) -> bytes | None:
+    """The comment of ours at the end of a file, though one of its bytes be wrong; ``None`` if there is none."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _MOST_OF_COMMENT))
+        end = file.read()
+    start = max(end.rfind(_MARK), end.rfind(b"PK\5\6") + 22) if _MARK in end else end.rfind(b"PK\5\6") + 22
+    comment = end[start:]
+    if (
+        _MARK in comment
+        or _HASH_MARK in comment
+        or re.search(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", comment, re.DOTALL)
+    ):
+        return comment
+    return None
+
+
+def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except ValueError as problem:  # Also bytes that are no text.
+        raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
+
+
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(manifest), sort_keys=True).encode()).hexdigest()
+
+
+def _hash_of_file(path: Path, size: int) -> str:
+    """SHA-256 of the first ``size`` bytes."""
+    sha256 = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while size > 0 and (piece := file.read(min(_PIECE, size))):
+            sha256.update(piece)
+            size -= len(piece)
+    return sha256.hexdigest()

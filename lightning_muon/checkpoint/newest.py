@@ -1,0 +1,61 @@
+"""Which checkpoint to go on from: the newest one whose files are as they were written."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from lightning_muon.checkpoint.manifest import damages, describe
+from lightning_muon.checkpoint.staging import last_written
+from lightning_muon.comm.agreement import gather, together
+from lightning_muon.errors import DamagedCheckpointError
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder``, those written last first; damaged ones are among them. Local."""
+    found: list[tuple[float, Path]] = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        place = last_written(path)
+        if path.name.startswith(".") or not place.exists():
+            continue
+        try:
+            about = describe(place)
+        except DamagedCheckpointError:
+            about = {}
+        is_checkpoint = about is not None or path.suffix == ".ckpt"
+        if is_checkpoint:
+            found.append(((about or {}).get("time", place.stat().st_mtime), path))
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def first_intact(paths: Sequence[Path]) -> Path:
+    """Where the first of ``paths`` that is as it was written is to be read; rank 0 warns of those before it.
+
+    Each rank reads a part of the bytes. Rank 0's ``paths`` count. Collective over all ranks; every rank must call it.
+
+    Raises:
+        DamagedCheckpointError: On all ranks, if none is left; it names every bad file.
+    """
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    problems: list[str] = []
+    for place in gather([last_written(path) for path in paths], None)[0]:
+        own = together(partial(damages, place, part=rank, num_parts=num_ranks))
+        found = gather(own, None)
+        bad = list(dict.fromkeys(line for lines in found for line in lines or ()))
+        if not bad:
+            if problems:
+                _warn("\n".join([*problems, f"Going on from {place}, which is as it was written."]))
+            if found[0] is None:
+                _warn(f"{place} has no hashes of its files (another program wrote it), so damage would not be noticed.")
+            return place
+        problems += [f"{place} is damaged:", *(f"  {line}" for line in bad)]
+    raise DamagedCheckpointError("\n".join(problems))
+
+
+def _warn(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)

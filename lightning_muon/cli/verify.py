@@ -1,0 +1,52 @@
+"""``lightning-muon verify PATH``: are the files of checkpoints as they were written?"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from lightning_muon.checkpoint.manifest import damages, describe
+from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.staging import last_written
+
+_DESCRIPTION = """Read every byte of checkpoints, and compare it with the hashes that were written with them. PATH is a
+checkpoint (a directory or a file), or a folder of checkpoints. Exits with 0 if all of them are as they were written;
+otherwise with 1, and each bad file is named. Needs neither a GPU nor the program that wrote them."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder of them")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print a line for each checkpoint, and each bad file below its own."""
+    is_good = True
+    for path in arguments.paths:
+        for checkpoint in _checkpoints(path):
+            bad = damages(checkpoint)
+            if bad:
+                print("\n".join([f"{checkpoint}: damaged", *(f"  {line}" for line in bad)]))  # noqa: T201
+            elif bad is None:
+                print(f"{checkpoint}: cannot be checked, it has no hashes (another program wrote it)")  # noqa: T201
+            else:
+                about = describe(checkpoint) or {}
+                step = f", step {about['step']}" if about.get("step") is not None else ""
+                print(f"{checkpoint}: as it was written{step}")  # noqa: T201
+            is_good = is_good and bad == []
+    if not is_good:
+        sys.exit(1)
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    place = last_written(path)
+    if not place.exists():
+        raise FileNotFoundError(f"there is no {path}")
+    if not place.is_dir() or damages(place, part=0, num_parts=2**30) is not None:
+        return [place]
+    found = [last_written(each) for each in newest_first(path)]
+    if not found:
+        raise FileNotFoundError(f"{path} is no checkpoint with hashes, and there is none in it")
+    return found

@@ -1,0 +1,183 @@
+"""Bytes that change, files that end early or are gone are found and named; a save that fails leaves the old one."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon import DamagedCheckpointError
+from lightning_muon.checkpoint.manifest import damages, describe, write_file
+from lightning_muon.checkpoint.newest import first_intact, newest_first
+from lightning_muon.checkpoint.saving import write_checkpoint
+from lightning_muon.cli.main import main
+from tests.support.processes import ProcessPool
+
+_NUM_FLIPS, _NUM_CUTS = 100, 20
+
+
+def _content() -> dict[str, Tensor]:
+    return {f"{name}.{dist.get_rank()}": torch.randn(50, 40) for name in ("weight", "momentum")}
+
+
+def _save(path: str, *, whole: bool = False, step: int = 1) -> None:
+    torch.manual_seed(step)
+    name = None if whole else "meta.pt"
+    write_checkpoint(Path(path), _content(), {"global_step": step, "words": ["some"]}, metadata_name=name)
+
+
+@pytest.fixture(params=[False, True], ids=["shards", "file"])
+def checkpoint(gloo: ProcessPool, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    path = tmp_path / "last.ckpt"
+    gloo.run(_save, str(path), whole=request.param, world_size=2)
+    assert damages(path) == []
+    return path
+
+
+def _files(path: Path) -> list[Path]:
+    return sorted(path.iterdir()) if path.is_dir() else [path]
+
+
+def _unnoticed(path: Path, changes: list[Callable[[bytes], bytes]]) -> list[int]:
+    """Numbers of the changes that leave a checkpoint as it was; each is made to one of its files alone."""
+    files, missed = _files(path), list[int]()
+    for number, change in enumerate(changes):
+        file = files[number % len(files)]
+        content = file.read_bytes()
+        file.write_bytes(change(content))
+        if file.read_bytes() != content and not damages(path):
+            missed.append(number)
+        file.write_bytes(content)
+    return missed
+
+
+def _flip(seed: int, content: bytes) -> bytes:
+    place, changed = random.Random(seed).randrange(len(content)), bytearray(content)
+    changed[place] ^= 1 << seed % 8
+    return bytes(changed)
+
+
+def _flip_at_end(distance: int, content: bytes) -> bytes:
+    place = len(content) - 1 - distance
+    return content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :]
+
+
+def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
+    assert _unnoticed(checkpoint, [partial(_flip, seed) for seed in range(_NUM_FLIPS)]) == []
+    # The end of a file says what its hash is.
+    ends = [
+        lambda content, at=at: content[:-at] + bytes([content[-at] ^ 4]) + content[1 - at :] for at in range(2, 150)
+    ]
+    assert _unnoticed(checkpoint, ends) == []
+
+
+def test_every_cut_and_every_page_of_zeros_is_found(checkpoint: Path) -> None:
+    cuts = [lambda content, part=part: content[: len(content) * part // _NUM_CUTS] for part in range(_NUM_CUTS)]
+    zeros = [lambda content, at=at: content[: at * 64] + bytes(64) + content[at * 64 + 64 :] for at in range(20)]
+    assert _unnoticed(checkpoint, [*cuts, *zeros, lambda content: content + b"more"]) == []
+
+
+def test_every_missing_or_foreign_file_is_found(gloo: ProcessPool, tmp_path: Path) -> None:
+    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
+    gloo.run(_save, str(path), world_size=2)
+    gloo.run(_save, str(other), step=2, world_size=2)
+    for file in _files(path):
+        content = file.read_bytes()
+        file.unlink()
+        (line, *_) = damages(path) or [""]
+        assert str(file) in line and "is missing" in line
+        file.write_bytes((other / file.name).read_bytes())
+        assert damages(path), f"{file.name} of another step"
+        file.write_bytes(content)
+    assert damages(path) == []
+    about = json.loads((path / "manifest.json").read_text())
+    assert about["step"] == 1 and about["num_ranks"] == 2 and about["torch"] == torch.__version__
+    assert sorted(about["files"]) == sorted(file.name for file in _files(path) if file.name != "manifest.json")
+
+
+def _first_of(paths: list[str]) -> str:
+    return str(first_intact([Path(path) for path in paths]))
+
+
+def test_the_newest_intact_one_is_taken_on_all_ranks(gloo: ProcessPool, tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        gloo.run(_save, str(tmp_path / f"step={step}.ckpt"), step=step, whole=step == 2, world_size=2)
+    newest = [str(path) for path in newest_first(tmp_path)]
+    assert [Path(path).name for path in newest] == ["step=3.ckpt", "step=2.ckpt", "step=1.ckpt"]
+    assert set(gloo.run(_first_of, newest, world_size=2)) == {newest[0]}
+    (Path(newest[0]) / "__1_0.distcp").unlink()
+    assert set(gloo.run(_first_of, newest, world_size=3)) == {newest[1]}
+    Path(newest[1]).write_bytes(_flip(3, Path(newest[1]).read_bytes()))
+    assert set(gloo.run(_first_of, newest, world_size=1)) == {newest[2]}
+    gloo.expect_error_on_all_ranks(
+        _first_of,
+        newest[:2],
+        exception=DamagedCheckpointError,
+        match=r"__1_0.distcp is missing[\s\S]*step=2.ckpt is not as it was written",
+        world_size=2,
+    )
+
+
+def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.ckpt", "b.ckpt"):
+        gloo.run(_save, str(tmp_path / name), world_size=2)
+    main(["verify", str(tmp_path), str(tmp_path / "a.ckpt")])
+    assert capsys.readouterr().out.count(": as it was written, step 1") == 3
+    shard = tmp_path / "b.ckpt" / "__0_0.distcp"
+    shard.write_bytes(_flip(1, shard.read_bytes()))
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert ended.value.code == 1 and f"{tmp_path}/b.ckpt: damaged\n  {shard} is not as it was written" in text
+    torch.save({"weights": torch.ones(3)}, tmp_path / "plain.ckpt")
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", str(tmp_path / "plain.ckpt")])
+    assert ended.value.code == 1 and "cannot be checked, it has no hashes" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"there is no .*missing"):
+        main(["verify", str(tmp_path / "missing")])
+
+
+def _save_on_a_full_disk(path: str, *, whole: bool) -> None:
+    """Rank 1, or rank 0 which writes whole files, can write no more than some bytes to a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == int(not whole):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        _save(path, whole=whole, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_full_disk_is_one_error_and_leaves_the_old_one(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    path = tmp_path / "last.ckpt"
+    gloo.run(_save, str(path), whole=whole, world_size=2)
+    with pytest.raises(Exception, match="File too large") as failed:
+        gloo.run(_save_on_a_full_disk, str(path), whole=whole, world_size=2)
+    assert sorted(failed.value.failures) == [0, 1]
+    assert damages(path) == [] and (describe(path) or {})["step"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    gloo.run(_save, str(path), whole=whole, step=3, world_size=2)
+    assert damages(path) == [] and (describe(path) or {})["step"] == 3
+
+
+def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> None:
+    torch.save({"weights": torch.ones(3)}, tmp_path / "plain.ckpt")
+    with pytest.warns(UserWarning, match="has no hashes of its files"):
+        assert first_intact([tmp_path / "plain.ckpt"]) == tmp_path / "plain.ckpt"
+    write_file({"weights": torch.ones(3)}, tmp_path / "ours.ckpt", {"step": 4})
+    for options in ({}, {"mmap": True}, {"weights_only": False}):
+        loaded: Any = torch.load(tmp_path / "ours.ckpt", **options)
+        assert torch.equal(loaded["weights"], torch.ones(3))
+    shutil.copy(tmp_path / "ours.ckpt", tmp_path / "copied.pt")
+    assert damages(tmp_path / "copied.pt") == [] and describe(tmp_path / "copied.pt") == {"step": 4}

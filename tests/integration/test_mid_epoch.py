@@ -1,0 +1,149 @@
+"""A run resumed in the middle of an epoch has the batches that are left, and the random states of the unbroken run."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.integrations.registry import auto_resume_class
+from tests.integration import training
+from tests.support.processes import ProcessPool
+
+_NUM_BATCHES = 6
+
+
+class _Augmented(Dataset[Any]):
+    """Rows that are drawn at random a little when they are read."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Tensor:
+        noise = torch.rand(()) + random.random() + np.random.random()
+        return torch.cat([torch.tensor([float(row)]), torch.sin(torch.arange(4.0) * (1 + row)) + 0.1 * noise])
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.arange(60.0).reshape(12, 5) / 60
+
+
+def _loader(kind: str) -> Any:
+    data: Any = _Stream() if kind == "stream" else _Augmented(24 if kind == "augmented" else 12)
+    if kind == "plain":
+        data = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
+    options: dict[str, Any] = {"shuffle": True} if kind in ("random", "generator") else {}
+    if kind == "generator":
+        options["generator"] = torch.Generator().manual_seed(5)
+    return DataLoader(data, batch_size=2, num_workers=int(kind == "plain"), **options)
+
+
+def _run(directory: str, kind: str, resume: str | None) -> list[Any]:
+    """Epoch, batch and loss of each batch; two epochs, with a checkpoint of each step."""
+    pl, seen = training.load(), list[Any]()
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            rows = batch[0] if isinstance(batch, list) else batch
+            loss = self.net(rows[:, 1:]).square().mean() + 0 * random.random() * float(np.random.random())
+            seen.append((self.current_epoch, batch_idx, rows.tolist(), float(loss)))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    torch.manual_seed(100 + int(resume is not None))  # Another process begins with other random states.
+    callback = pl.callbacks.ModelCheckpoint(
+        dirpath=directory, filename="{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
+    )
+    fitter = training.trainer(
+        pl,
+        strategy=training.strategy_class()(),
+        callbacks=[callback],
+        enable_checkpointing=True,
+        use_distributed_sampler=kind not in ("random", "generator", "stream"),
+        reload_dataloaders_every_n_epochs=int(kind == "augmented"),
+        max_epochs=2,
+    )
+    fitter.fit(Model(), _loader(kind), ckpt_path=resume, weights_only=False)
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["plain", "augmented", "random", "generator", "stream"])
+def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
+    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, world_size=2)
+    assert len(whole[0]) == 2 * _NUM_BATCHES
+    for step in (_NUM_BATCHES - 1, _NUM_BATCHES, _NUM_BATCHES + 2):
+        checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
+        resumed = gloo.run(_run, str(tmp_path / f"rest{step}"), kind, checkpoint, world_size=2)
+        for before, after in zip(whole, resumed, strict=True):
+            if kind == "stream" and step == _NUM_BATCHES:
+                # Lightning does not know yet that the epoch is over, and counts its batches on.
+                after = [(epoch, number - step, *rest) for epoch, number, *rest in after]
+            assert after == before[step:], f"resumed at step {step}"
+
+
+def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
+    whole = gloo.run(_run, str(tmp_path / "whole"), "plain", None, world_size=2)
+    (rest,) = gloo.run(_run, str(tmp_path / "rest"), "plain", f"{tmp_path}/whole/step=2.ckpt", world_size=1)
+
+    def rows(seen: list[Any], epoch: int) -> list[Any]:
+        return sorted(row for number, _, batch, _ in seen if number == epoch for row in batch)
+
+    assert rows(rest, 0) == rows(whole[0][2:] + whole[1][2:], 0)
+    assert rows(rest, 1) == rows(whole[0] + whole[1], 1)
+
+
+def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, int, list[str]]:
+    """First and last step of a run whose program names no checkpoint, and its warnings."""
+    pl = training.load(package)
+    model, begun = training.language_model(pl), list[int]()
+    type(model).on_train_start = lambda self: begun.append(self.trainer.global_step)
+    callback = auto_resume_class(package)(directory, keep=3, every_n_train_steps=2)
+    fitter = training.trainer(
+        pl,
+        strategy=training.strategy_class(package)(),
+        callbacks=[callback],
+        enable_checkpointing=True,
+        max_steps=steps,
+        max_epochs=-1,
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitter.fit(model, training.loader(), weights_only=False)
+    return begun[0], fitter.global_step, [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("package", training.PACKAGES)
+def test_a_program_goes_on_from_the_newest_intact_one(gloo: ProcessPool, tmp_path: Path, package: str) -> None:
+    directory = tmp_path / "checkpoints"
+    assert gloo.run(_resume_by_itself, str(directory), package, 5, world_size=2)[0][:2] == (0, 5)
+    assert gloo.run(_resume_by_itself, str(directory), package, 7, world_size=2)[0][:2] == (4, 7)
+    newest, second = newest_first(directory)[:2]
+    shard = newest / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    for began, ended, warned in gloo.run(_resume_by_itself, str(directory), package, 8, world_size=2):
+        assert (began, ended) == (4, 8)
+        text = f"{newest} is damaged:\n  {shard} is not as it was written\nGoing on from {second}"
+        assert warned.count(next((each for each in warned if text in each), "")) in (0, 1)
+    assert "step=6" in newest.name and "step=4" in second.name
