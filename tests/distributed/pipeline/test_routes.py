@@ -62,3 +62,14 @@ def test_routes_are_those_of_the_whole_model(gloo: ProcessPool, make: Any, optio
     assert copies == ({"4.weight"} if make is _tied else set())
     assert {name: route for name, route in (first | last).items() if name not in copies} == whole
     assert all(last[name] == whole["0.weight"] for name in copies)
+
+
+def _message_of_error(config: MuonConfig) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        _routes(_linear_layers, config)
+    return str(caught.value)
+
+
+def test_a_wrong_pattern_for_one_stage_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    messages = gloo.run(_message_of_error, MuonConfig(fused={"5.weight": 2}), world_size=2)
+    assert all("not on Muon: 5.weight" in message for message in messages)
