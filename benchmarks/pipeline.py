@@ -1,11 +1,13 @@
-"""Time of one training step with each pipeline schedule, as ratios in one run, and what the simulator predicts.
+"""Time of training steps with each pipeline schedule, measured and predicted, and of Muon's step in the bubble.
 
-    python benchmarks/pipeline.py --ranks 2 --microbatches 8
+    python benchmarks/pipeline.py                         # 4 ranks, whose arithmetic is a wait
+    python benchmarks/pipeline.py --compute real          # 2 ranks
 
-Starts gloo processes on this machine (one thread each), which train a stack of equal blocks with ParallelMuon, one
-stage or two on each rank, and takes turns between the schedules. The seconds of forward, of both parts of backward and
-of a message are measured in the same run, and go to the simulator. The second table has the optimizer step in the
-bubble, behind a barrier of all ranks, and behind a norm over all stages.
+Starts gloo processes on this machine (one thread each), which train a stack of equal layers with ParallelMuon, one
+stage or two on each rank, and takes turns between the schedules. A layer that waits takes the same time whatever the
+cores of the machine do, as one does that runs on a device of its own; messages, autograd and the runtime are the real
+ones. The simulator gets what the same run measures: seconds of each kind of op in each stage, of the host between ops,
+of a message and of an agreement of all ranks.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +27,55 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from lightning_muon import ModeOptions, Options
+from lightning_muon.comm.agreement import gather
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.monitor.timeline import TimelineRecorder
-from lightning_muon.schedule.pipeline import Pipeline, StageCosts, build_program, make_order
+from lightning_muon.monitor.timeline import TimelineRecorder, host_order
+from lightning_muon.schedule.pipeline import Pipeline, PipelineKind, add_reduce_grad, build_program, make_order
+from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
 
 SCHEDULES = (
-    *("gpipe", "1f1b", "zb_h1", "zb_1p", "zb_2p"),
+    *("1f1b", "gpipe", "zb_h1", "zb_1p", "zb_2p"),
     *("interleaved_1f1b", "zb_v", "v_half", "v_min", "dual_pipe_v"),
 )
-NUM_BLOCKS = 8  # For each rank.
+MUON_SCHEDULES = ("1f1b", "zb_2p")
+WAYS = {"at once": "in the bubble", "barrier": "behind a barrier", "norm": "behind one norm"}
+MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
+COMPUTE = (PipelineKind.FORWARD, PipelineKind.BACKWARD, PipelineKind.BACKWARD_INPUT, PipelineKind.BACKWARD_WEIGHT)
+Batch = tuple[Tensor, Tensor]
+Key = tuple[str, int]  # Kind of op, and its stage, or rank for an op of a whole rank.
+
+
+class _Waits(torch.autograd.Function):
+    """Hands on; forward and backward take time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return gradient, None, None
+
+
+class Wait(nn.Module):
+    """A layer whose forward, and both parts of whose backward, take so many seconds each."""
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width**0.5)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of the same shape."""
+        # In the first layer nothing asks for the gradient of the input; it shall take as long as the others.
+        backward_weight = self.seconds if x.requires_grad else 2 * self.seconds
+        return nn.functional.linear(
+            _Waits.apply(x, self.seconds, self.seconds), _Waits.apply(self.weight, 0.0, backward_weight)
+        )
 
 
 class Block(nn.Module):
@@ -44,15 +87,39 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the same shape."""
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 class Stack(nn.Sequential):
-    """All blocks."""
+    """All layers."""
 
     def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         """Squared errors."""
         return (output - target).square().sum(), target.numel()
+
+
+class HostRecorder(TimelineRecorder):
+    """Also adds up what the host does between ops, to post messages among it."""
+
+    host_seconds, _last, _has_compared = 0.0, None, False
+
+    def started(self, op: Op) -> None:
+        """See the base class; an op that has waited for its input starts a second time."""
+        now = time.monotonic()
+        # Before its first message a rank waits for the comparison of batches, which is not the host's work.
+        if self._last is not None and op not in self._starts and (self._has_compared or not op.group):
+            self.host_seconds += now - self._last
+        self._has_compared |= bool(op.group)
+        super().started(op)
+        self._last = now
+
+    def ended(self, op: Op) -> None:
+        """See the base class."""
+        super().ended(op)
+        now = time.monotonic()
+        if op.kind in MESSAGES and self._last is not None and op.group[0] == dist.get_rank():
+            self.host_seconds += now - self._last
+        self._last = now
 
 
 class Contender:
@@ -60,70 +127,141 @@ class Contender:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.name = name
+        self.name, self.way = name, "at once"
+        self.optimizer_wait = 0.0  # Seconds, for what a larger stage would take.
         size = dist.get_world_size()
         options = Options(
             pipeline_size=size, pipeline_schedule=name, pipeline_microbatches=arguments.microbatches, sharding="none"
         )
-        model = Stack(*(Block(arguments.width) for _ in range(NUM_BLOCKS * size)))
+        if arguments.compute == "wait":
+            model = Stack(*(Wait(arguments.width, 1e-3 * arguments.milliseconds) for _ in range(2 * size)))
+        else:
+            model = Stack(*(Block(arguments.width) for _ in range(8 * size)))
         meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=size)
         self.engine = TrainingEngine(
             model, options, meshes, mode_options=ModeOptions(), info=lambda _: None, warn=lambda _: None
         )
         self.engine.shard(torch.device("cpu"))
-        (self.optimizer,) = self.engine.attach([torch.optim.AdamW(model.parameters(), lr=1e-3)], source="benchmark")
-        assert self.engine.pipeline is not None
-        self.runtime = self.engine.pipeline
+        (self.optimizer,) = self.engine.attach([torch.optim.AdamW(model.parameters(), lr=1e-4)], source="benchmark")
         self.pipeline = Pipeline(
             num_ranks=size, num_microbatches=arguments.microbatches, stages_per_rank=options.stages_per_rank
         )
 
-    def pass_batch(self, batch: tuple[Tensor, Tensor]) -> None:
-        """Forward, backward and the sum of gradients."""
-        self.optimizer.zero_grad()
+    def step(self, batch: Batch) -> None:
+        """Of training."""
         self.engine.run_pipeline(batch)
+        if self.way == "barrier":
+            dist.barrier()
+        elif self.way == "norm":
+            self.engine.clip_by_norm(list(self.engine.module.parameters()), 1e9)
+        self.step_optimizer()
 
-    def step(self) -> None:
-        """The optimizer's."""
+    def step_optimizer(self) -> None:
+        """Takes the time of a larger stage, if one is set."""
+        time.sleep(self.optimizer_wait)
         self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
+        self.optimizer.zero_grad()
 
-    def step_behind_barrier(self) -> None:
-        """As if the step had to wait for all stages."""
+    def timed(self, batch: Batch, number: int) -> float:
+        """Seconds of each of so many steps in a row, from the start on all ranks to the end on the last one."""
         dist.barrier()
-        self.step()
+        start = time.perf_counter()
+        for _ in range(number):
+            self.step(batch)
+        return max(gather(time.perf_counter() - start, None)) / number
 
-    def step_behind_norm(self) -> None:
-        """With clipping by one norm, which is not reached."""
-        self.engine.clip_by_norm(list(self.engine.module.parameters()), 1e9)
-        self.step()
+    def measure_ops(self, batch: Batch) -> dict[Key, float]:
+        """Of one step on this rank: median seconds of each kind of op in each stage, with its share of the host's."""
+        runtime = self.engine.pipeline
+        assert runtime is not None
+        runtime.recorder = recorder = HostRecorder(torch.device("cpu"))
+        dist.barrier()
+        self.engine.run_pipeline(batch)
+        runtime.recorder = None
+        start = time.perf_counter()
+        self.step_optimizer()
+        found: dict[Key, list[float]] = {(PipelineKind.OPTIMIZER, dist.get_rank()): [time.perf_counter() - start]}
+        spans = [span for span in recorder.spans() if span.op.kind in COMPUTE]
+        host_seconds = recorder.host_seconds / len(spans)
+        for op, begin, end in spans:
+            found.setdefault((op.kind, op.items[0]), []).append(end - begin + host_seconds)
+        found["host", dist.get_rank()] = [host_seconds]
+        return {key: statistics.median(values) for key, values in found.items()}
 
-    def seconds_by_kind(self, batch: tuple[Tensor, Tensor]) -> dict[str, float]:
-        """Of one pass: median seconds of an op of each kind on this rank, over all its stages."""
-        self.runtime.recorder = recorder = TimelineRecorder(torch.device("cpu"))
-        self.pass_batch(batch)
-        self.runtime.recorder = None
-        found: dict[str, list[float]] = {}
-        for span in recorder.spans():
-            if span.op.kind in ("I", "W") and span.op.items[0] == 0:
-                continue  # The first stage has nothing to hand back: its second part is the whole backward.
-            found.setdefault(span.op.kind, []).append(span.end - span.start)
-        return {kind: statistics.median(values) for kind, values in found.items()}
-
-    def predicted(self, costs: StageCosts) -> float:
-        """Seconds of a pass."""
+    def predicted(self, costs: Measured, num_steps: int, way: str = "at once") -> float:
+        """Seconds of so many steps in a row, divided by their number."""
         order = make_order(self.name, self.pipeline)
-        return simulate(build_program(order, self.pipeline), costs).makespan
+        program = add_reduce_grad(build_program(order, self.pipeline, tells_loss=True))
+        return simulate(host_order(in_a_row(program, num_steps, way)), costs).makespan / num_steps
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What an op takes on paper."""
+
+    seconds_of: Mapping[Key, float]  # On one rank alone.
+    message: float
+    agreement: float  # Of all ranks.
+
+    def seconds(self, op: Op) -> float:
+        """Once it has begun."""
+        if op.kind in MESSAGES:
+            return self.message
+        return self.agreement if op.group else self.seconds_of.get((op.kind, op.items[0] if op.items else op.rank), 0.0)
+
+    def __str__(self) -> str:
+        """The means of all ranks."""
+        found: dict[str, list[float]] = {"message": [self.message], "agreement": [self.agreement]}
+        for (kind, _), value in sorted(self.seconds_of.items()):
+            found.setdefault(kind, []).append(value)
+        return ", ".join(f"{kind} {1e3 * statistics.fmean(values):.2f} ms" for kind, values in found.items())
+
+
+def in_a_row(program: Program, num_steps: int, way: str) -> Program:
+    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it."""
+    rows: Program = {rank: [] for rank in program}
+    for rank, ops in program.items():
+        before: tuple[str, ...] = ()  # The optimizer's step.
+        for step in range(num_steps):
+            whole = Op(kind="", key=str(step), rank=rank, group=tuple(program))
+            compared = replace(whole, kind="compare", lane="compare", deps=before)
+            rows[rank].append(compared)
+            for op in ops:
+                if op.group:  # From the first message on.
+                    before = (compared.name,)
+                deps = tuple(name.replace("[", f"[{step} ") for name in op.deps)
+                rows[rank].append(replace(op, key=f"{step} {op.key}", deps=(*deps, *before)))
+            before = tuple(op.name for op in rows[rank][-len(ops) :] if op.kind == PipelineKind.REDUCE_GRAD)
+            if way != "at once":
+                rows[rank].append(replace(whole, kind=way, lane="agreement", deps=before))
+                before = (rows[rank][-1].name,)
+            rows[rank].append(replace(whole, kind=PipelineKind.OPTIMIZER, deps=before, group=()))
+            before = (rows[rank][-1].name,)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--compute", choices=("wait", "real"), default="wait")
+    parser.add_argument("--ranks", type=int, help="default: 4, and 2 with --compute real")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=32, help="of a micro-batch, each a vector")
-    parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--milliseconds", type=float, default=6.0, help="of each pass of a layer that waits; a rank has two"
+    )
+    parser.add_argument("--rows", type=int, help="of a micro-batch; default: 16, and 256 with --compute real")
+    parser.add_argument("--width", type=int, help="default: 64, and 192 with --compute real")
+    parser.add_argument("--steps", type=int, default=4, help="in a row")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     arguments = parser.parse_args()
+    defaults = (
+        {"ranks": 4, "rows": 16, "width": 64}
+        if arguments.compute == "wait"
+        else {"ranks": 2, "rows": 256, "width": 192}
+    )
+    for name, value in defaults.items():
+        setattr(arguments, name, getattr(arguments, name) or value)
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, args=(arguments, folder), nprocs=arguments.ranks)
         print(Path(folder, "result.txt").read_text())
@@ -132,109 +270,108 @@ def main() -> None:
 def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=arguments.ranks)
-    rows = arguments.rows * arguments.microbatches
-    batch = (torch.randn(rows, arguments.width), torch.randn(rows, arguments.width))
-    for tensor in batch:
-        dist.broadcast(tensor, 0)
+    generator = torch.Generator().manual_seed(0)
+    batch = tuple(
+        torch.randn(arguments.rows * arguments.microbatches, arguments.width, generator=generator) for _ in range(2)
+    )
     contenders = [Contender(name, arguments) for name in dict.fromkeys(("1f1b", *arguments.schedules))]
-    passes: dict[str, list[float]] = {}
-    steps: dict[str, list[float]] = {}
-    kinds: dict[str, list[float]] = {}
-    for number in range(arguments.rounds + 1):
-        for contender in contenders:
-            parts = contender.seconds_by_kind(batch)
-            pass_seconds = timed(lambda contender=contender: contender.pass_batch(batch))
-            contender.step()
-            if number:  # The first round warms up.
-                passes.setdefault(contender.name, []).append(pass_seconds)
-                for kind, value in parts.items():
-                    # A stage of a rank that has several is smaller.
-                    kinds.setdefault(kind, []).append(value * contender.pipeline.stages_per_rank)
-        first = contenders[0]
-        for name in ("step", "step_behind_barrier", "step_behind_norm"):
-            seconds = timed(lambda name=name, first=first: (first.pass_batch(batch), getattr(first, name)()))
-            if number:
-                steps.setdefault(name, []).append(seconds)
-    message = message_seconds(arguments)
-    medians: list[dict[str, float]] = [{}] * arguments.ranks
-    dist.all_gather_object(medians, {kind: statistics.median(values) for kind, values in kinds.items()})
+    lines = [*compare_schedules(contenders, batch, arguments), ""]
+    if arguments.compute == "wait":
+        lines += compare_ways([each for each in contenders if each.name in MUON_SCHEDULES], batch, arguments)
     if rank == 0:
-        costs = {
-            kind: statistics.fmean(each[kind] for each in medians if kind in each) for kind in ("F", "B", "I", "W")
-        }
-        Path(folder, "result.txt").write_text(report(contenders, passes, steps, costs, message))
+        Path(folder, "result.txt").write_text("\n".join(lines))
     dist.barrier()
     for contender in contenders:
         contender.engine.close()
     dist.destroy_process_group()
 
 
-def timed(action: Callable[[], object]) -> float:
-    """Seconds from the start on all ranks to the end on the last one."""
-    dist.barrier()
-    start = time.perf_counter()
-    action()
-    seconds = torch.tensor(time.perf_counter() - start)
-    dist.all_reduce(seconds, dist.ReduceOp.MAX)
-    return float(seconds)
+def medians(found: Sequence[Mapping[Key, float]], message: float, agreement: float) -> Measured:
+    """What all ranks have found in several rounds. Collective; every rank must call it."""
+    own = {key: statistics.median(each[key] for each in found) for key in found[0]}
+    return Measured({key: value for each in gather(own, None) for key, value in each.items()}, message, agreement)
 
 
-def message_seconds(arguments: argparse.Namespace) -> float:
-    """Of an activation from the first rank to the second, half of there and back."""
+def link_seconds(arguments: argparse.Namespace) -> tuple[float, float]:
+    """Of an activation from the first rank to the second, half of there and back; and of an agreement of all ranks."""
     rank, tensor = dist.get_rank(), torch.zeros(arguments.rows, arguments.width)
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(20):
+    words = torch.zeros(6, dtype=torch.int64)
+
+    def there_and_back() -> None:
         if rank < 2:
             first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
             first(tensor, 1 - rank)
             second(tensor, 1 - rank)
-    seconds = [(time.perf_counter() - start) / 40]
-    dist.broadcast_object_list(seconds, 0)
-    return seconds[0]
+
+    def repeated(action: Callable[[], object]) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(20):
+            action()
+        return gather((time.perf_counter() - start) / 20, None)[0]
+
+    return repeated(there_and_back) / 2, repeated(lambda: dist.all_reduce(words))
 
 
-def report(
-    contenders: list[Contender],
-    passes: dict[str, list[float]],
-    steps: dict[str, list[float]],
-    seconds: dict[str, float],
-    message: float,
-) -> str:
-    """Two tables."""
-    baseline = statistics.median(passes["1f1b"])
+def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: argparse.Namespace) -> list[str]:
+    """A table: a step alone, and steps in a row."""
+    numbers = (1, arguments.steps)
+    seconds: dict[tuple[str, int], list[float]] = {(each.name, number): [] for each in contenders for number in numbers}
+    costs: dict[str, list[dict[Key, float]]] = {each.name: [] for each in contenders}
+    for round_ in range(arguments.rounds + 1):
+        for each in contenders:
+            if round_ == 0:  # Warms up.
+                each.timed(batch, 2)
+                continue
+            costs[each.name].append(each.measure_ops(batch))
+            for number in numbers:
+                seconds[each.name, number].append(each.timed(batch, number))
+    links = link_seconds(arguments)
+    known = {name: medians(found, *links) for name, found in costs.items()}
+    median = {key: statistics.median(values) for key, values in seconds.items()}
     lines = [
-        "measured: "
-        + ", ".join(f"{kind} {1e3 * value:.2f} ms" for kind, value in seconds.items())
-        + f", a message {1e3 * message:.2f} ms",
+        f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches",
+        *(f"{name}: {known[name]}" for name in ("1f1b", "zb_h1") if name in known),
         "",
-        "| schedule | ms | of 1f1b | predicted ms | measured / predicted |",
-        "| --- | --- | --- | --- | --- |",
+        "| schedule | one step, ms | of 1f1b | measured / predicted "
+        f"| {arguments.steps} steps in a row, ms each | of 1f1b | measured / predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for contender in contenders:
-        measured, per_rank = statistics.median(passes[contender.name]), contender.pipeline.stages_per_rank
-        is_split = "I" in {node.kind for node in make_order(contender.name, contender.pipeline)[0]}
-        # The whole backward, and the sum of its parts, are measured where they run.
-        parts = (seconds["I"], seconds["W"]) if is_split else (seconds["B"] / 2, seconds["B"] / 2)
-        costs = StageCosts(
-            forward=seconds["F"] / per_rank,
-            backward_input=parts[0] / per_rank,
-            backward_weight=parts[1] / per_rank,
-            communication=message,
-        )
-        predicted = contender.predicted(costs)
-        lines.append(
-            f"| {contender.name} | {1e3 * measured:.1f} | {measured / baseline:.3f} | {1e3 * predicted:.1f} | "
-            f"{measured / predicted:.3f} |"
-        )
-    plain = statistics.median(steps["step_behind_barrier"])
-    names = {"step": "in the bubble", "step_behind_barrier": "behind a barrier", "step_behind_norm": "behind one norm"}
-    lines += ["", "| Muon's step (1f1b) | ms of pass and step | of that behind a barrier |", "| --- | --- | --- |"]
-    lines += [
-        f"| {label} | {1e3 * statistics.median(steps[name]):.1f} | {statistics.median(steps[name]) / plain:.3f} |"
-        for name, label in names.items()
+    for each in contenders:
+        cells = [each.name]
+        for number in numbers:
+            measured = median[each.name, number]
+            ratios = measured / median["1f1b", number], measured / each.predicted(known[each.name], number)
+            cells += [f"{1e3 * measured:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def compare_ways(contenders: Sequence[Contender], batch: Batch, arguments: argparse.Namespace) -> list[str]:
+    """A table: when the optimizer steps, with equal optimizers and with some that take longer in later stages."""
+    stage_seconds = 2e-3 * arguments.milliseconds
+    cases = {"equal": stage_seconds, "longer in later stages": 2 * dist.get_rank() * stage_seconds}
+    lines = [
+        f"| schedule | optimizer | {' | '.join(f'{label}, ms' for label in WAYS.values())} "
+        "| in the bubble / behind a barrier | predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    return "\n".join(lines)
+    for each in contenders:
+        for title, each.optimizer_wait in cases.items():
+            costs: list[dict[Key, float]] = []
+            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+            for _ in range(arguments.rounds):
+                for each.way, values in seconds.items():
+                    values.append(each.timed(batch, arguments.steps))
+                each.way = "at once"
+                costs.append(each.measure_ops(batch))
+            known = medians(costs, *link_seconds(arguments))
+            measured = {way: statistics.median(values) for way, values in seconds.items()}
+            predicted = {way: each.predicted(known, arguments.steps, way) for way in WAYS}
+            cells = [each.name, title, *(f"{1e3 * value:.1f}" for value in measured.values())]
+            cells += [f"{times['at once'] / times['barrier']:.3f}" for times in (measured, predicted)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import sys
 import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from contextlib import ExitStack
 from operator import attrgetter
 from typing import Any
 
@@ -67,20 +68,22 @@ def run(arguments: Namespace) -> None:
     """Train a few steps as ``lightning-muon fit`` does, record all but the first, and write what was recorded."""
     package = importlib.import_module(first_installed(TRAINERS, "a pipeline is traced with Lightning"))
     recordings: list[Recording] = []
+    step = ExitStack()  # The recording of the step that runs.
 
     class Recorder(package.Callback):
         """Records the steps after the first one, which makes the plan and tells sizes of messages."""
+
+        recorder: StepRecorder | None = None
 
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step:
                 engine = trainer.strategy._running_engine
                 self.recorder = StepRecorder(trainer.optimizers[0], engine.pipeline)
-                self.recording = self.recorder.recording()
-                self.recording.__enter__()
+                step.enter_context(self.recorder.recording())
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step > 1:
-                self.recording.__exit__(None, None, None)
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.recorder is not None:
+                step.close()
                 recordings.append(self.recorder.result())
 
     words = ["fit", "--config", str(arguments.config), f"--trainer.max_steps={arguments.steps + 1}"]
@@ -90,7 +93,7 @@ def run(arguments: Namespace) -> None:
     for name in _OPTIONS:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--trainer.strategy.init_args.{name}={value}")
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), step:
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # The words of this command are others.
         cli = lightning_cli(words, callbacks=[Recorder()], save_config_callback=None)
     if cli.trainer.is_global_zero:
@@ -147,5 +150,7 @@ def _line_of(rank: int, timeline: Timeline) -> str:
     spans = timeline.spans[rank]
     backward = max(index for index, span in enumerate(spans) if span.op.kind in ("B", "W"))
     step = [span for span in spans[backward + 1 :] if not span.op.group and span.op.kind not in _BEHIND_BACKWARD]
-    times = [1e3 * each for each in (spans[backward].end, step[0].start, max(span.end for span in step))]
-    return "rank {}: last backward ends at {:.1f} ms, its optimizer works from {:.1f} to {:.1f} ms".format(rank, *times)
+    line = f"rank {rank}: last backward ends at {1e3 * spans[backward].end:.1f} ms, its optimizer "
+    if not step:
+        return line + "has nothing to do: no weights of its own to train, or a step that was skipped"
+    return line + f"works from {1e3 * step[0].start:.1f} to {1e3 * max(span.end for span in step):.1f} ms"

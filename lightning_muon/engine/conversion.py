@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.comm.agreement import gather, require_equal
+from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
 from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
@@ -17,6 +17,7 @@ from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import require_muon
+from lightning_muon.schedule.shapes import Route
 
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
@@ -60,9 +61,14 @@ def convert_optimizers(
     Collective over the ``stages`` of a pipeline, of which some may have no matrices; every rank must call it.
     """
     has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1
-    conversions = [convert_optimizer(each, module, choice, is_one_of_several=has_several) for each in optimizers]
-    ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
-    routes = [route for optimizer in ours for route in optimizer.routes]
+
+    def convert() -> tuple[list[Conversion], list[PlannedOptimizer], list[Route]]:
+        conversions = [convert_optimizer(each, module, choice, is_one_of_several=has_several) for each in optimizers]
+        ours = [each.optimizer for each in conversions if isinstance(each.optimizer, PlannedOptimizer)]
+        return conversions, ours, [route for optimizer in ours for route in optimizer.routes]
+
+    # Patterns may be wrong for parameters of one stage.
+    conversions, ours, routes = together(convert, [stages]) if stages.size > 1 else convert()
     with_frozen = [*routes, *(route for optimizer in ours for route in optimizer.frozen_routes())]
     if stages.size > 1:
         require_equal([(str(index), each.summary) for index, each in enumerate(conversions)], stages, "an optimizer")

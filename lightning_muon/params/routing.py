@@ -17,6 +17,7 @@ from lightning_muon.params.uses import Use, parameter_uses
 from lightning_muon.schedule.shapes import Kind, Route
 
 _DEFAULTS = OptimizerConfig()
+_WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
@@ -30,6 +31,24 @@ def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dic
     meta device or be DTensors; frozen parameters are routed too.
     """
     places = parameter_uses(module)
+    whole: Mapping[str, Route] = vars(module).get(_WHOLE, {})
+    routes = [whole.get(route.name, route) for route in _route_all(module, places)]
+    return _apply_patterns(routes, places, options, elsewhere=whole)
+
+
+def keep_routes(module: nn.Module) -> None:
+    """Remember the routes of the whole ``module``: what a cut leaves of it has the same ones. Local.
+
+    The last layer of a stage is no output head, a copy of a tied weight is tied still, and patterns may match
+    parameters of other stages.
+    """
+    places = parameter_uses(module)
+    routes = zip(_route_all(module, places), places, strict=True)
+    vars(module)[_WHOLE] = {use.name: replace(route, name=use.name) for route, uses in routes for use in uses}
+
+
+def _route_all(module: nn.Module, places: Sequence[tuple[Use, ...]]) -> list[Route]:
+    """Without patterns."""
     known, guessed = find_output_heads(module)
     routes = [_route_parameter(uses, known) for uses in places]
     if guessed is not None:
@@ -41,7 +60,7 @@ def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dic
         ]
         if any(route.algorithm == "muon" for route in with_guess):
             routes = with_guess
-    return _apply_patterns(routes, places, options)
+    return routes
 
 
 def route_named(parameters: Mapping[str, nn.Parameter], options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:
@@ -91,9 +110,12 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
 
 
 def _apply_patterns(
-    routes: list[Route], places: Sequence[tuple[Use, ...]], options: OptimizerConfig
+    routes: list[Route],
+    places: Sequence[tuple[Use, ...]],
+    options: OptimizerConfig,
+    elsewhere: Iterable[str] = (),
 ) -> dict[str, Route]:
-    names = [use.name for uses in places for use in uses]
+    names = [*(use.name for uses in places for use in uses), *elsewhere]
     for key in ("adamw_patterns", "muon_patterns", "fused"):
         for pattern in getattr(options, key):
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -145,7 +167,7 @@ def _declare_fused_(
     matched = [i for i, uses in enumerate(places) if _first_match((pattern,), uses) is not None]
     # A pattern such as `*qkv*` also matches the bias, which has nothing to divide.
     matrices = [i for i in matched if routes[i].algorithm == "muon"]
-    if not matrices:
+    if matched and not matrices:
         names = ", ".join(routes[i].name for i in matched)
         raise ValueError(f"fused pattern {pattern!r} matches only parameters that are not on Muon: {names}")
     for i in matrices:

@@ -100,13 +100,13 @@ class BatchRun:
         is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
         return is_message and op.group[1] == self.runtime.group.rank
 
-    def _noted(self, op: Op, message: Arriving) -> Arriving:
-        """The message, whose end a recorder is told."""
+    def _recorded(self, op: Op, message: Arriving) -> Arriving:
+        """The message; a recorder is told when it has been taken."""
         recorder = self.runtime.recorder
         return message if recorder is None else message._replace(then=partial(recorder.ended, op))
 
-    def _arrived(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
-        """What an op takes. For a recorder the op begins when that is there: to wait is no work."""
+    def _wait_for(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that an op takes, once they are there. For a recorder it begins then: to wait is no work."""
         if not isinstance(tensors, Arriving):
             return tensors
         present = tensors.wait()
@@ -130,7 +130,7 @@ class BatchRun:
                 self._summed = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
         return self._summed
 
-    def _key(self, microbatch: int) -> tuple[Any, ...]:
+    def _shapes(self, microbatch: int) -> tuple[Any, ...]:
         """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
         return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())))
 
@@ -138,7 +138,7 @@ class BatchRun:
         runtime, model = self.runtime, self.runtime.model
         stage, microbatch = op.items
         inputs, target = self.pieces[microbatch]
-        leaves = [] if stage == 0 else self._arrived(op, self._inputs.pop((stage, microbatch)))
+        leaves = [] if stage == 0 else self._wait_for(op, self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
         is_last = stage == runtime.last_stage
         numbers = self._random_numbers(stage, microbatch) if self.is_training else nullcontext()
@@ -178,13 +178,13 @@ class BatchRun:
     def _send_or_receive_activation(self, op: Op) -> None:
         """The message of what a forward returns."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
-        key = (stage, "activation", *self._key(microbatch))
+        key = (stage, "activation", *self._shapes(microbatch))
         if sender == self.runtime.group.rank:
             self.runtime.link(receiver).send(self._graphs[stage, microbatch][1], key)
             if not self.is_training:
                 del self._graphs[stage, microbatch]
         else:
-            self._inputs[stage + 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
+            self._inputs[stage + 1, microbatch] = self._recorded(op, self.runtime.link(sender).receive(key))
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
@@ -192,7 +192,7 @@ class BatchRun:
         graph = self._graphs.pop((stage, microbatch))
         leaves, outputs = ([each for each in tensors if each.requires_grad] for tensors in graph)
         is_last = stage == self.runtime.last_stage
-        return leaves, outputs, None if is_last else self._arrived(op, self._gradients.pop((stage, microbatch)))
+        return leaves, outputs, None if is_last else self._wait_for(op, self._gradients.pop((stage, microbatch)))
 
     def _backward(self, op: Op) -> None:
         leaves, outputs, gradients = self._take_graph(op)
@@ -232,11 +232,11 @@ class BatchRun:
     def _send_or_receive_gradient(self, op: Op) -> None:
         """The message of the gradients of what a stage got."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
-        key = (stage, "gradient", *self._key(microbatch))
+        key = (stage, "gradient", *self._shapes(microbatch))
         if sender == self.runtime.group.rank:
-            self.runtime.link(receiver).send(self._arrived(op, self._gradients.pop((stage - 1, microbatch))), key)
+            self.runtime.link(receiver).send(self._wait_for(op, self._gradients.pop((stage - 1, microbatch))), key)
         else:
-            self._gradients[stage - 1, microbatch] = self._noted(op, self.runtime.link(sender).receive(key))
+            self._gradients[stage - 1, microbatch] = self._recorded(op, self.runtime.link(sender).receive(key))
 
     def _send_or_receive_loss(self, op: Op) -> None:
         sender, receiver = op.group
@@ -244,7 +244,7 @@ class BatchRun:
             self.runtime.link(receiver).send_known([self._totals])
         else:
             both = torch.empty(2, dtype=torch.float64, device=self.runtime.device)
-            self._loss = self._noted(op, self.runtime.link(sender).receive_known([both]))
+            self._loss = self._recorded(op, self.runtime.link(sender).receive_known([both]))
 
     def _reduce(self, op: Op) -> None:
         _, count = self._totals

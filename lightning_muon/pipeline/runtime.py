@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Result
 from lightning_muon.pipeline.batches import BatchComparison
 from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, remove, untie
@@ -95,6 +96,7 @@ class PipelineRuntime:
         self.rank_of = placement(make_order(schedule, pipeline))
         stages = choose_stages(model, pipeline.num_stages, first_parts)
         check_parameters(module, model.parts)
+        keep_routes(module)
         stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
         # Of parameters that several stages have: the stages, and the places of the copies of this rank.
         self.tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
