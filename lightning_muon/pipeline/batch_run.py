@@ -17,7 +17,7 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
 from lightning_muon.pipeline.cut import only
 from lightning_muon.pipeline.messages import Arriving
-from lightning_muon.pipeline.model import Carry
+from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.pipeline.batch_run import BatchRun, Result
 from lightning_muon.pipeline.batches import BatchComparison
-from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, remove, untie
+from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, remove, untie
 from lightning_muon.pipeline.messages import Link
-from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
+from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.pipeline.parts import Carry, Part, StagedModel
 from lightning_muon.schedule.pipeline import (
     B,
     Order,
@@ -280,10 +281,17 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     if not is_stage(module):
         check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
-        model, num_stages = find_staged_model(module), group.size * options.stages_per_rank
-        stages = choose_stages(model, num_stages, options.pipeline_split)
+
+        def choose() -> tuple[StagedModel, list[str]]:
+            model = find_staged_model(module)
+            check_outputs(module, model)
+            stages = choose_stages(model, group.size * options.stages_per_rank, options.pipeline_split)
+            return model, [parts[0].name for parts in stages]
+
+        everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        model, first_parts = together(choose, [everyone])
         # That of one rank: what was measured on the others may, in odd models, depend on the rank.
-        first_parts = gather([parts[0].name for parts in stages], axis_group(mesh, tuple(range(mesh.ndim))))[0]
+        first_parts = gather(first_parts, everyone)[0]
         vars(module)[_KEY] = known = (
             options,
             PipelineRuntime(
