@@ -37,6 +37,7 @@ class Result:
     # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
     # device, by which all of them skip the step.
     is_nonfinite: Tensor
+    has_gradients: bool = False  # Whether any rank had some before it.
 
     @property
     def mean(self) -> Tensor:
@@ -132,7 +133,11 @@ class BatchRun:
 
     def _key(self, microbatch: int) -> tuple[Any, ...]:
         """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
-        return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())))
+        return (
+            self.is_training,
+            self.runtime.batches.num_changes,
+            *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())),
+        )
 
     def _forward(self, op: Op) -> None:
         runtime, model = self.runtime, self.runtime.model

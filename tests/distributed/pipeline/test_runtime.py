@@ -50,6 +50,7 @@ class Case:
     num_layers: int = 6
     arguments: dict[str, Any] = field(default_factory=dict)
     frozen: Sequence[str] = ()
+    thawed_in: int = 99  # The step from which on they are trained.
     is_checkpointed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     # Rows and length of each batch of all data ranks.
@@ -64,6 +65,10 @@ class Case:
         if self.is_checkpointed:
             net.gradient_checkpointing_enable({"use_reentrant": False})
         return net.to(self.dtype)
+
+    def begin_step(self, net: nn.Module, step: int) -> None:
+        for name in self.frozen if step == self.thawed_in else ():
+            net.get_submodule(name).requires_grad_(True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,6 +91,7 @@ def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tenso
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
     for step in range(len(case.batches)):
         optimizer.zero_grad()
+        case.begin_step(net, step)
         parts = [sum_and_count(net, _rows(case.batch(step), rank, num_data_ranks)) for rank in range(num_data_ranks)]
         count = torch.stack([torch.as_tensor(count) for _, count in parts])
         divisors = count.clamp(min=1) * num_data_ranks if case.loss_scaling == "mean" else count.sum().expand_as(count)
@@ -124,6 +130,7 @@ def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
     steps = []
     for step in range(len(case.batches)):
         attached.zero_grad()
+        case.begin_step(net, step)
         batch = _rows(case.batch(step), meshes.data_rank, meshes.num_data_ranks)
         loss = engine.run_pipeline(batch)
         names = {p: name for name, p in net.named_parameters()}
@@ -195,10 +202,19 @@ def _cut(schedule: str, **options: Any) -> dict[str, Any]:
     return {"pipeline_schedule": schedule, **options}
 
 
+_FIRST_HALF = ["parts.0", "parts.1", "parts.2", "parts.3"]
+_HALVES, _QUARTERS = ["parts.0", "parts.4"], ["parts.0", "parts.2", "parts.4", "parts.6"]
+
 CASES: dict[str, tuple[int, Case]] = {
     "gpt2": (2, Case(**_LM, arguments={"kind": "gpt2"}, options=_cut("zb_v"))),
     "gpt_neox": (2, Case(**_LM, arguments={"kind": "gpt_neox"}, options=_cut("zb_1p"))),
     "qwen3": (2, Case(**_LM, arguments={"kind": "qwen3"}, options=_cut("1f1b"))),
+    # By its _pp_plan: windows in every other layer, embeddings that are scaled between two parts, bounded logits.
+    "gemma2, tied, split backward": (
+        2,
+        Case(**_LM, arguments={"kind": "gemma2", "tied": True}, options=_cut("zb_v"), is_checkpointed=True),
+    ),
+    "deepseek_v3, sharded": (4, Case(**_LM, arguments={"kind": "deepseek_v3"}, options=_cut("1f1b", **_SHARDED))),
     "tied": (2, Case(**_TIED, options=_cut("1f1b"))),
     "tied, both on one rank": (2, Case(**_TIED, options=_cut("zb_v"))),
     "tied and frozen": (2, Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])),
@@ -220,6 +236,11 @@ CASES: dict[str, tuple[int, Case]] = {
     "frozen stages": (2, Case(options=_cut("zb_v"), frozen=["parts.0", "parts.1", "parts.2", "parts.3", "parts.6"])),
     "frozen end": (2, Case(options=_cut("zb_v"), frozen=["parts.5", "parts.6", "parts.7"])),
     "frozen, sharded": (4, Case(options=_cut("zb_1p", **_SHARDED), frozen=["parts.0", "parts.1", "parts.6"])),
+    "unfrozen": (2, Case(options=_cut("1f1b", pipeline_split=_HALVES), frozen=_FIRST_HALF, thawed_in=1)),
+    "unfrozen, sharded": (
+        4,
+        Case(options=_cut("zb_v", pipeline_split=_QUARTERS, **_SHARDED), frozen=[*_FIRST_HALF, "parts.6"], thawed_in=1),
+    ),
     "T5": (2, Case(**_T5, options=_cut("1f1b"))),
     "T5, four ranks": (4, Case(**_T5, options=_cut("1f1b"))),
     "T5, split backward": (2, Case(**_T5, options=_cut("zb_v"))),
