@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_muon import Options
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.pipeline.runtime import cut_once
 from tests.distributed.pipeline.models import (
     VOCABULARY,
@@ -65,6 +67,13 @@ class Case:
         if self.is_checkpointed:
             net.gradient_checkpointing_enable({"use_reentrant": False})
         return net.to(self.dtype)
+
+    @property
+    def firsts(self) -> list[str]:
+        """First parts of four stages."""
+        if self.make is chain:
+            return [f"parts.{index}" for index in range(4)]
+        return ["model.embed_tokens", *(f"model.layers.{index}" for index in range(1, 4))]
 
     def begin_step(self, net: nn.Module, step: int) -> None:
         for name in self.frozen if step == self.thawed_in else ():
@@ -162,7 +171,10 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
 def _compare(gloo: ProcessPool, case: Case, world_size: int) -> None:
     num_data_ranks = world_size // case.options.get("pipeline_size", world_size)
     expected = _alone(case, num_data_ranks)
-    results = gloo.run(_in_pipeline, case, world_size=world_size)
+    _require_equal(case, expected, gloo.run(_in_pipeline, case, world_size=world_size))
+
+
+def _require_equal(case: Case, expected: Sequence[Any], results: Sequence[Any]) -> None:
     tied = case.arguments.get("tied", case.make is cut_by_hand)
     for step, (loss, gradients) in enumerate(expected):
         names = {name for result in results for name in result[step][1]}
@@ -185,12 +197,43 @@ def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, name
     _compare(gloo, Case(options={"pipeline_schedule": name}), world_size)
 
 
-_SHARDED = {"pipeline_size": 2, "shard_size": 2}
-_REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
-
-
 _LM = {"make": causal_lm, "num_layers": 4}
 _LLAMA, _TIED = {**_LM, "arguments": {"kind": "llama"}}, {**_LM, "arguments": {"kind": "llama", "tied": True}}
+_SHARDED = {"pipeline_size": 2, "shard_size": 2}
+_BOTH = {"pipeline_size": 2, "shard_size": 2, "replicate_size": 2}
+
+
+def _every_schedule(case: Case) -> list[list[tuple[float, dict[str, Tensor | None]]]]:
+    """One after the other, in the same processes."""
+    steps = []
+    for name in ("auto", *BUILT_IN):
+        is_v = PipelineOptions(pipeline_schedule=name).stages_per_rank == 2
+        options = {"pipeline_schedule": name, "pipeline_split": case.firsts[:: 1 if is_v else 2]}
+        steps.append(_in_pipeline(replace(case, options=case.options | options | {"pipeline_microbatches": 4})))
+    return steps
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        (_SHARDED, Case(**_TIED, is_checkpointed=True)),
+        (_BOTH, Case(num_layers=2)),
+    ],
+    ids=["4 ranks, tied and checkpointed", "8 ranks"],
+)
+def test_every_schedule_has_them_with_shards_and_replicas(gloo: ProcessPool, sizes: dict[str, int], case: Case) -> None:
+    # As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
+    case = replace(case, options=sizes, batches=((19, 5),))
+    world_size = math.prod(sizes.values())
+    expected = _alone(case, world_size // 2)
+    results = gloo.run(_every_schedule, case, world_size=world_size, timeout=120.0)
+    for of_schedule in zip(*results, strict=True):
+        _require_equal(case, expected, of_schedule)
+
+
+_REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
+
 
 # Gradients of its norms, whose terms cancel, are a hundredth of the others.
 _T5 = {"make": encoder_decoder, "num_layers": 2, "arguments": {"tied": True}}
