@@ -58,6 +58,7 @@ class PipelineTraining:
         self._is_nonfinite: Tensor | None = None  # What all stages know of the batch of now.
         self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses, on their way to all ranks.
         self._problem: Exception | None = None  # Of the call of now: raised on all ranks.
+        self._has_gradients = False  # From earlier batches: before a batch those of this rank, then those of any.
 
     def mode_options(self, options: ModeOptions) -> ModeOptions:
         """Those of a mode that shards the stages; local."""
@@ -133,7 +134,10 @@ class PipelineTraining:
         try:
             with self._mode.no_sync():
                 result = self.runtime.train(
-                    batch, factor=partial(self._factor_of_gradients, num_losses), check=self._check
+                    batch,
+                    factor=partial(self._factor_of_gradients, num_losses),
+                    check=self._check,
+                    has_gradients=self._has_gradients,
                 )
         except BaseException:
             if self._tokens is not None:
@@ -142,6 +146,7 @@ class PipelineTraining:
             for parameter in self._module.parameters():
                 parameter.grad = None
             raise
+        self._has_gradients = result.has_gradients
         self._skip_if(result.is_nonfinite)
         return result.mean if num_losses is None else result.total / num_losses
 
@@ -189,14 +194,14 @@ class PipelineTraining:
         """
         free_unsharded(self._module)
         before = {p: p.grad for p in self._module.parameters() if p.requires_grad}
-        has_gradients = any(gradient is not None for gradient in before.values())
+        has_gradients = self._has_gradients = any(gradient is not None for gradient in before.values())
         self._problem = None
         if self._tokens is not None and (num_losses is not None or has_gradients):
             self._problem = RuntimeError(
                 "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
                 "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
             )
-        earlier = self._is_nonfinite if has_gradients else None
+        earlier = self._is_nonfinite
         for parameter in before:
             parameter.grad = None
         loss = run(batch, num_losses)
@@ -206,7 +211,9 @@ class PipelineTraining:
         is_nonfinite = self._is_nonfinite
         assert is_nonfinite is not None, "run has looked"
         add = partial(self._add, computed, is_nonfinite)
-        self._skip_if(earlier)  # A batch that is left out has no gradients.
+        # A batch that is left out has no gradients. A rank without any, of a frozen stage, does what the others do.
+        self._skip_if(earlier if self._has_gradients else None)
+        self._has_gradients = False
         return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), add)
 
     def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], is_nonfinite: Tensor, derivative: Tensor) -> None:

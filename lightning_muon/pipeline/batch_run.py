@@ -17,7 +17,7 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
 from lightning_muon.pipeline.cut import only
 from lightning_muon.pipeline.messages import Arriving
-from lightning_muon.pipeline.model import Carry
+from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
@@ -37,6 +37,7 @@ class Result:
     # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
     # device, by which all of them skip the step.
     is_nonfinite: Tensor
+    has_gradients: bool = False  # Whether any rank had some before it.
 
     @property
     def mean(self) -> Tensor:
@@ -132,7 +133,11 @@ class BatchRun:
 
     def _shapes(self, microbatch: int) -> tuple[Any, ...]:
         """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
-        return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())))
+        return (
+            self.is_training,
+            self.runtime.batches.num_changes,
+            *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())),
+        )
 
     def _forward(self, op: Op) -> None:
         runtime, model = self.runtime, self.runtime.model

@@ -17,6 +17,7 @@ from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")
+_NUM_COMPARED = 3  # Numbers of a batch: whether there is an error, shapes, and contents.
 _BLOCK = 1 << 16  # Words that are multiplied by weights of their own, drawn once.
 
 
@@ -37,14 +38,16 @@ class BatchComparison:
         self._error: Exception | None = None
         self._tensors: list[Tensor] = []
         self._begun: tuple[dist.Work, Tensor] | None = None
+        self._facts: list[bool] = []
+        self.num_changes = 0  # How often the first of the facts was true on any rank.
 
-    def begin(self, cut: Callable[[], tuple[Any, _Result]]) -> _Result:
-        """Start to compare the first of what ``cut`` returns, and return the second.
+    def begin(self, cut: Callable[[], tuple[Any, _Result]], facts: Sequence[bool] = ()) -> _Result:
+        """Start to compare the first of what ``cut`` returns, and return the second; ``facts`` are for :meth:`finish`.
 
         An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` where it did not happen. Collective over
         the pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
         """
-        self._error, self._tensors, results = None, [], []
+        self._error, self._tensors, self._facts, results = None, [], list(facts), []
         try:
             batch, result = cut()
             results.append(result)
@@ -56,17 +59,26 @@ class BatchComparison:
             self.finish()
         return results[0]
 
-    def finish(self) -> None:
-        """Raise on all ranks of the pipeline if they have different batches; waits for all of them the first time."""
+    def finish(self) -> list[bool]:
+        """Raise on all ranks of the pipeline if they have different batches; waits for all of them the first time.
+
+        Returns which facts of this batch are true on any of the ranks.
+        """
         begun, self._begun = self._begun, None
         if begun is None:
-            return
+            return self._facts
         work, words = begun
         work.wait()
-        largest, inverted = words.chunk(2)
+        largest, inverted, facts = (
+            words[:_NUM_COMPARED],
+            words[_NUM_COMPARED : 2 * _NUM_COMPARED],
+            words[2 * _NUM_COMPARED :],
+        )
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
             self._tensors = []  # A batch must not outlive its step.
-            return
+            self._facts = [bool(fact) for fact in facts]
+            self.num_changes += any(self._facts[:1])
+            return self._facts
         fail_together(self._error, self._host)
         found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)
         shown = "; ".join(f"rank {rank}: {', '.join(tensors)}" for rank, tensors in enumerate(found))
@@ -102,7 +114,7 @@ class BatchComparison:
         (content,) = known()[0] if known is not None else (0,)
         digest = hashlib.sha256(shapes.encode()).digest()[:8]
         own = torch.tensor([self._error is not None, int.from_bytes(digest, signed=True), content], device="cpu")
-        words = torch.cat([own, own.bitwise_not()])
+        words = torch.cat([own, own.bitwise_not(), torch.tensor(self._facts, dtype=own.dtype, device="cpu")])
         work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host.group, async_op=True)
         assert work is not None
         self._begun = work, words

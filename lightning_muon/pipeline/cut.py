@@ -15,7 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_muon.compat.torch import is_compiled
-from lightning_muon.pipeline.model import Part, StagedModel
+from lightning_muon.pipeline.model import LanguageModel
+from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
+from lightning_muon.pipeline.planned import Planned
 from lightning_muon.sharding.outputs import map_tensors
 
 _SLACK = 0.05  # Of the slowest stage, for less memory in the largest one; a bubble is more than that.
@@ -31,8 +33,9 @@ class Absent(nn.Module):
             if isinstance(value, str | int | float) and not name.startswith("_"):
                 setattr(self, name, value)
 
-    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-        """``hidden`` itself; 0 for what would look positions up in a table."""
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The first argument, the hidden states; 0 for what would look positions up in a table."""
+        hidden: Tensor = args[0] if args else next(iter(kwargs.values()))
         return hidden if hidden.is_floating_point() else torch.zeros((), device=hidden.device)
 
 
@@ -172,6 +175,57 @@ def check_plain(module: nn.Module) -> None:
         # A backward in two parts does not find the gradients of inputs in a compiled graph (pytorch #161904).
         if is_compiled(child):
             raise ValueError(f"{where} is compiled; stages of a pipeline are not, so remove torch.compile")
+
+
+def check_outputs(module: nn.Module, model: StagedModel) -> None:
+    """Raise ``ValueError`` if the forward of a model, run on each stage, computes something else than on one. Local.
+
+    Each part is a stage, of a few tokens in evaluation mode. Takes time only for models that no test has seen.
+    """
+    if not isinstance(model, Planned) or model.is_known or (inputs := model.probe()) is None:
+        return
+    modes = {child: child.training for child in model.root.modules()}
+    model.root.eval()
+    try:
+        check_parameters(model.root, model.parts)
+        why = _difference(model, inputs)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    finally:
+        for child, is_training in modes.items():
+            child.training = is_training
+    if why:
+        names = ", ".join(part.name for part in model.parts)
+        raise missing_methods(
+            module, f"the forward of {type(model.root).__name__} cannot be run on stages that have {names} ({why})"
+        )
+
+
+@torch.no_grad()
+def _difference(model: Planned, inputs: Any) -> str:
+    """How a small batch shows that stages are not the model; empty if they are."""
+    if any(parameter.is_meta for parameter in model.root.parameters()):
+        return "what they compute is unknown while the weights are on the meta device"
+    if isinstance(model, LanguageModel):
+        whole = model.root(**inputs, use_cache=False)
+        expected = whole.logits
+        inputs, target = LanguageModel.split(model, inputs)
+        total, count = LanguageModel.loss(model, expected, target)
+        if not _are_close(total / count, whole.loss.float()):
+            return "its loss is not the cross-entropy of its labels alone, as without output_router_logits"
+    else:
+        expected = model.run(model.parts, None, inputs)
+    stages, output = {index: [part] for index, part in enumerate(model.parts)}, None
+    for index, parts in stages.items():
+        with only(stages, index):
+            output = model.run(parts, output, inputs)
+    return "" if _are_close(output, expected) else "its output becomes another one"
+
+
+def _are_close(found: Tensor, wanted: Tensor) -> bool:
+    scale = float(wanted.nan_to_num().abs().max())
+    # Kernels that add in any order differ by a few roundings.
+    return torch.allclose(found, wanted, rtol=0, atol=10 * torch.finfo(wanted.dtype).eps * scale, equal_nan=True)
 
 
 def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:

@@ -46,8 +46,8 @@ class Link:
             self.send_known([_encode(sizes).to(self._device)])
         elif sizes != self._known[key]:
             raise RuntimeError(
-                f"a stage returns {sizes}, and for a micro-batch of the same shape it was {self._known[key]}; sizes "
-                "must follow from the shapes of a batch, and freezing or unfreezing needs a new fit"
+                f"a stage returns {sizes}, and for a micro-batch of the same shape it was {self._known[key]}; sizes, "
+                "and what requires gradients, must follow from the shapes of a batch and from what is frozen"
             )
         self.send_known(tensors)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Result
 from lightning_muon.pipeline.batches import BatchComparison
-from lightning_muon.pipeline.cut import check_parameters, check_plain, choose_stages, remove, untie
+from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, remove, untie
 from lightning_muon.pipeline.messages import Link
-from lightning_muon.pipeline.model import Carry, Part, StagedModel, find_staged_model
+from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.pipeline.parts import Carry, Part, StagedModel
 from lightning_muon.schedule.pipeline import (
     B,
     Order,
@@ -117,6 +118,7 @@ class PipelineRuntime:
         self._programs = cache(self._make_program)
         self.has_lost_messages = False  # Sent by a batch that an exception has ended, and taken by nobody.
         self.batches = BatchComparison(group)
+        self._are_trained: list[bool] = []  # The parameters of this rank, in the batch before.
 
     def _is_own(self, stage: int) -> bool:
         return self.rank_of[stage] == self.group.rank
@@ -163,12 +165,18 @@ class PipelineRuntime:
         return make_order(self._schedule, pipeline)
 
     def train(
-        self, batch: Any, *, factor: Callable[[Tensor], Tensor], check: Callable[[], None] = lambda: None
+        self,
+        batch: Any,
+        *,
+        factor: Callable[[Tensor], Tensor],
+        check: Callable[[], None] = lambda: None,
+        has_gradients: bool = False,
     ) -> Result:
         """Forward and backward of a batch, whose gradients are then reduced.
 
         ``factor`` takes the number of losses and returns what the gradients of their sum are multiplied by. What
-        ``check`` raises on some ranks is raised on all of the pipeline.
+        ``check`` raises on some ranks is raised on all of the pipeline, and ``has_gradients``, of earlier batches, is
+        in the result if it is true on any. What is trained may have changed since the batch before.
 
         Raises:
             ValueError: If the ranks have different batches; before any message.
@@ -180,12 +188,15 @@ class PipelineRuntime:
             both = self.model.split(batch)
             return both, self._split(both)
 
-        pieces = self.batches.begin(cut)
+        are_trained = [parameter.requires_grad for module in self.modules for parameter in module.parameters()]
+        # Others must know: of what a stage sends, what requires gradients follows from it.
+        has_changed, self._are_trained = are_trained != self._are_trained, are_trained
+        pieces = self.batches.begin(cut, [has_changed, has_gradients])
         # By the generator that checkpoints save: a resumed run goes on with the same numbers.
         run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
         with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
             run.run(self._programs(len(pieces), True))
-        return run.result()
+        return replace(run.result(), has_gradients=self.batches.finish()[1])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank.
@@ -282,10 +293,17 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     if not is_stage(module):
         check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
-        model, num_stages = find_staged_model(module), group.size * options.stages_per_rank
-        stages = choose_stages(model, num_stages, options.pipeline_split)
+
+        def choose() -> tuple[StagedModel, list[str]]:
+            model = find_staged_model(module)
+            check_outputs(module, model)
+            stages = choose_stages(model, group.size * options.stages_per_rank, options.pipeline_split)
+            return model, [parts[0].name for parts in stages]
+
+        everyone = axis_group(mesh, tuple(range(mesh.ndim)))
+        model, first_parts = together(choose, [everyone])
         # That of one rank: what was measured on the others may, in odd models, depend on the rank.
-        first_parts = gather([parts[0].name for parts in stages], axis_group(mesh, tuple(range(mesh.ndim))))[0]
+        first_parts = gather(first_parts, everyone)[0]
         vars(module)[_KEY] = known = (
             options,
             PipelineRuntime(

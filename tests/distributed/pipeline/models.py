@@ -12,12 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 29, 16
+# What makes the difference between kinds, at values that count: factors and bounds of logits, windows, experts.
+_OF_KIND: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 3, "logit_scale": 0.3},
+    "deepseek_v3": dict.fromkeys(
+        ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
+    )
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8}
+    | {"num_key_value_heads": 2, "first_k_dense_replace": 1},
+    "gemma2": {"sliding_window": 3, "final_logit_softcapping": 0.5},
+    "gemma3_text": {"sliding_window": 3},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.2, "residual_multiplier": 0.5},
+    "mixtral": {"num_local_experts": 4},
+    "phi3": {"pad_token_id": 0},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+}
 
 
 def causal_lm(
     kind: str, *, num_layers: int = 4, tied: bool = False, seed: int = 0, vocabulary: int = VOCABULARY
 ) -> Any:
-    """A language model of transformers, without dropout."""
+    """A language model of transformers, without dropout; with windows of three tokens where it has windows."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {
@@ -28,6 +43,7 @@ def causal_lm(
     chosen: dict[str, Any] = sizes.get(kind, {"hidden_size": WIDTH, "num_hidden_layers": num_layers, **grouped})
     chosen |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")} if kind == "gpt2" else {}
     chosen |= {} if kind == "gpt2" else {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 16}
+    chosen |= _OF_KIND.get(kind, {})
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, vocab_size=vocabulary, tie_word_embeddings=tied, **chosen)
     return AutoModelForCausalLM.from_config(config)

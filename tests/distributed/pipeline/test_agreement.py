@@ -323,6 +323,30 @@ def test_a_batch_that_is_left_out_skips_nothing(gloo: ProcessPool) -> None:
     assert gloo.run(_leave_out, world_size=2) == [(0, True)] * 2
 
 
+def _accumulate_with_nan(choice: str) -> tuple[int, bool]:
+    """Two batches, of which the first is NaN, where the first stage is frozen: skipped steps, and a change."""
+    net: Any = _model()
+    for part in list(net.parts)[:3]:
+        part.requires_grad_(False)
+    engine, optimizer = _engine(net, _adamw, optimizer=choice, pipeline_split=["parts.0", "parts.3"])
+    assert engine.pipeline is not None
+    compute = engine.pipeline.loss_of_batch()
+    assert compute is not None
+    before = _local(net)
+    for step, has_nan in enumerate((True, False)):
+        net.has_nan = has_nan
+        (compute(engine.run_pipeline, batch_of(8, 5, seed=step), None) / 2).backward()
+    engine.step(optimizer, _take_step)
+    result = engine.skipped_steps(optimizer), any(not torch.equal(each, before[n]) for n, each in _local(net).items())
+    engine.close()
+    return result
+
+
+@pytest.mark.parametrize("choice", ["auto", "keep"])
+def test_a_frozen_stage_skips_what_was_accumulated_by_others(gloo: ProcessPool, choice: str) -> None:
+    assert gloo.run(_accumulate_with_nan, choice, world_size=2) == _ALL_SKIP
+
+
 def _interrupt() -> None:
     """Rank 0 has sent an activation when it fails, as rank 1 does; then both go on with another batch."""
     engine, _ = _engine(chain(2), _sgd, optimizer="keep", pipeline_microbatches=4)

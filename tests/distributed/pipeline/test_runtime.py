@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_muon import Options
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.pipeline.runtime import cut_once
 from tests.distributed.pipeline.models import (
     VOCABULARY,
@@ -50,6 +52,7 @@ class Case:
     num_layers: int = 6
     arguments: dict[str, Any] = field(default_factory=dict)
     frozen: Sequence[str] = ()
+    thawed_in: int = 99  # The step from which on they are trained.
     is_checkpointed: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     # Rows and length of each batch of all data ranks.
@@ -64,6 +67,17 @@ class Case:
         if self.is_checkpointed:
             net.gradient_checkpointing_enable({"use_reentrant": False})
         return net.to(self.dtype)
+
+    @property
+    def firsts(self) -> list[str]:
+        """First parts of four stages."""
+        if self.make is chain:
+            return [f"parts.{index}" for index in range(4)]
+        return ["model.embed_tokens", *(f"model.layers.{index}" for index in range(1, 4))]
+
+    def begin_step(self, net: nn.Module, step: int) -> None:
+        for name in self.frozen if step == self.thawed_in else ():
+            net.get_submodule(name).requires_grad_(True)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,6 +100,7 @@ def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tenso
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
     for step in range(len(case.batches)):
         optimizer.zero_grad()
+        case.begin_step(net, step)
         parts = [sum_and_count(net, _rows(case.batch(step), rank, num_data_ranks)) for rank in range(num_data_ranks)]
         count = torch.stack([torch.as_tensor(count) for _, count in parts])
         divisors = count.clamp(min=1) * num_data_ranks if case.loss_scaling == "mean" else count.sum().expand_as(count)
@@ -124,6 +139,7 @@ def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
     steps = []
     for step in range(len(case.batches)):
         attached.zero_grad()
+        case.begin_step(net, step)
         batch = _rows(case.batch(step), meshes.data_rank, meshes.num_data_ranks)
         loss = engine.run_pipeline(batch)
         names = {p: name for name, p in net.named_parameters()}
@@ -155,7 +171,10 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
 def _compare(gloo: ProcessPool, case: Case, world_size: int) -> None:
     num_data_ranks = world_size // case.options.get("pipeline_size", world_size)
     expected = _alone(case, num_data_ranks)
-    results = gloo.run(_in_pipeline, case, world_size=world_size)
+    _require_equal(case, expected, gloo.run(_in_pipeline, case, world_size=world_size))
+
+
+def _require_equal(case: Case, expected: Sequence[Any], results: Sequence[Any]) -> None:
     tied = case.arguments.get("tied", case.make is cut_by_hand)
     for step, (loss, gradients) in enumerate(expected):
         names = {name for result in results for name in result[step][1]}
@@ -178,12 +197,43 @@ def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, name
     _compare(gloo, Case(options={"pipeline_schedule": name}), world_size)
 
 
-_SHARDED = {"pipeline_size": 2, "shard_size": 2}
-_REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
-
-
 _LM = {"make": causal_lm, "num_layers": 4}
 _LLAMA, _TIED = {**_LM, "arguments": {"kind": "llama"}}, {**_LM, "arguments": {"kind": "llama", "tied": True}}
+_SHARDED = {"pipeline_size": 2, "shard_size": 2}
+_BOTH = {"pipeline_size": 2, "shard_size": 2, "replicate_size": 2}
+
+
+def _every_schedule(case: Case) -> list[list[tuple[float, dict[str, Tensor | None]]]]:
+    """One after the other, in the same processes."""
+    steps = []
+    for name in ("auto", *BUILT_IN):
+        is_v = PipelineOptions(pipeline_schedule=name).stages_per_rank == 2
+        options = {"pipeline_schedule": name, "pipeline_split": case.firsts[:: 1 if is_v else 2]}
+        steps.append(_in_pipeline(replace(case, options=case.options | options | {"pipeline_microbatches": 4})))
+    return steps
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("sizes", "case"),
+    [
+        (_SHARDED, Case(**_TIED, is_checkpointed=True)),
+        (_BOTH, Case(num_layers=2)),
+    ],
+    ids=["4 ranks, tied and checkpointed", "8 ranks"],
+)
+def test_every_schedule_has_them_with_shards_and_replicas(gloo: ProcessPool, sizes: dict[str, int], case: Case) -> None:
+    # As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
+    case = replace(case, options=sizes, batches=((19, 5),))
+    world_size = math.prod(sizes.values())
+    expected = _alone(case, world_size // 2)
+    results = gloo.run(_every_schedule, case, world_size=world_size, timeout=120.0)
+    for of_schedule in zip(*results, strict=True):
+        _require_equal(case, expected, of_schedule)
+
+
+_REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
+
 
 # Gradients of its norms, whose terms cancel, are a hundredth of the others.
 _T5 = {"make": encoder_decoder, "num_layers": 2, "arguments": {"tied": True}}
@@ -195,10 +245,19 @@ def _cut(schedule: str, **options: Any) -> dict[str, Any]:
     return {"pipeline_schedule": schedule, **options}
 
 
+_FIRST_HALF = ["parts.0", "parts.1", "parts.2", "parts.3"]
+_HALVES, _QUARTERS = ["parts.0", "parts.4"], ["parts.0", "parts.2", "parts.4", "parts.6"]
+
 CASES: dict[str, tuple[int, Case]] = {
     "gpt2": (2, Case(**_LM, arguments={"kind": "gpt2"}, options=_cut("zb_v"))),
     "gpt_neox": (2, Case(**_LM, arguments={"kind": "gpt_neox"}, options=_cut("zb_1p"))),
     "qwen3": (2, Case(**_LM, arguments={"kind": "qwen3"}, options=_cut("1f1b"))),
+    # By its _pp_plan: windows in every other layer, embeddings that are scaled between two parts, bounded logits.
+    "gemma2, tied, split backward": (
+        2,
+        Case(**_LM, arguments={"kind": "gemma2", "tied": True}, options=_cut("zb_v"), is_checkpointed=True),
+    ),
+    "deepseek_v3, sharded": (4, Case(**_LM, arguments={"kind": "deepseek_v3"}, options=_cut("1f1b", **_SHARDED))),
     "tied": (2, Case(**_TIED, options=_cut("1f1b"))),
     "tied, both on one rank": (2, Case(**_TIED, options=_cut("zb_v"))),
     "tied and frozen": (2, Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])),
@@ -220,6 +279,11 @@ CASES: dict[str, tuple[int, Case]] = {
     "frozen stages": (2, Case(options=_cut("zb_v"), frozen=["parts.0", "parts.1", "parts.2", "parts.3", "parts.6"])),
     "frozen end": (2, Case(options=_cut("zb_v"), frozen=["parts.5", "parts.6", "parts.7"])),
     "frozen, sharded": (4, Case(options=_cut("zb_1p", **_SHARDED), frozen=["parts.0", "parts.1", "parts.6"])),
+    "unfrozen": (2, Case(options=_cut("1f1b", pipeline_split=_HALVES), frozen=_FIRST_HALF, thawed_in=1)),
+    "unfrozen, sharded": (
+        4,
+        Case(options=_cut("zb_v", pipeline_split=_QUARTERS, **_SHARDED), frozen=[*_FIRST_HALF, "parts.6"], thawed_in=1),
+    ),
     "T5": (2, Case(**_T5, options=_cut("1f1b"))),
     "T5, four ranks": (4, Case(**_T5, options=_cut("1f1b"))),
     "T5, split backward": (2, Case(**_T5, options=_cut("zb_v"))),

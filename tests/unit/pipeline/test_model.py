@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
-from lightning_muon.pipeline.cut import check_parameters, choose_stages, only
-from lightning_muon.pipeline.model import CausalLM, Chain, EncoderDecoder, find_staged_model
+from lightning_muon.pipeline.cut import check_outputs, check_parameters, choose_stages, measure_flops, only
+from lightning_muon.pipeline.model import CausalLM, EncoderDecoder, find_staged_model
+from lightning_muon.pipeline.parts import Chain, StagedModel
+from lightning_muon.pipeline.planned import Planned
 from tests.distributed.pipeline.models import VOCABULARY, causal_lm, encoder_decoder, load_example
 
 _LOSS = staticmethod(lambda output, target: ((output - target).square().sum(), target.numel()))
@@ -24,14 +28,31 @@ def _holder(child: nn.Module, **methods: Any) -> nn.Module:
     return holder
 
 
+_PLANNED = (
+    "cohere2",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "granite",
+    "mixtral",
+    "olmo2",
+    "phi3",
+)  # No test sets is_known.
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "qwen2", "qwen3", *_PLANNED])
 def test_stages_of_a_language_model_compute_what_it_does(kind: str, tied: bool) -> None:
     net: Any = causal_lm(kind, num_layers=3, tied=tied)
+    for name, parameter in net.named_parameters():
+        if "norm" in name:
+            nn.init.normal_(parameter, 1.0, 0.1)
     holder = _holder(net)
     model = find_staged_model(holder)
     assert isinstance(model, CausalLM) and model.root is net and len(model.parts) == 5
     check_parameters(holder, model.parts)
+    check_outputs(holder, model)
+    assert net.training
     tokens = torch.randint(0, VOCABULARY, (2, 7))
     mask = torch.ones_like(tokens)
     mask[0, 4:] = 0
@@ -157,27 +178,200 @@ def test_methods_say_how_a_module_is_cut() -> None:
 def test_wrong_methods_are_named() -> None:
     net = _Methods()
     net.pipeline_parts = lambda: [net.first, net.first]
-    with pytest.raises(ValueError, match="returns a module twice"):
+    with pytest.raises(ValueError, match="a module is twice among the parts of _Methods"):
         find_staged_model(net)
     net.pipeline_parts = lambda: [net.first, nn.Tanh()]
     with pytest.raises(ValueError, match="a Tanh that is no submodule"):
         find_staged_model(net)
     holder = _holder(net, pipeline_parts=lambda self: [self.net])
-    with pytest.raises(ValueError, match=r"(?s)Holder has pipeline_parts, but no pipeline_loss:\n.*def pipeline_loss"):
+    with pytest.raises(
+        ValueError, match=r"it has pipeline_parts, but no pipeline_loss. Write in it:\n    def pipeline_loss\(self"
+    ):
         find_staged_model(holder)
 
 
+class _OfValues(nn.Module):
+    """Rotary embeddings that depend on what is embedded: a second way from the first part to all others."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.inner(hidden, position_ids)
+        return cos * (1 + hidden.mean()), sin
+
+
+def _two_ways() -> nn.Module:
+    net: Any = causal_lm("olmo2", num_layers=2)
+    net.model.rotary_emb = _OfValues(net.model.rotary_emb)
+    return net
+
+
+def _wrong_plan() -> nn.Module:
+    net: Any = causal_lm("gemma2", num_layers=2)
+    net._pp_plan["model.blocks"] = ([], [])
+    return net
+
+
+def _extra_parameter() -> nn.Module:
+    net: Any = causal_lm("gemma2", num_layers=2)
+    net.model.scale = nn.Parameter(torch.ones(3))
+    return net
+
+
+def _with_routers() -> nn.Module:
+    net: Any = causal_lm("mixtral", num_layers=2)
+    net.config.output_router_logits = True
+    return net
+
+
+def _on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return causal_lm("gemma2", num_layers=2)
+
+
 @pytest.mark.parametrize(
-    ("net", "what"),
+    ("make", "why"),
     [
-        (nn.Linear(2, 2), "a Linear is no language"),
-        (nn.Sequential(nn.Linear(2, 2)), "a Sequential is no language"),  # Without a loss.
-        (causal_lm("gemma2"), "the model_type 'gemma2' is no language"),
+        (_two_ways, "its output becomes another one"),
+        (_wrong_plan, r"the _pp_plan of a Gemma2ForCausalLM has model\.blocks, which the model has not"),
+        (_extra_parameter, r"model\.scale \(3,\) belongs to no part"),
+        (_with_routers, "not the cross-entropy of its labels alone, as without output_router_logits"),
+        (_on_meta, "weights are on the meta device"),
     ],
-    ids=["a layer", "no loss", "unknown model_type"],
 )
-def test_an_unknown_model_is_told_which_methods_to_write(net: nn.Module | PreTrainedModel, what: str) -> None:
-    with pytest.raises(ValueError, match=what) as error:
-        find_staged_model(_holder(net))
+def test_a_model_that_no_stages_can_compute_is_told_why(make: Callable[[], nn.Module], why: str) -> None:
+    holder = _holder(make())
+    with pytest.raises(ValueError, match=rf"(?s)^Holder cannot be cut into stages: .*{why}") as error:
+        check_outputs(holder, find_staged_model(holder))
     for name in ("pipeline_parts", "pipeline_step", "pipeline_loss"):
         assert f"def {name}(self" in str(error.value)
+
+
+class _Reversed(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for module in reversed(self):
+            x = module(x)
+        return x
+
+
+class _Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def pipeline_step(self, batch: Any) -> Any:
+        return batch
+
+    pipeline_loss = _LOSS
+
+
+def _bart() -> nn.Module:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "d_model": 8,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "max_position_embeddings": 8,
+    }
+    heads = {"encoder_attention_heads": 1, "decoder_attention_heads": 1, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    return AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("bart", **sizes, **heads))
+
+
+@pytest.mark.parametrize(
+    ("make", "why", "missing"),
+    [
+        (lambda: _holder(nn.Linear(2, 2)), "a Linear is no model of transformers", "parts step loss"),
+        (lambda: _holder(nn.Linear(2, 2), pipeline_loss=_LOSS), "a Linear is no model of transformers", "parts step"),
+        (lambda: _holder(nn.Sequential(nn.Linear(2, 2))), "a Sequential does not say its loss", "loss"),
+        (lambda: _holder(causal_lm("llama").model), "a LlamaModel does not say its loss", "loss"),
+        (_Two, "it holds first, last, and does not say in which order they run", "parts"),
+        (lambda: _holder(_Reversed(nn.Linear(2, 2)), pipeline_loss=_LOSS), "a _Reversed is no model", "parts step"),
+        (lambda: _holder(_bart()), "only mt5 and t5 need no methods, no bart", "parts step loss"),
+    ],
+)
+def test_an_error_shows_the_methods_that_are_missing(make: Callable[[], nn.Module], why: str, missing: str) -> None:
+    with pytest.raises(ValueError, match=why) as error:
+        find_staged_model(make())
+    shown = [name for name in ("parts", "step", "loss") if f"def pipeline_{name}(self" in str(error.value)]
+    assert shown == missing.split()
+
+
+def _run_parts(model: StagedModel, inputs: Any) -> Any:
+    """The output of stages of one part each."""
+    stages, carry = dict(enumerate(choose_stages(model, len(model.parts)))), None
+    for stage, parts in stages.items():
+        with only(stages, stage):
+            carry = model.run(parts, carry, inputs)
+    return carry
+
+
+def _smoothed(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = output.flatten(0, 1)
+    return F.cross_entropy(logits, target.flatten(), reduction="sum", label_smoothing=0.1), (target != -100).sum()
+
+
+def _step(self: Any, batch: dict[str, Tensor]) -> tuple[Any, Tensor]:
+    return batch["tokens"], batch["wanted"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: causal_lm("gemma2"), lambda: encoder_decoder(2), lambda: causal_lm("phi3").model]
+)
+def test_two_methods_are_enough_for_what_one_model_cuts(make: Callable[[], Any]) -> None:
+    net = make()
+    holder = _holder(net, pipeline_step=_step, pipeline_loss=staticmethod(_smoothed))
+    model = find_staged_model(holder)
+    check_outputs(holder, model)
+    tokens, wanted = torch.randint(0, VOCABULARY, (2, 3, 7))
+    inputs, target = model.split({"tokens": tokens, "wanted": wanted})
+    assert target is wanted
+    output = _run_parts(model, inputs)
+    decoded = {"labels": wanted} if isinstance(model, EncoderDecoder) else {}
+    assert torch.equal(output, net(tokens, **decoded)[1 if decoded else 0])
+    assert model.loss is _smoothed
+    if isinstance(model, Planned) and not isinstance(model, CausalLM):
+        result = model.result_of_call(output, model.inputs_of_call((tokens,), {})[1])
+        assert torch.equal(result.last_hidden_state, output)
+        with pytest.raises(TypeError, match="call Phi3Model without labels"):
+            model.inputs_of_call((tokens,), {"labels": wanted})
+    with pytest.raises(RuntimeError, match=r"forward_backward\(model, batch\)"):
+        model.batch_of_call((tokens,), {})
+
+
+class _OwnPlan(nn.Module):
+    """Knows nothing of transformers."""
+
+    _pp_plan: ClassVar = {"table": (["x"], ["h"]), "blocks": (["h"], ["h"]), "end": (["h"], ["y"])}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end, self.table = nn.Linear(4, 3), nn.Embedding(9, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        hidden = self.table(x) * 2
+        for block in self.blocks:
+            hidden = torch.tanh(block(input=hidden)) * scale
+        return -self.end(hidden)
+
+
+def test_a_plan_of_the_user_is_followed() -> None:
+    net = _OwnPlan()
+    holder = _holder(net, pipeline_loss=_LOSS)
+    holder.example_input_array = inputs = torch.randint(9, (2, 5)), torch.randn(4)
+    model = find_staged_model(holder)
+    check_outputs(holder, model)
+    assert isinstance(model, Planned) and [part.name for part in model.parts][::4] == ["table", "end"]
+    assert torch.equal(_run_parts(model, inputs), net(*inputs)) and model.split((inputs, 3)) == (inputs, 3)
+    assert model.result_of_call(inputs[1], None) is inputs[1]
+    assert model.inputs_of_call(inputs, {}) == ({"x": inputs[0], "scale": inputs[1]}, None)
+    assert measure_flops(model) == [0, *[2 * 10 * 16] * 3, 2 * 10 * 12]
+
+
+def test_a_sequential_with_one_module_twice_is_refused() -> None:
+    tanh = nn.Tanh()
+    net = nn.Sequential(nn.Linear(2, 3), tanh, nn.Linear(3, 2), tanh)
+    with pytest.raises(ValueError, match="twice among the parts of Sequential"):
+        find_staged_model(_holder(net, pipeline_loss=_LOSS))

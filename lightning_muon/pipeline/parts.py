@@ -1,0 +1,173 @@
+"""What a pipeline asks of a model: its parts in the order of forward, how a run of them is called, and its loss."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+Carry = Any
+"""What one part returns to the next one: a tensor, or a tuple of tensors."""
+Loss = tuple[Tensor, Tensor | int]
+"""The sum of the losses of a micro-batch, and how many it sums up."""
+
+# Of a module that says itself how it is cut.
+_METHODS = {
+    "pipeline_parts": """\
+    def pipeline_parts(self):  # modules in the order of forward; each gets what the one before returns
+        return [self.embedding, *self.blocks, self.head]""",
+    "pipeline_step": """\
+    def pipeline_step(self, batch):  # what the model gets (a tensor, tuple or dict), and what the loss compares with
+        return batch["tokens"][:, :-1], batch["tokens"][:, 1:]""",
+    "pipeline_loss": """\
+    def pipeline_loss(self, output, target):  # the sum of the losses, and of how many
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum"), target.numel()""",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Modules that stay together, each with the module that holds it and its name there."""
+
+    name: str  # Of its first module in the model.
+    places: tuple[tuple[nn.Module, str], ...]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """They themselves."""
+        return list(dict.fromkeys(parent.get_submodule(name) for parent, name in self.places))
+
+
+class StagedModel(ABC):
+    """A model as a sequence of parts; a stage is a run of them."""
+
+    parts: Sequence[Part]
+    # What users call: during an evaluation its forward is that of the whole pipeline.
+    root: nn.Module
+    example: Any = None  # Inputs of which the first part takes some, if they are known; their values do not matter.
+
+    @abstractmethod
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """Parts that are copies, for ``memo`` see ``copy.deepcopy``; its :meth:`run` is all that may be called."""
+
+    @abstractmethod
+    def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
+        """Call parts one after the other; ``carry`` is ``None`` for the first part of the model."""
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and targets of a batch of training: a pair, if nobody says how."""
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            raise TypeError(
+                f"a batch is a {type(batch).__name__}, no pair (inputs, targets); define\n{_METHODS['pipeline_step']}"
+            )
+        return batch[0], batch[1]
+
+    @abstractmethod
+    def loss(self, output: Carry, target: Any) -> Loss:
+        """Sum and number of the losses of a micro-batch."""
+
+    @abstractmethod
+    def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Inputs and targets (or ``None``) of a call of :attr:`root` by the user."""
+
+    @abstractmethod
+    def result_of_call(self, output: Carry, target: Any) -> Any:
+        """What that call returns."""
+
+    def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
+        """The batch of training of a call with gradients, and of how many losses the mean is wanted, if not of its own.
+
+        Raises:
+            RuntimeError: If the model does not compute its loss itself.
+        """
+        raise RuntimeError(
+            f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
+            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the "
+            "model and of backward, and evaluate under torch.no_grad()"
+        )
+
+    def result_of_training(self, loss: Tensor) -> Any:
+        """What a call with gradients returns."""
+        raise NotImplementedError
+
+    def take_calls(self, run: Callable[..., Any]) -> None:
+        """From now on ``run`` answers calls of :attr:`root`; local."""
+
+        @wraps(type(self.root).forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return run(*args, **kwargs)
+
+        # What looks at the signature, as ``generate`` does, finds that of the model.
+        signature = inspect.signature(type(self.root).forward.__get__(self.root))
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.root.forward = forward
+
+
+class Chain(StagedModel):
+    """Modules each of which takes what the one before has returned."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        modules: Sequence[nn.Module],
+        split: Callable[[Any], tuple[Any, Any]] | None,
+        loss: Callable[[Carry, Any], Loss],
+        example: Any = None,
+    ) -> None:
+        self.root, self._split, self._loss, self.example = root, split, loss, example
+        places = {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
+        names = {child: name for name, child in root.named_modules()}
+        for module in modules:
+            if module not in places:
+                raise ValueError(f"pipeline_parts returns a {type(module).__name__} that is no submodule of the model")
+        if len(set(modules)) < len(modules):
+            raise ValueError(
+                f"a module is twice among the parts of {type(root).__name__}, where each is called once in a forward; "
+                "give every place a module of its own"
+            )
+        self.parts = [Part(names[module], (places[module],)) for module in modules]
+
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """See the base class."""
+        root = nn.ModuleList(copy.deepcopy([module for part in self.parts for module in part.modules], memo))
+        return type(self)(root, list(root), None, self._loss)
+
+    def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
+        """See the base class."""
+        values = inputs if carry is None else carry
+        for part in parts:
+            (module,) = part.modules
+            values = module(*values) if isinstance(values, tuple) else module(values)
+        return values
+
+    def split(self, batch: Any) -> tuple[Any, Any]:
+        """As ``pipeline_step`` says; without it a batch is a pair."""
+        return super().split(batch) if self._split is None else self._split(batch)
+
+    def loss(self, output: Carry, target: Any) -> Loss:
+        """As ``pipeline_loss`` says."""
+        return self._loss(output, target)
+
+    def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """See the base class."""
+        if kwargs:
+            raise TypeError(f"a pipeline of modules takes no keywords, got {', '.join(kwargs)}")
+        return args[0] if len(args) == 1 else tuple(args), None
+
+    def result_of_call(self, output: Carry, target: Any) -> Any:
+        """See the base class."""
+        return output
+
+
+def missing_methods(module: nn.Module, why: str, *names: str) -> ValueError:
+    """The error of a module that cannot be cut; it shows these methods to write, or all that are not there."""
+    lines = "\n\n".join(
+        text for name, text in _METHODS.items() if name in names or not (names or hasattr(module, name))
+    )
+    return ValueError(f"{type(module).__name__} cannot be cut into stages: {why}. Write in it:\n{lines}")

@@ -1,0 +1,194 @@
+"""Models whose own forward runs on every stage, with the modules of other stages left out."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lightning_muon.pipeline.parts import Carry, Loss, Part, StagedModel
+
+_Place = tuple[nn.Module, str]
+_PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
+
+
+class Planned(StagedModel):
+    """A model through whose own forward one tensor goes, from part to part, as its ``_pp_plan`` or its children say.
+
+    Every stage runs that forward, with all inputs. Modules of other stages return what they get; the first module of
+    the stage gets what the stage has received, and what would come to the first module of the next one is sent there.
+    So masks, positions, rotary embeddings, and what is done between two parts (embeddings are scaled, logits bounded),
+    are made on every stage. What comes to a part on another way than as its first argument must follow from the inputs.
+
+    Raises:
+        LookupError: If it is no such model.
+    """
+
+    is_known = False  # Tests have shown that this holds for its kind.
+
+    def __init__(self, root: Any) -> None:
+        self.root: Any = root
+        self.parts = named_parts(root, _planned_places(root))
+        self._forward: Callable[..., Any] = root.forward
+        self._result: Any = None  # The class of what its forward returns, and the name of what it has computed in it.
+        self._output = ""
+
+    def copy(self, memo: dict[int, Any]) -> Self:
+        """See the base class."""
+        return type(self)(copy.deepcopy(self.root, memo))
+
+    def probe(self) -> Any:
+        """Inputs of a small forward: two rows of tokens, one with padding, or :attr:`example`, if there is one."""
+        vocabulary = getattr(getattr(self.root, "config", None), "vocab_size", None)
+        if vocabulary is None:
+            return self.example
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(vocabulary, (2, _PROBE_LENGTH), generator=generator)
+        mask = torch.ones_like(tokens)
+        mask[0, _PROBE_LENGTH // 2 :] = 0
+        device = next(self.root.parameters()).device
+        return {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
+
+    def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
+        """See the base class."""
+        args, kwargs = arguments_in(inputs)
+        if hasattr(self.root, "base_model_prefix"):
+            kwargs |= {"use_cache": False, "return_dict": True}
+        with _stage_of_forward(self.parts, parts, carry) as passed_on:
+            result = self._forward(*args, **kwargs)
+        output = result
+        if isinstance(result, Mapping):
+            self._result, self._output = type(result), next(iter(result))
+            output = result[self._output]
+        if parts[-1] is self.parts[-1]:
+            return output
+        if not passed_on:
+            raise RuntimeError(
+                f"the forward of {type(self.root).__name__} does not come to the part after {parts[-1].name}"
+            )
+        return passed_on[0]
+
+    def loss(self, output: Carry, target: Any) -> Loss:
+        """That of ``pipeline_loss``, which :func:`find_staged_model` puts here."""
+        raise NotImplementedError
+
+    def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """See the base class."""
+        if kwargs.get("labels") is not None:
+            raise TypeError(f"call {type(self.root).__name__} without labels: pipeline_loss is its loss in a pipeline")
+        return bound(self.root, args, kwargs), None
+
+    def result_of_call(self, output: Carry, target: Any) -> Any:
+        """See the base class."""
+        return output if self._result is None else self._result(**{self._output: output})
+
+
+def arguments_in(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional ones, and those by name."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def bound(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``root``, by name."""
+    signature = inspect.signature(type(root).forward)
+    given = signature.bind(root, *args, **kwargs).arguments
+    given.pop("self")
+    rest = next((each.name for each in signature.parameters.values() if each.kind == each.VAR_KEYWORD), "")
+    return given | given.pop(rest, {})
+
+
+class _Entrance(nn.Module):
+    """In the place of the first module of a stage, and as that: calls it with what the stage has received."""
+
+    def __init__(self, module: nn.Module, received: Tensor) -> None:
+        super().__init__()
+        self.module, self.received = module, received
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)["_modules"]
+        return own[name] if name in own else getattr(own["module"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Its result. The hidden states are the first argument."""
+        if args:
+            return self.module(self.received, *args[1:], **kwargs)
+        return self.module(**(kwargs | {next(iter(kwargs)): self.received}))
+
+
+@contextmanager
+def _stage_of_forward(model: Sequence[Part], stage: Sequence[Part], carry: Carry) -> Generator[list[Tensor]]:
+    """Let a forward of the whole model be that of a stage; the list gets what the next stage is to receive. Local.
+
+    What belongs to other stages must be absent.
+    """
+    passed_on: list[Tensor] = []
+    with ExitStack() as stack:
+        if stage[-1] is not model[-1]:
+            following = model[list(model).index(stage[-1]) + 1].modules[0]
+            handle = following.register_forward_pre_hook(
+                lambda _, args, kwargs: passed_on.append(args[0] if args else next(iter(kwargs.values()))),
+                with_kwargs=True,
+            )
+            stack.callback(handle.remove)
+        if carry is not None:
+            # Embeddings that are absent: masks and positions follow from shape, type and device of what they return.
+            stack.callback(model[0].modules[0].register_forward_hook(lambda *_: torch.zeros_like(carry)).remove)
+            parent, name = stage[0].places[0]
+            module = parent.get_submodule(name)
+            stack.callback(setattr, parent, name, module)
+            setattr(parent, name, _Entrance(module, carry))
+        yield passed_on
+
+
+def _planned_places(root: Any) -> list[list[_Place]]:
+    """The places of each part: as ``_pp_plan`` of a model says, or the children of its base model."""
+    kind = f"a {type(root).__name__}"
+    prefix = getattr(root, "base_model_prefix", None)
+    base = getattr(root, prefix, root) if prefix else root
+    above = "" if base is root else f"{prefix}."
+    names = sorted(getattr(root, "_pp_plan", None) or (), key=lambda name: not name.startswith(above))
+    if len(names) < 2:  # That of transformers has the head first, and often nothing else.
+        if prefix is None or hasattr(root, "peft_config"):  # A PeftModel answers for the model inside.
+            raise LookupError(
+                f"{kind} is no model of transformers, has no _pp_plan, and not the forward of nn.Sequential"
+            )
+        # Dropout belongs to one place, too; what has only buffers (rotary) is everywhere.
+        names = [
+            f"{path}{name}"
+            for path, parent in {above: base, "": root}.items()
+            for name, child in parent.named_children()
+            if child is not base and (isinstance(child, nn.Dropout) or next(child.parameters(), None) is not None)
+        ]
+    parts: list[list[_Place]] = [[]]
+    for name in names:
+        path, _, child = name.rpartition(".")
+        try:
+            parent, module = root.get_submodule(path), root.get_submodule(name)
+        except AttributeError as error:
+            raise LookupError(f"the _pp_plan of {kind} has {name}, which the model has not") from error
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            parts += [*blocks_of(parent, child), []]
+        else:
+            parts[-1].append((parent, child))
+    if len(parts) == 1:
+        raise LookupError(f"{kind} has no list of layers in {', '.join(names) or 'its children'}")
+    return [part for part in parts if part]
+
+
+def blocks_of(stack: nn.Module, name: str) -> list[list[_Place]]:
+    """The places of the children of a list of modules."""
+    blocks = stack.get_submodule(name)
+    return [[(blocks, number)] for number, _ in blocks.named_children()]
+
+
+def named_parts(root: nn.Module, places: Sequence[Sequence[_Place]]) -> list[Part]:
+    """Parts of these places, with the names of their first modules."""
+    names = {child: name for name, child in root.named_modules()}
+    return [Part(names[each[0][0].get_submodule(each[0][1])], tuple(each)) for each in places]
