@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import multiprocessing
 import os
 import pickle
 import random
@@ -73,6 +74,8 @@ def serve(connection: Connection, log_path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Processes of a DataLoader start as in any program; a fork server would have to import torch first.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     environ, directory = dict(os.environ), Path.cwd()
     while True:
         try:

@@ -6,10 +6,12 @@ import json
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing import start_processes
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
@@ -264,6 +266,8 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.delenv("RANK", raising=False)
+    # Started as mp.spawn starts them, from a process that has imported torch.
+    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
     path = config(_strategy("optimizer: {chunk_bytes: 64}"), "devices: 2")
     out = tmp_path / "out"
     main(["trace", *path, "--steps", "2", "--out", str(out)])
