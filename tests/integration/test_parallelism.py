@@ -18,12 +18,7 @@ from tests.support.processes import ProcessPool
 
 
 def _train(
-    options: dict[str, Any],
-    *,
-    num_data_ranks: int,
-    tokens: bool = False,
-    by_lightning: bool = False,
-    **kwargs: Any,
+    options: dict[str, Any], *, num_data_ranks: int, tokens: bool = False, by_lightning: bool = False, **kwargs: Any
 ) -> tuple[dict[str, Tensor], int]:
     """Weights after two epochs, and how many samples this rank has seen."""
     pl = training.load()

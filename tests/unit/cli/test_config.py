@@ -79,11 +79,7 @@ def test_what_stands_there_as_a_comment_is_the_default(tmp_path: Path, optimizer
             "FSDP",
             {"pipeline_size": 2, "replicate_size": 3, "shard_size": 1},
         ),
-        (
-            ("--cpu", "--pipeline-size", "2"),
-            "MULTI_CPU",
-            {"pipeline_size": 2, "replicate_size": 1, "shard_size": 1},
-        ),
+        (("--cpu", "--pipeline-size", "2"), "MULTI_CPU", {"pipeline_size": 2, "replicate_size": 1, "shard_size": 1}),
         (
             ("--sharding", "none", "--pipeline-size", "2", "--num-processes", "2"),
             "MULTI_GPU",

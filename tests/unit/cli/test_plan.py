@@ -296,11 +296,7 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
     ],
 )
 def test_what_cannot_be_traced_is_refused_at_once(
-    tmp_path: Path,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:

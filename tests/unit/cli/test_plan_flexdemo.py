@@ -11,13 +11,7 @@ import pytest
 from rich.console import Console
 
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.cli.plan_flexdemo import (
-    TOP_KS,
-    comparison,
-    slow_links,
-    slow_links_report,
-    step_seconds,
-)
+from lightning_muon.cli.plan_flexdemo import TOP_KS, comparison, slow_links, slow_links_report, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication, Random, Replicator
