@@ -1,7 +1,5 @@
 """Fixtures of the whole suite, one thread per process, and type checks of ``lightning_muon.math``."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Callbacks that ship with Lightning: each works, or is refused with a message that says what to use in its place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Programs that catch an exception in forward or backward and go on: as if there had been no such batch."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext, suppress
 from typing import Any

@@ -1,7 +1,5 @@
 """Context and tensor parallelism in a Trainer: the weights of one process with whole sequences and whole layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

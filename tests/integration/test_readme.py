@@ -1,7 +1,5 @@
 """What README and the pages show runs as it stands: programs, files of options, commands, examples of docstrings."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -3,8 +3,6 @@
 Counts of a simulation are of the last step, syncs and races of all but the first two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock

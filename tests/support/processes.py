@@ -15,8 +15,6 @@ DTensors)::
 The workers are kept between calls, so that torch and what a test imports is paid for once per session.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ gets the interpreter of ``tests/support/warm_python.py``; what is about the star
 one.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import multiprocessing

@@ -1,7 +1,5 @@
 """Plans for given tensors, without an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

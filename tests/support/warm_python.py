@@ -6,8 +6,6 @@ ends. In the program ``sys.executable`` is the same command, so that what launch
 imports needs ``sys.executable`` of the test.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Parameters of odd shapes on R nodes of S ranks, whose gradients are drawn, and the same in the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

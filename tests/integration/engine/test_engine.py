@@ -1,7 +1,5 @@
 """The engine without any framework, and between backward and step: micro-batches, closures, NaN, calls of children."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The file that the command writes, read back by Accelerate and by us."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

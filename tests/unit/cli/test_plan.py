@@ -1,7 +1,5 @@
 """``lightning-muon plan`` and ``trace``, run through the command."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """What FlexDeMo is said to send, against counts by hand and the shards that torch cuts."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What is planned: YAML files read without training or weights, fused weights, and words for FlexDeMo."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The plan of a step: buckets, owners, ops, and what travels, against a count of every piece."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product

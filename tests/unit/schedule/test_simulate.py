@@ -1,7 +1,5 @@
 """Timelines, against closed forms and lower bounds; broken programs, which are refused by name of the op."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace
