@@ -39,7 +39,8 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
 
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where}: must be a mapping of options, got {mapping!r}")
-    check_keys(mapping, list(inspect.signature(kind).parameters), where=where)
+    parameters = list(inspect.signature(kind).parameters)
+    check_keys(mapping, parameters, where=where)
     plain, built = dict[str, Any](), dict[str, Any]()
     for key, value in mapping.items():
         if isinstance(value, Mapping) and "class_path" in value:
@@ -48,7 +49,8 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
             (plain if isinstance(value, _PLAIN) else built)[key] = value
     parser = ArgumentParser(exit_on_error=False)
     try:
-        parser.add_class_arguments(kind, skip=set[str | int](built), fail_untyped=False)
+        # Every type that jsonargparse looks at takes it milliseconds.
+        parser.add_class_arguments(kind, skip=set[str | int](parameters) - plain.keys(), fail_untyped=False)
         parsed = parser.instantiate(parser.parse_object(plain))
         return kind(**{key: parsed[key] for key in plain}, **built)
     except (ArgumentError, TypeError, ValueError) as error:

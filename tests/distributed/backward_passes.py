@@ -1,7 +1,5 @@
 """A sharded model, and backward passes that do everything to gradients that users do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Gathers that start during backward: the same weights bit for bit, whatever happens to the gradients afterwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """No rank waits for a connection that another rank does not open, whichever gradients a rank lacks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Missing, frozen, unused, tied and broken gradients, with FSDP2 and with plain tensors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

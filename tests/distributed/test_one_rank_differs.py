@@ -1,7 +1,5 @@
 """A rank that differs from the others: an error on all of them or the same weights on all, and never a hang."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

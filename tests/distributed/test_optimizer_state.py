@@ -1,7 +1,5 @@
 """Optimizer state through torch's distributed checkpoint: same and other world size, meshes mixed in one optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ParallelMuon on 1 to 4 ranks against Muon on full matrices in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

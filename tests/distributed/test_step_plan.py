@@ -1,7 +1,5 @@
 """What the optimizer finds out about its parameters: exchange groups, pieces, plan."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What a step runs is the program that was checked, op by op, in every mode; and how far it is to its first message."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """ParallelMuon on weights that tensor parallelism and FSDP2 divide together, against full matrices in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pieces to owners and back: what arrives, and how many bytes leave a rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 from unittest import mock

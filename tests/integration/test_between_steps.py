@@ -1,7 +1,5 @@
 """What a program does to gradients and weights between backward, step and the next forward, with every sharding."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

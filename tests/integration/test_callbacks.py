@@ -1,7 +1,5 @@
 """Callbacks that ship with Lightning: each works, or is refused with a message that says what to use in its place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +44,7 @@ def test_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, 
 
 
 def _finetune(
-    directory: str,
-    *,
-    unfreeze_at: int = 1,
-    resume: str | None = None,
-    sizes: dict[str, Any] | None = None,
+    directory: str, *, unfreeze_at: int = 1, resume: str | None = None, sizes: dict[str, Any] | None = None
 ) -> tuple[list[float], dict[str, Any], list[tuple[int, float, float]], bool]:
     pl = training.load()
 

@@ -1,7 +1,5 @@
 """Programs that catch an exception in forward or backward and go on: as if there had been no such batch."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -34,10 +32,7 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 
         hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
         callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
-        options = {
-            "strategy": training.strategy_class()(sharding=sharding),
-            "num_sanity_val_steps": 0,
-        }
+        options = {"strategy": training.strategy_class()(sharding=sharding), "num_sanity_val_steps": 0}
         first = training.trainer(pl, callbacks=[callback] if fails else [], max_steps=2 if fails else 1, **options)
         batches = {}
         if where == "evaluation":

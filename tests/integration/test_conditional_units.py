@@ -1,7 +1,5 @@
 """Ranks that use different parts of a model: an error with the name on all ranks, never a hang."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

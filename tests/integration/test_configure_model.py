@@ -1,7 +1,5 @@
 """Models that configure_model creates: on the meta device, sharded by the user, or compiled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A Trainer whose nodes train by themselves between two averages: what it evaluates, saves, and leaves behind."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Mistakes: the same clear error on every rank, and no hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 from typing import Any

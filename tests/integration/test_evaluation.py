@@ -1,7 +1,5 @@
 """Validation, test and prediction; before, during and after training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A Trainer whose nodes exchange components of momenta: weights, resumed runs, checkpoints, other numbers of nodes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

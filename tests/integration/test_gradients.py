@@ -1,7 +1,5 @@
 """Gradients in a Trainer: scaled by tokens, clipped and logged, skipped when they are not finite."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

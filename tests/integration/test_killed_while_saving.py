@@ -1,7 +1,5 @@
 """All ranks are killed while a Trainer overwrites its checkpoint: the run goes on from all of one epoch, exactly."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

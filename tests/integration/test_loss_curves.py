@@ -1,7 +1,5 @@
 """The same curve at any number of ranks, and as in a plain loop with torch.optim.Muon and AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Manual optimization: several optimizers, several backward passes in one step."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

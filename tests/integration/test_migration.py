@@ -1,7 +1,5 @@
 """The programs in examples/migration: how little changes, and that what it becomes trains as it should."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Iterable

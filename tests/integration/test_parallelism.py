@@ -1,7 +1,5 @@
 """Context and tensor parallelism in a Trainer: the weights of one process with whole sequences and whole layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +16,7 @@ from tests.support.processes import ProcessPool
 
 
 def _train(
-    options: dict[str, Any],
-    *,
-    num_data_ranks: int,
-    tokens: bool = False,
-    by_lightning: bool = False,
-    **kwargs: Any,
+    options: dict[str, Any], *, num_data_ranks: int, tokens: bool = False, by_lightning: bool = False, **kwargs: Any
 ) -> tuple[dict[str, Tensor], int]:
     """Weights after two epochs, and how many samples this rank has seen."""
     pl = training.load()

@@ -1,7 +1,5 @@
 """The same model, data and optimizer in every framework: the same weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Precisions: the supported ones compute in what they say, the others are refused by every way to ask for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

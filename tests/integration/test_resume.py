@@ -1,7 +1,5 @@
 """Save and resume: every later step is bit-equal to the run that was not interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

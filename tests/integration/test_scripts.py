@@ -1,7 +1,5 @@
 """Programs as users write them, started as users start them: Lightning launches the other processes."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

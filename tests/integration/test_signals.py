@@ -1,7 +1,5 @@
 """SIGTERM, and the signal of SLURM's requeue, in the middle of a step: all ranks answer after the same batch."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

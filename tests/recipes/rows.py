@@ -1,7 +1,5 @@
 """Self-written rows of the WikiHow schema (title, text, summary), with nulls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas

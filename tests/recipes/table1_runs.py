@@ -1,7 +1,5 @@
 """Grids of the command line and made-up results, for the tests of Table 1."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The demo from its command line to its report, on a few rows."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

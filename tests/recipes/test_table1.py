@@ -1,7 +1,5 @@
 """The grid of Table 1: its settings, the measurement of a run, and that it goes on where it stopped."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import inspect

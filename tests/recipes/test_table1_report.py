@@ -1,7 +1,5 @@
 """The results of Table 1: how they are stored, and the table and plot that are made of them."""
 
-from __future__ import annotations
-
 import csv
 import io
 import random

@@ -1,7 +1,5 @@
 """The demo of AdamW against Muon, from its sentences to its report."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 Written from the papers (arXiv:2311.08105, Algorithm 1; with Muon inside arXiv:2505.23725), not from the package.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -4,8 +4,6 @@ Written from the papers (arXiv:2411.19870, Algorithm 1; arXiv:2502.06728, Algori
 transform, blocks, choice, rounding, merge and shards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

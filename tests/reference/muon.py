@@ -1,7 +1,5 @@
 """Muon and AdamW on full tensors in one process, written for reading: what every distributed path is compared with."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

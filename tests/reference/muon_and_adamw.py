@@ -1,7 +1,5 @@
 """A whole training step in one process: Muon for some weights of a module, torch's AdamW for the rest."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -9,8 +9,6 @@ has, while ``ACCELERATE_TORCH_DEVICE`` keeps everything on the CPU::
             assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

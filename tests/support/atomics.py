@@ -1,7 +1,5 @@
 """Fails where an op would add up in an order that CUDA does not fix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,8 +3,6 @@
 Counts of a simulation are of the last step, syncs and races of all but the first two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -195,19 +193,10 @@ class _Net(nn.Module):
 
 
 def run_zero2(
-    shapes: Sequence[ParameterShape],
-    size: int,
-    *,
-    replicas: int = 1,
-    clip: bool = False,
-    sharding: str = "zero2",
+    shapes: Sequence[ParameterShape], size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
 ) -> tuple[Simulation, ParallelMuon]:
     """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
-    with (
-        world(size) as simulation,
-        Tracker(),
-        mock.patch("lightning_muon.sharding.modes.Ddp.prepare"),
-    ):
+    with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.modes.Ddp.prepare"):
         net = _Net(shapes)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())
         mode.prepare(net)

@@ -1,7 +1,5 @@
 """Modules that fail: what programs catch and go on after."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@
 travel over gloo.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

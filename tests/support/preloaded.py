@@ -1,7 +1,5 @@
 """Imports once, in the process from which workers and programs are forked, what most of them need."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 from contextlib import suppress

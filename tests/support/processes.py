@@ -15,8 +15,6 @@ DTensors)::
 The workers are kept between calls, so that torch and what a test imports is paid for once per session.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os
@@ -31,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.outcome import RanksFailedError, Worker, collect, describe
-from tests.support.programs import PRELOAD
 from tests.support.worker import Call, RankFailure, free_port, qualified_name, serve
 
 
@@ -130,7 +127,6 @@ class ProcessPool:
             self._directory = Path(tempfile.mkdtemp(prefix="gloo-pool-"))
             # multiprocessing joins its children at exit; ours wait for calls until they are ended.
             atexit.register(self.close)
-        self._context.set_forkserver_preload(PRELOAD)
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
             log = self._directory / f"worker{len(self._workers)}.log"

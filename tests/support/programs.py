@@ -5,8 +5,6 @@ gets the interpreter of ``tests/support/warm_python.py``; what is about the star
 one.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import multiprocessing
@@ -21,7 +19,6 @@ from pathlib import Path
 from tests.support.worker import free_port, redirect_output
 
 ROOT = Path(__file__).parents[2]
-PRELOAD = ["tests.support.preloaded"]
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,7 +28,6 @@ def run_program(*words: str | Path, directory: Path, num_ranks: int = 1, timeout
     A single rank gets no environment of a launcher.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="program-") as logs:
         log = Path(logs, "output")

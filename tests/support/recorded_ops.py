@@ -1,7 +1,5 @@
 """Compares the ops that real steps run with the program that was checked."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Plans for given tensors, without an optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,11 +22,7 @@ def adamw_state(tensor: Tensor) -> dict[str, Any]:
 
 
 def plan_for(
-    tensors: Sequence[Tensor],
-    mesh: DeviceMesh | None = None,
-    *,
-    group: Mapping[str, Any] | None = None,
-    **options: Any,
+    tensors: Sequence[Tensor], mesh: DeviceMesh | None = None, *, group: Mapping[str, Any] | None = None, **options: Any
 ) -> StepPlan:
     """The plan for tensors that are called w0, w1, ..., and are routed by their shapes.
 

@@ -1,7 +1,5 @@
 """Gradients from seeds, whole weights, and tensors that are compared bit by bit."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

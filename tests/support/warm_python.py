@@ -6,8 +6,6 @@ ends. In the program ``sys.executable`` is the same command, so that what launch
 imports needs ``sys.executable`` of the test.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import multiprocessing
@@ -23,7 +21,7 @@ from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
 
-from tests.support.programs import PRELOAD, run_here
+from tests.support.programs import run_here
 
 _COMMAND = """#!{python} -ISs
 import json, os, signal, socket, sys
@@ -52,7 +50,6 @@ def warm_python() -> str:
     folder = tempfile.mkdtemp(prefix="python-")
     address, command = f"{folder}/socket", Path(folder, "python")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
     server = context.Process(target=_serve, args=(address, str(command)), daemon=True)
     server.start()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

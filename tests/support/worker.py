@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import faulthandler
 import functools
+import multiprocessing
 import os
 import pickle
 import random
@@ -73,6 +74,9 @@ def serve(connection: Connection, log_path: str) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # Processes of a DataLoader start as in any program; a fork server would have to import torch first.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
+    _remember_shapes()
     environ, directory = dict(os.environ), Path.cwd()
     while True:
         try:
@@ -169,6 +173,29 @@ def _clear_mesh_caches() -> None:
     groups = sys.modules.get("lightning_muon.comm.groups")
     if groups is not None:
         groups._made()  # Lets go those of a destroyed world.
+
+
+def _remember_shapes() -> None:
+    """Keep the shapes of DTensor's results from call to call: they know no mesh, and take most time to find again."""
+    import torch
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    find, known = ShardingPropagator._propagate_tensor_meta_non_cached, dict[Any, Any]()
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, DTensorSpec):
+            return value.tensor_meta
+        return tuple(map(plain, value)) if isinstance(value, list | tuple) else (type(value), value)
+
+    def found(self: Any, schema: Any) -> Any:
+        words = (plain(schema.args_schema), plain(tuple(sorted(schema.kwargs_schema.items()))))
+        key = (schema.op, *words, torch.get_default_dtype())
+        if key not in known:
+            known[key] = find(self, schema)
+        return known[key]
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
 
 
 def _torch_distributed_caches(names: Iterable[str]) -> Iterator[Any]:

@@ -1,7 +1,5 @@
 """Ranges of the options."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """The public face of the package."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

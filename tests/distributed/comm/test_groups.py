@@ -1,7 +1,5 @@
 """Process groups over axes, private ones and those along nodes; messages, sums and questions between ranks; buffers."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 import math

@@ -1,7 +1,5 @@
 """A sharded model whose nodes see different data, and gradients of the same model in one process and float64."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Parameters of odd shapes on R nodes of S ranks, whose gradients are drawn, and the same in the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,7 +72,7 @@ class Ranks:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.mesh = init_device_mesh("cpu", case.mesh_shape, mesh_dim_names=("replicate", "shard"))
-        self.node = self.mesh.get_local_rank("replicate")
+        self.node, self.shards = self.mesh.get_local_rank("replicate"), self.mesh["shard"]
         self.parameters = {name: nn.Parameter(self.place(weight)) for name, weight in case.weights().items()}
         for name in case.frozen:
             self.parameters[name].requires_grad_(False)
@@ -85,7 +83,7 @@ class Ranks:
         """The tensor on the ranks of a node; one without dimensions is whole on all of them."""
         if self.case.plain or not tensor.ndim:
             return tensor.clone()
-        return distribute_tensor(tensor, self.mesh["shard"], [Shard(0)], src_data_rank=None)
+        return distribute_tensor(tensor, self.shards, [Shard(0)], src_data_rank=None)
 
     def set_gradients(self, step: int) -> None:
         gradients = self.case.gradients(step, self.node)

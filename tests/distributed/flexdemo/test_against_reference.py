@@ -1,7 +1,5 @@
 """FlexDeMo on 1 to 4 ranks against the float64 reference, with drawn gradients of odd shapes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any

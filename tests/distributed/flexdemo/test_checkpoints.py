@@ -1,7 +1,5 @@
 """State of FlexDeMo: checkpoints of torch (DCP), resumed runs, late updates, other numbers of nodes, skipped steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """DiLoCo on several nodes against a naive run of all nodes in one process."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from itertools import cycle

@@ -1,7 +1,5 @@
 """FlexDeMo on models sharded by FSDP2 inside of each node, whose backward launches the exchange."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``lightning-muon plan`` says that FlexDeMo sends, against the bytes that processes really write."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights in other memory orders, weights that are frozen on the way, ranks that differ in what must be equal."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """A model with a reducer, and the same model in one process to compare with."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 

@@ -1,7 +1,5 @@
 """Clipping has torch's numbers on any mesh; NaN and Inf on one rank are known to all, and skipped for a few steps."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

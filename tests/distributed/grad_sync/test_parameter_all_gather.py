@@ -1,7 +1,5 @@
 """New values reach all ranks, on one node and over several."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Every rank gets the mean of all ranks' gradients, whatever the ranks compute, and most of it leaves early."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Who updates what (owners by cost, rows of the rest), the parts of the ranks, and optimizer state saved and loaded."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 

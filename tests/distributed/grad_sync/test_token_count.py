@@ -1,7 +1,5 @@
 """Tokens of an accumulated batch on all ranks; what a rank did wrong is the same error on all."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

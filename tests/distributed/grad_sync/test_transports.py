@@ -1,7 +1,5 @@
 """Sums of a bucket to owners: their order and rounding, and who waits; test_reducer.py has the rest."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

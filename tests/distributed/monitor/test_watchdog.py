@@ -1,7 +1,5 @@
 """Ranks that can never meet end together, with the reason."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -1,7 +1,5 @@
 """Models of which ranks run different parts."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Models for the tests of sharding, and their gradients in one process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

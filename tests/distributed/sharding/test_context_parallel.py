@@ -1,7 +1,5 @@
 """Training with sequences divided over context ranks, against one process with whole sequences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """FSDP2 inside of nodes that know nothing of each other: weights, gradients, norms and divisors."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradients under FSDP2: unused and 0-d parameters, micro-batches, divisors, evaluations."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 import weakref

@@ -1,7 +1,5 @@
 """The order of units, compared over the ranks before weights change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """After an exception in forward or backward that is caught, training goes on as if there had been no such batch."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 from dataclasses import replace

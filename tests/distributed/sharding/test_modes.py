@@ -1,7 +1,5 @@
 """Every mode trains like one process; what ZeRO-2 holds, and states that go from one layout to another."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

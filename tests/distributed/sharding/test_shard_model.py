@@ -1,7 +1,5 @@
 """Sharded models on several processes, against the same model in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

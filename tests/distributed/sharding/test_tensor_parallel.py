@@ -1,7 +1,5 @@
 """Models with a tensor-parallel plan, sharded further: initial weights, gradients, differences between ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

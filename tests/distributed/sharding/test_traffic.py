@@ -1,7 +1,5 @@
 """What a step of each mode sends, and when, as seen at the operators of torch.distributed."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from contextlib import nullcontext

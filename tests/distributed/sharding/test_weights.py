@@ -1,7 +1,5 @@
 """Weights of all ranks: equal at the start, whole on demand."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """fabric.save and fabric.load: resumed runs, other numbers of ranks and nodes, parts of a state, other readers."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from functools import partial

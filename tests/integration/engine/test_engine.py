@@ -1,7 +1,5 @@
 """The engine without any framework, and between backward and step: micro-batches, closures, NaN, calls of children."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from typing import Any
@@ -187,11 +185,7 @@ def _never_reduced(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("clip", "clip_gradients .* after micro-batches"),
-        ("backward", "call `fabric.backward"),
-    ],
+    ("what", "match"), [("clip", "clip_gradients .* after micro-batches"), ("backward", "call `fabric.backward")]
 )
 def test_gradients_that_were_not_reduced_are_an_error(gloo: ProcessPool, what: str, match: str) -> None:
     gloo.expect_error_on_all_ranks(_never_reduced, what, exception=RuntimeError, match=match, world_size=2)

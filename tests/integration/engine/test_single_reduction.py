@@ -1,7 +1,5 @@
 """Gradients divided by tokens come from one reducing backward pass of a step; a second one is refused."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

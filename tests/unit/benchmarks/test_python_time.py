@@ -1,7 +1,5 @@
 """What the host has to do on many ranks: its own pieces count, not all ranks times all matrices."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from unittest import mock

@@ -1,7 +1,5 @@
 """Formats of checkpoints, and nodes that have weights of their own; whole runs are in tests/integration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

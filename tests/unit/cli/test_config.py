@@ -1,7 +1,5 @@
 """The file that the command writes, read back by Accelerate and by us."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -79,11 +77,7 @@ def test_what_stands_there_as_a_comment_is_the_default(tmp_path: Path, optimizer
             "FSDP",
             {"pipeline_size": 2, "replicate_size": 3, "shard_size": 1},
         ),
-        (
-            ("--cpu", "--pipeline-size", "2"),
-            "MULTI_CPU",
-            {"pipeline_size": 2, "replicate_size": 1, "shard_size": 1},
-        ),
+        (("--cpu", "--pipeline-size", "2"), "MULTI_CPU", {"pipeline_size": 2, "replicate_size": 1, "shard_size": 1}),
         (
             ("--sharding", "none", "--pipeline-size", "2", "--num-processes", "2"),
             "MULTI_GPU",

@@ -1,7 +1,5 @@
 """One file for Accelerate and for us, and scripts that know of neither of its halves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,15 +1,15 @@
 """``lightning-muon plan`` and ``trace``, run through the command."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.multiprocessing import start_processes
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
@@ -264,6 +264,8 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.delenv("RANK", raising=False)
+    # Started as mp.spawn starts them, from a process that has imported torch.
+    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
     path = config(_strategy("optimizer: {chunk_bytes: 64}"), "devices: 2")
     out = tmp_path / "out"
     main(["trace", *path, "--steps", "2", "--out", str(out)])
@@ -292,11 +294,7 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
     ],
 )
 def test_what_cannot_be_traced_is_refused_at_once(
-    tmp_path: Path,
-    words: list[str],
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended:

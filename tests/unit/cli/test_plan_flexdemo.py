@@ -1,7 +1,5 @@
 """What FlexDeMo is said to send, against counts by hand and the shards that torch cuts."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace
@@ -11,13 +9,7 @@ import pytest
 from rich.console import Console
 
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.cli.plan_flexdemo import (
-    TOP_KS,
-    comparison,
-    slow_links,
-    slow_links_report,
-    step_seconds,
-)
+from lightning_muon.cli.plan_flexdemo import TOP_KS, comparison, slow_links, slow_links_report, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication, Random, Replicator

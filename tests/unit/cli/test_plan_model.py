@@ -1,19 +1,12 @@
 """What is planned: YAML files read without training or weights, fused weights, and words for FlexDeMo."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_muon.cli.plan_model import (
-    config_from_words,
-    read_config,
-    with_fused,
-    with_stacks_cut_along,
-)
+from lightning_muon.cli.plan_model import config_from_words, read_config, with_fused, with_stacks_cut_along
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Random

@@ -1,7 +1,5 @@
 """Strategies side by side: loads, bytes and times, compared with what can be computed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

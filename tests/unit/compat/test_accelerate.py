@@ -1,7 +1,5 @@
 """Fails when a private name of Accelerate moves."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

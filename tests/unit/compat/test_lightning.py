@@ -1,7 +1,5 @@
 """Fails when a private name of Lightning moves."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

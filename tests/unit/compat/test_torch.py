@@ -1,7 +1,5 @@
 """The private names of torch that the package leans on still exist and still mean the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any

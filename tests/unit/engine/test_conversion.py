@@ -1,7 +1,5 @@
 """Conversion keeps what the user set: groups, order, numbers, schedulers; and says what becomes of an optimizer."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sizes of the mesh."""
 
-from __future__ import annotations
-
 import datetime
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Options, and files that hold them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass

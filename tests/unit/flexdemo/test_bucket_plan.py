@@ -1,7 +1,5 @@
 """Which parameters share a bucket, the sizes of its messages, and how values and indices become bytes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DiLoCo and nodes by themselves in one process; several nodes are in tests/distributed/flexdemo."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from itertools import permutations
 from typing import Any

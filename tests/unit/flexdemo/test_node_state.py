@@ -1,7 +1,5 @@
 """Tensors of all nodes as one DTensor, the way back on another number of nodes, and weights that differ by node."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import pytest

@@ -1,7 +1,5 @@
 """FlexDeMo in one process: options, groups, copies, and base optimizers bit for bit; what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Replicators: what they send of a block, what that stands for, and how mistakes of new ones are found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -20,40 +20,41 @@ from tests.integration.training import PACKAGES
 _ROOM = "lightning_muon.integrations"
 
 
-# Theirs first, then ours; ours first, then theirs; and twice our class first, which imports theirs, which registers it.
-@pytest.mark.parametrize(
-    ("imports", "packages"),
-    [
-        ("import lightning_fabric, lightning_muon, lightning.pytorch", ("lightning.pytorch", "lightning_fabric")),
-        (
-            f"from {_ROOM}.lightning.pytorch_lightning import ParallelMuonStrategy\n"
-            f"from {_ROOM}.fabric import ParallelMuonFabricStrategy",
-            ("pytorch_lightning", "lightning.fabric"),
-        ),
-    ],
-)
-def test_both_names_are_registered_with_each_package(imports: str, packages: tuple[str, str]) -> None:
-    for package in packages:
+# Theirs first, then ours; twice our class first, which imports theirs, which registers it; and ours first, then theirs.
+_IMPORTS = f"""
+import lightning_fabric, lightning_muon
+from {_ROOM}.fabric import ParallelMuonFabricStrategy
+from {_ROOM}.lightning.pytorch_lightning import ParallelMuonStrategy
+import lightning.pytorch
+"""
+
+
+def test_both_names_are_registered_with_each_package() -> None:
+    for package in PACKAGES:
         pytest.importorskip(package)
-    trainer, other = packages
-    code = f"""
-{imports}
-import {other} as fabric
-from {trainer}.strategies import StrategyRegistry, ModelParallelStrategy
+    code = f"""{_IMPORTS}
+import sys
 from lightning_muon.integrations.registry import strategy_class
-for name in ("parallel_muon", "flexdemo"):
-    strategy = StrategyRegistry.get(name)
-    is_right = isinstance(strategy, ModelParallelStrategy) and type(strategy) is strategy_class({trainer!r})
-    print(is_right, strategy.package.name, StrategyRegistry[name]["description"] != "", strategy.options.has_nodes)
-    strategy = fabric.Fabric(accelerator="cpu", devices=2, strategy=name).strategy
-    is_right = isinstance(strategy, fabric.strategies.ModelParallelStrategy)
-    is_right &= type(strategy) is strategy_class({other!r})
-    print(is_right, type(strategy).__name__, strategy.options.has_nodes)
+for trainer, other in (("lightning.pytorch", "lightning_fabric"), ("pytorch_lightning", "lightning.fabric")):
+    fabric, strategies = sys.modules[other], sys.modules[trainer + ".strategies"]
+    for name in ("parallel_muon", "flexdemo"):
+        strategy = strategies.StrategyRegistry.get(name)
+        is_right = isinstance(strategy, strategies.ModelParallelStrategy) and type(strategy) is strategy_class(trainer)
+        has_words = strategies.StrategyRegistry[name]["description"] != ""
+        print(is_right, strategy.package.name, has_words, strategy.options.has_nodes)
+        strategy = fabric.Fabric(accelerator="cpu", devices=2, strategy=name).strategy
+        is_right = isinstance(strategy, fabric.strategies.ModelParallelStrategy)
+        is_right &= type(strategy) is strategy_class(other)
+        print(is_right, type(strategy).__name__, strategy.options.has_nodes)
 """
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=90).stdout.splitlines()
-    for has_nodes, lines in ((False, found[:2]), (True, found[2:])):
-        assert lines == [f"True {trainer} True {has_nodes}", f"True ParallelMuonFabricStrategy {has_nodes}"]
+    assert found == [
+        line
+        for trainer in PACKAGES
+        for has_nodes in (False, True)
+        for line in (f"True {trainer} True {has_nodes}", f"True ParallelMuonFabricStrategy {has_nodes}")
+    ]
 
 
 def test_the_first_packages_give_the_public_classes() -> None:

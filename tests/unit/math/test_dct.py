@@ -1,7 +1,5 @@
 """The cosine transform against its definition in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Newton-Schulz against torch's own and against the singular value decomposition."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Recorded steps, measured cost models, predictions of the same steps, and functions that run on several ranks."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from dataclasses import asdict, replace

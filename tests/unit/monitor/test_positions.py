@@ -1,7 +1,5 @@
 """What positions of ranks prove, and whether a process is gone."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

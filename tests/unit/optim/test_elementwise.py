@@ -1,7 +1,5 @@
 """The AdamW part against torch.optim.AdamW."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Hyper-parameters that change after construction: checked before anything changes, and heeded by the next step."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

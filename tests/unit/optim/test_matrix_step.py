@@ -1,7 +1,5 @@
 """The pipeline of buckets in one process: what is called when, and what is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from unittest import mock
 

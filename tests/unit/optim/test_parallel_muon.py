@@ -1,7 +1,5 @@
 """ParallelMuon in one process: arguments, groups, state, AdamW part and bit-equality with torch.optim.Muon."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import warnings

@@ -1,7 +1,5 @@
 """Routes of parameters in groups."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What ParallelMuon and FlexDeMo have in common: routes, state, plans that are made anew, copies, skipped steps."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Places of parameters, kinds of layers, and output heads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Small lists of matrices, small programs and a machine with round numbers, for the tests of plans and programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pictures of timelines: what is in them, not how they look."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

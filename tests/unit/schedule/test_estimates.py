@@ -1,7 +1,5 @@
 """Seconds of an op, reading a cost model, and what pays on a machine."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from typing import Any

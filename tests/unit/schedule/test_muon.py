@@ -1,7 +1,5 @@
 """The plan of a step: buckets, owners, ops, and what travels, against a count of every piece."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -37,11 +35,7 @@ from tests.unit.schedule.specs import grid, plan_of, replicated, sharded, spec
     ],
 )
 def test_buckets_are_filled_from_the_last_matrix(
-    sizes: list[int],
-    holders: list[int | None],
-    num_owners: int,
-    chunk_bytes: int,
-    expected: list[tuple[int, ...]],
+    sizes: list[int], holders: list[int | None], num_owners: int, chunk_bytes: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert fill_buckets(sizes, holders, num_owners=num_owners, chunk_bytes=chunk_bytes) == expected
 

@@ -1,7 +1,5 @@
 """Files that list parameters: what comes with the package, what is read, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

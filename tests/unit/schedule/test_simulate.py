@@ -1,7 +1,5 @@
 """Timelines, against closed forms and lower bounds; broken programs, which are refused by name of the op."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,10 +158,7 @@ _ZERO, _ONE = ([_in(kind, rank, 0, 1) for kind in ("gather", "scatter")] for ran
         ({0: _ZERO, 1: _ONE[:1]}, r"scatter\[0\] of rank 0 waits for rank 1"),
         ({0: _ZERO[:1], 1: [_in("gather", 1, 1, 2)], 2: []}, r"gather\[0\] of rank 0 waits for rank 1; .* for rank 2"),
         ({0: _ZERO, 1: _ONE[::-1]}, r"gather\[0\] of rank 0 waits for rank 1; scatter\[0\] of rank 1 waits for rank 0"),
-        (
-            {0: [compute("a", 1, "b[0]"), compute("b", 1)]},
-            r"2 ops can never begin: a\[0\] of rank 0 waits for b\[0\]",
-        ),
+        ({0: [compute("a", 1, "b[0]"), compute("b", 1)]}, r"2 ops can never begin: a\[0\] of rank 0 waits for b\[0\]"),
         (
             {
                 0: [_in("a", 0, 0, 1), _in("b", 0, 0, 2)],

@@ -1,7 +1,5 @@
 """The program of a step: its order, what its branches run, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

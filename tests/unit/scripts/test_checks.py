@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from scripts import check_ascii, check_imports

@@ -1,7 +1,5 @@
 """Batches that are divided over context ranks; the ranks are played by one process."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any

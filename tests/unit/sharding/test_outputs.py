@@ -1,7 +1,5 @@
 """What a module returns: tensors in containers, and aliases in place of views."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which modules become units, and what is checked of a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

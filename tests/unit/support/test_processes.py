@@ -1,7 +1,5 @@
 """The process pool itself: a distributed test proves nothing if its pool can hide a failure or hang."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

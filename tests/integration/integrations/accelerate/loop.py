@@ -1,7 +1,5 @@
 """A program of Accelerate inside of the workers of the gloo pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Programs of Accelerate, with our Accelerator or one that becomes ours, give the weights of one process."""
 
-from __future__ import annotations
-
 import gc
 import os
 import weakref

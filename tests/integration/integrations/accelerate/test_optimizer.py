@@ -1,7 +1,5 @@
 """Steps of the optimizer that ``prepare`` returns."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

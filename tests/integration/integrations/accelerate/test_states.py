@@ -1,7 +1,5 @@
 """States that are saved and loaded: the same training goes on, also on other ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

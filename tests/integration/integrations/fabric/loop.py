@@ -1,7 +1,5 @@
 """A Fabric program inside of the workers of the gloo pool, and the same training in one process with whole matrices."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Fabric programs give the weights of one process with whole matrices; methods other than forward, whole programs."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A small Llama, its data, Trainers inside the workers of the gloo pool, and the same training written out."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager

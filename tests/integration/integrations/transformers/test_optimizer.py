@@ -1,7 +1,5 @@
 """A transformers Trainer with ParallelMuon, told of it or not: weights, resumed runs, other numbers of ranks."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What Accelerate was told, in our words; and what cannot be said in them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

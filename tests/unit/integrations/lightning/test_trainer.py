@@ -1,7 +1,5 @@
 """Callbacks, the default optimizer and precision plugins of a Trainer; whole runs are in tests/integration."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a Trainer is given, the groups it makes, and Accelerators that cannot work with it."""
 
-from __future__ import annotations
-
 import logging
 import re
 import textwrap

@@ -1,6 +1,4 @@
-"""The example with Accelerate, a few rows long."""
-
-from __future__ import annotations
+"""The examples of a Trainer of transformers and of Accelerate, a few rows long, and their config files."""
 
 import contextlib
 import io
@@ -12,20 +10,53 @@ from unittest import mock
 import accelerate
 import torch
 from accelerate.commands.config.config_args import load_config_from_file
-from transformers import T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
 import lightning_muon.accelerate
+from examples.causal_lm_trainer import grouped, library_text, main, train_tokenizer
 from lightning_muon.cli.launch import split_config
 from lightning_muon.engine.options import Options
+from tests.integration.integrations.transformers.runs import accelerator_of
 from tests.recipes.rows import write_csv
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
+from tests.support.programs import ROOT
 
-_EXAMPLES = Path(lightning_muon.__file__).parents[1] / "examples"
+
+def _run_trainer(directory: str, parallel: str, *words: str) -> float:
+    small = {"hidden_size": 64, "num_layers": 2, "block_size": 32, "vocab_size": 300}
+    quiet = {"report_to": "none", "disable_tqdm": True, "per_device_train_batch_size": 8, "save_steps": 10}
+    places = {"text_file": f"{directory}/text.txt", "output_dir": f"{directory}/out"}
+    options = small | quiet | places | {"use_cpu": True, "muon_lr": 1e-2, "max_steps": 20}
+    with accelerator_of(parallel):
+        metrics = main([*(word for name, value in options.items() for word in (f"--{name}", str(value))), *words])
+    return metrics["eval_loss"]
+
+
+def test_the_example_learns_goes_on_and_saves_a_model(gloo: ProcessPool, tmp_path: Path) -> None:
+    Path(tmp_path, "text.txt").write_text(library_text()[:20000])
+    losses = gloo.run(_run_trainer, str(tmp_path), "fsdp", world_size=2)
+    # log(300) is 5.7.
+    assert max(losses) < 4.5 and len(set(losses)) == 1
+    resume = ("--resume_from_checkpoint", f"{tmp_path}/out/checkpoint-10")
+    assert gloo.run(_run_trainer, str(tmp_path), "fsdp", *resume, world_size=2) == losses
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.num_hidden_layers == 2
+
+
+def test_blocks_have_all_tokens_in_their_order() -> None:
+    text = library_text()[:3000]
+    tokenizer = train_tokenizer(text, 300)
+    blocks = grouped(text, tokenizer, 16)
+    tokens = [token for block in blocks for token in block["input_ids"]]
+    assert text.startswith(tokenizer.decode(tokens)[:1000]) and {len(block["labels"]) for block in blocks} == {16}
+
+
+_EXAMPLES = ROOT / "examples"
 _SMALL = {"epochs": 2, "width": 16, "layers": 1, "vocabulary": 400, "batch": 2, "rows": 24, "validation-rows": 8}
 
 
-def _run(arguments: list[str]) -> str:
+def _run_script(arguments: list[str]) -> str:
     """What the script prints, started as by ``lightning-muon launch``."""
     printed = io.StringIO()
     with (
@@ -46,11 +77,11 @@ def _losses(printed: str) -> dict[str, float]:
 def test_the_example_learns_saves_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     options: dict[str, Any] = _SMALL | {"source": write_csv(tmp_path), "cache": tmp_path, "output": tmp_path / "out"}
     arguments = [f"--{key}={value}" for key, value in options.items()]
-    losses = _losses(gloo.run(_run, arguments, timeout=170.0)[0])
+    losses = _losses(gloo.run(_run_script, arguments, timeout=170.0)[0])
     assert losses.keys() == {"untrained", "epoch 1", "epoch 2"}
     assert losses["epoch 2"] < losses["untrained"]
     # The epochs are over: what is printed first is the loss of the weights that were loaded.
-    resumed = _losses(gloo.run(_run, [*arguments, "--resume"], timeout=170.0)[0])
+    resumed = _losses(gloo.run(_run_script, [*arguments, "--resume"], timeout=170.0)[0])
     assert resumed == {"untrained": losses["epoch 2"]}
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "out" / "model")
     assert model.get_input_embeddings().weight.shape == (400, 16)
