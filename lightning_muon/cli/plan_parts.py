@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import groupby
 
@@ -19,7 +19,11 @@ _LOSS_BYTES = 8  # Of each logit: its float32 copy for the loss, and the gradien
 
 
 class PlannedParts:
-    """A model as the parts that the runtime makes stages of, and what each of them costs."""
+    """A model as the parts that the runtime makes stages of, and what each of them costs.
+
+    An attention is what stands below a module with "attn" or "attention" in its name. Its width, that of all heads
+    together, is what its last matrix, the output projection, takes.
+    """
 
     def __init__(self, planned: PlannedModel, model: ModelShapes, *, width: int | None, itemsize: int) -> None:
         if planned.module is None:
@@ -35,8 +39,11 @@ class PlannedParts:
         # Activation checkpointing is for layers: embeddings and the output head are outside of them.
         self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
         matrices = [matrices_of(part) for part in parts]
-        self.forward_flops = [2 * sum(each.numel() for each in some) for some in matrices]  # For each token.
+        # FLOPs of a forward for each token, and of attention's scores and values for each token and token of its row.
+        self.product_flops = [2 * sum(each.numel() for each in some) for some in matrices]
+        self.score_flops = [4 * sum(_attention_widths(shapes[each] for each in some)) for some in matrices]
         # Bytes for each token that backward needs: what goes into each matrix, and what comes out.
+        self.output_bytes = [itemsize * sum(each.shape[-2] for each in some) for some in matrices]
         self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
         self.inputs = self.width * itemsize
         if matrices[-1] and not self.is_layer[-1]:
@@ -88,6 +95,18 @@ def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, Pa
 def _holding(parameter: nn.Parameter, module: nn.Module) -> nn.Module:
     module.weight = parameter
     return module
+
+
+def _attention_widths(matrices: Iterable[ParameterShape]) -> list[int]:
+    """Of each attention among them."""
+    last: dict[str, int] = {}
+    for each in matrices:
+        words = each.name.split(".")
+        for index, word in enumerate(words):
+            if ("attn" in word.lower() or "attention" in word.lower()) and "norm" not in word.lower():
+                last[".".join(words[: index + 1])] = each.shape[-1]
+                break
+    return list(last.values())
 
 
 def _width_of(model: ModelShapes) -> int:

@@ -12,7 +12,7 @@ import torch
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan_model import PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
-from lightning_muon.cli.plan_splits import Split
+from lightning_muon.cli.split_rules import Split
 from lightning_muon.params.routing import route_module
 from lightning_muon.pipeline.cut import choose_stages
 from lightning_muon.pipeline.model import find_staged_model
