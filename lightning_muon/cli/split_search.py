@@ -25,6 +25,7 @@ from lightning_muon.cli.split_rules import (
     stage_costs,
 )
 from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.schedule.graph import Graph, build_graph
 from lightning_muon.schedule.pipeline import (
     Order,
     Pipeline,
@@ -35,7 +36,7 @@ from lightning_muon.schedule.pipeline import (
     make_order,
     placement,
 )
-from lightning_muon.schedule.program import Program
+from lightning_muon.schedule.program import COMPUTE, Program
 from lightning_muon.schedule.simulate import simulate
 
 GIB = 2**30
@@ -114,6 +115,11 @@ class Schedule:
     def program(self) -> Program:
         """What runs."""
         return add_reduce_grad(add_unshard(build_program(self.order, self.pipeline)))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What waits for what in the program."""
+        return build_graph(self.program)
 
     @cached_property
     def num_sent(self) -> list[int]:
@@ -261,14 +267,15 @@ class _Search:
         assert schedule is not None
         options = {"number": number, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
         costs = stage_costs(job, split, schedule.stages, **options)
-        timeline = simulate(schedule.program, costs)
+        spans = simulate(schedule.program, costs, schedule.graph).spans
         one = message(job, rows_of(job, split) / number)
         ranks: _Ranks = []
         for rank, own in enumerate(schedule.parts_of_ranks):
             messages = Traffic(*(schedule.num_sent[rank] * each for each in one))
             traffic = messages.plus(gather(job, own, split), reduce(job, own, split))
-            ranks.append((timeline.spans[rank][-1].end, own, traffic))
-        return timeline.idle, ranks
+            ranks.append((spans[rank][-1].end, own, traffic))
+        busy = sum(span.end - span.start for each in spans.values() for span in each if span.op.lane == COMPUTE)
+        return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
 
     def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> Traffic:
         """Of the parts of a rank."""
