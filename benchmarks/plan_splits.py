@@ -4,8 +4,8 @@
 
 Two network namespaces are the nodes, as in pipeline_link.py, whose model is trained with Fabric and ParallelMuon, in
 float32 and one thread per rank. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
-at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank, *MB*
-the most that a rank holds during forward and backward: its weights and optimizer state, and what torch's profiler
+at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank,
+*MB* the most that a rank holds during forward and backward: its weights and optimizer state, and what torch's profiler
 saw allocated beyond.
 """
 
