@@ -15,7 +15,7 @@ from lightning_muon.pipeline.cut import choose_stages, matrices_of
 from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-_LOSS_BYTES = 8  # Of each logit: its float32 copy for the loss, and the gradient of that.
+_LOSS_BYTES = 4  # Of each logit: its float32 copy for the loss; and as much for the gradient of that.
 
 
 class PlannedParts:
@@ -46,8 +46,10 @@ class PlannedParts:
         self.output_bytes = [itemsize * sum(each.shape[-2] for each in some) for some in matrices]
         self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
         self.inputs = self.width * itemsize
+        self.loss_gradient = [0] * len(parts)  # Bytes for each token of the micro-batch whose backward runs.
         if matrices[-1] and not self.is_layer[-1]:
-            self.activations[-1] += _LOSS_BYTES * matrices[-1][-1].shape[0]
+            self.loss_gradient[-1] = _LOSS_BYTES * matrices[-1][-1].shape[0]
+            self.activations[-1] += self.loss_gradient[-1]
         self._index = {id(part): index for index, part in enumerate(parts)}
         self.stages = cache(self._stages)
 
@@ -62,9 +64,10 @@ class PlannedParts:
         """Bytes for each token of a micro-batch on its way."""
         return self.inputs if recompute and self.is_layer[part] else self.activations[part]
 
-    def recomputed(self, parts: Sequence[int]) -> int:
-        """Bytes for each token of the layer that is computed again at a time."""
-        return max((self.activations[part] for part in parts if self.is_layer[part]), default=0)
+    def in_backward(self, parts: Sequence[int], *, recompute: bool) -> int:
+        """Bytes for each token of the micro-batch whose backward runs: of a layer that is computed again, and the loss."""
+        again = max((self.activations[part] for part in parts if self.is_layer[part] and recompute), default=0)
+        return again + sum(self.loss_gradient[part] for part in parts)
 
 
 def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:

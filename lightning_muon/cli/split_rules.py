@@ -96,7 +96,7 @@ def memory_without_pipeline(
     parts, everything = job.parts, range(len(job.parts))
     weights, trained, state = held_elements(parts, everything, split.shard)
     kept = sum(parts.kept(part, recompute=recompute) for part in everything)
-    kept += parts.recomputed(everything) if recompute else 0
+    kept += parts.in_backward(everything, recompute=recompute)
     return {
         "weights": job.itemsize * weights,
         "gradients": job.reduced_itemsize * (trained + max(parts.numel) if passes == 1 else sum(parts.numel)),
@@ -126,13 +126,12 @@ def memory_of_stages(
         stage: tokens * sum(parts.output_bytes[part] for part in some) * (stage > 0)
         for stage, some in enumerate(stages)
     }
-    again = tokens * parts.recomputed(own) if recompute else 0
     numel = sum(parts.numel[part] for part in own)
     return {
         "weights": job.itemsize * weights,
         "gradients": job.reduced_itemsize * numel,
         "optimizer": job.itemsize * state,
-        "activations": peak_activations(nodes, kept, between) + again,
+        "activations": peak_activations(nodes, kept, between) + tokens * parts.in_backward(own, recompute=recompute),
         "gathered": job.gathered_itemsize * numel,
     }
 

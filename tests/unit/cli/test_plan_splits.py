@@ -258,5 +258,5 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     # At the second I of the last stage both micro-batches wait for their W, with the gradient of its product.
     nodes = [F(1, 0), F(1, 1), I(1, 0), I(1, 1), W(1, 0), W(1, 1)]
     memory = memory_of_stages(job, split, nodes, stages, number=2, recompute=True)
-    of_loss = 8 * _WORDS  # Bytes of a token.
-    assert memory["activations"] == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + of_loss + 2 * _WORDS)
+    loss = 4 * _WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
+    assert memory["activations"] == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + _LENGTH * loss
