@@ -65,7 +65,7 @@ class PlannedParts:
         return self.inputs if recompute and self.is_layer[part] else self.activations[part]
 
     def in_backward(self, parts: Sequence[int], *, recompute: bool) -> int:
-        """Bytes for each token of the micro-batch whose backward runs: of a layer that is computed again, and the loss."""
+        """Bytes for each token of the micro-batch whose backward runs: a layer that is computed again, and the loss."""
         again = max((self.activations[part] for part in parts if self.is_layer[part] and recompute), default=0)
         return again + sum(self.loss_gradient[part] for part in parts)
 
