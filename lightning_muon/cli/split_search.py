@@ -193,7 +193,8 @@ class _Search:
             yield from self._pipelines(split)
             return
         for recompute, stays_whole in product(self._recompute, (False, True)):
-            options, passes = {"recompute": recompute, "stays_whole": stays_whole}, 1
+            options: Any = {"recompute": recompute, "stays_whole": stays_whole}
+            passes = 1
             while True:
                 found = memory_without_pipeline(job, split, passes=passes, **options)
                 yield Way(split=split, microbatches=passes, memory=found, **options)
