@@ -174,8 +174,10 @@ class _Search:
         self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
         self._schedule, self._optimizer = cache(self._make_schedule), cache(self._simulate_optimizer)
         self._equal_steps: dict[object, Traffic] = {}
-        # What the optimizer sees of each part: parts that are alike step alike.
-        shapes = [Counter(replace(p, name="", reason="") for p in some) for some in job.parts.parameters]
+        # What the optimizer sees of each part: parts that are alike step alike. Vectors take next to no time.
+        shapes = [
+            Counter(replace(p, name="", reason="") for p in some if len(p.shape) > 1) for some in job.parts.parameters
+        ]
         self._kinds = [shapes.index(each) for each in shapes]
 
     @property
