@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import groupby
 
@@ -15,11 +15,15 @@ from lightning_muon.pipeline.cut import choose_stages, matrices_of
 from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-_LOSS_BYTES = 8  # Of each logit: its float32 copy for the loss, and the gradient of that.
+_LOSS_BYTES = 4  # Of each logit: its float32 copy for the loss; and as much for the gradient of that.
 
 
 class PlannedParts:
-    """A model as the parts that the runtime makes stages of, and what each of them costs."""
+    """A model as the parts that the runtime makes stages of, and what each of them costs.
+
+    An attention is what stands below a module with "attn" or "attention" in its name. Its width, that of all heads
+    together, is what its last matrix, the output projection, takes.
+    """
 
     def __init__(self, planned: PlannedModel, model: ModelShapes, *, width: int | None, itemsize: int) -> None:
         if planned.module is None:
@@ -35,12 +39,17 @@ class PlannedParts:
         # Activation checkpointing is for layers: embeddings and the output head are outside of them.
         self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
         matrices = [matrices_of(part) for part in parts]
-        self.forward_flops = [2 * sum(each.numel() for each in some) for some in matrices]  # For each token.
+        # FLOPs of a forward for each token, and of attention's scores and values for each token and token of its row.
+        self.product_flops = [2 * sum(each.numel() for each in some) for some in matrices]
+        self.score_flops = [4 * sum(_attention_widths(shapes[each] for each in some)) for some in matrices]
         # Bytes for each token that backward needs: what goes into each matrix, and what comes out.
+        self.output_bytes = [itemsize * sum(each.shape[-2] for each in some) for some in matrices]
         self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
         self.inputs = self.width * itemsize
+        self.loss_gradient = [0] * len(parts)  # Bytes for each token of the micro-batch whose backward runs.
         if matrices[-1] and not self.is_layer[-1]:
-            self.activations[-1] += _LOSS_BYTES * matrices[-1][-1].shape[0]
+            self.loss_gradient[-1] = _LOSS_BYTES * matrices[-1][-1].shape[0]
+            self.activations[-1] += self.loss_gradient[-1]
         self._index = {id(part): index for index, part in enumerate(parts)}
         self.stages = cache(self._stages)
 
@@ -55,9 +64,10 @@ class PlannedParts:
         """Bytes for each token of a micro-batch on its way."""
         return self.inputs if recompute and self.is_layer[part] else self.activations[part]
 
-    def recomputed(self, parts: Sequence[int]) -> int:
-        """Bytes for each token of the layer that is computed again at a time."""
-        return max((self.activations[part] for part in parts if self.is_layer[part]), default=0)
+    def in_backward(self, parts: Sequence[int], *, recompute: bool) -> int:
+        """Bytes for each token of the micro-batch whose backward runs: a layer that is computed again, and the loss."""
+        again = max((self.activations[part] for part in parts if self.is_layer[part] and recompute), default=0)
+        return again + sum(self.loss_gradient[part] for part in parts)
 
 
 def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:
@@ -88,6 +98,18 @@ def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, Pa
 def _holding(parameter: nn.Parameter, module: nn.Module) -> nn.Module:
     module.weight = parameter
     return module
+
+
+def _attention_widths(matrices: Iterable[ParameterShape]) -> list[int]:
+    """Of each attention among them."""
+    last: dict[str, int] = {}
+    for each in matrices:
+        words = each.name.split(".")
+        for index, word in enumerate(words):
+            if ("attn" in word.lower() or "attention" in word.lower()) and "norm" not in word.lower():
+                last[".".join(words[: index + 1])] = each.shape[-1]
+                break
+    return list(last.values())
 
 
 def _width_of(model: ModelShapes) -> int:

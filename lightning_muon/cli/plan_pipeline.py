@@ -111,7 +111,7 @@ def plan_pipeline(arguments: Namespace) -> list[PlannedSchedule]:
             except ValueError as error:
                 refused.append(f"{name}: {error}")
                 continue
-            program = add_optimizer(add_reduce_grad(build_program(order, pipeline)), pipeline.costs)
+            program = add_optimizer(add_reduce_grad(build_program(order, pipeline)))
             validate_pipeline(program, pipeline)
             memory = max(map(peak_activations, order)) / stages_per_rank
             found.append(PlannedSchedule(name, stages_per_rank, simulate(program, pipeline.costs), memory))

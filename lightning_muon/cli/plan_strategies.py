@@ -98,11 +98,13 @@ class Outcome:
     numbers: dict[str, Any]  # For JSON: seconds, bytes, FLOPs and shares.
 
 
-def compare_strategies(setting: Setting, names: Collection[str] | None = None) -> list[Outcome]:
-    """All strategies on one model and mesh, or those of these names."""
+def compare_strategies(
+    setting: Setting, names: Collection[str] | None = None, *, validates: bool = True
+) -> list[Outcome]:
+    """All strategies on one model and mesh, or those of these names; ``validates`` programs of few ranks."""
     ranks = cache(lambda dedupe: _Ranks(setting, dedupe))
     return [
-        ranks(each.dedupe).outcome(name, each)
+        ranks(each.dedupe).outcome(name, each, validates=validates)
         for name, each in setting.strategies().items()
         if names is None or name in names
     ]
@@ -159,12 +161,12 @@ class _Ranks:
                 chunk_bytes = max(chunk_bytes, math.ceil(sum(found) * self._itemsize / (most_buckets * num_owners)))
         return chunk_bytes
 
-    def outcome(self, name: str, config: MuonConfig) -> Outcome:
+    def outcome(self, name: str, config: MuonConfig, *, validates: bool) -> Outcome:
         """Plan and simulate."""
         (plan, numbers), cost = self._planned(config.assignment), self._setting.cost
         look_ahead = 0 if config.overlap == "off" else config.look_ahead
         program = {rank: [*ops, self._adamw[rank]] for rank, ops in plan.program.items()}
-        if self.num_ranks <= MOST_RANKS_IN_FULL:
+        if validates and self.num_ranks <= MOST_RANKS_IN_FULL:
             check_step(step_program(program, look_ahead=look_ahead), [plan])
         program, like = merge_equal_ranks(program)
         simulated = simulate(branch(step_program(program, look_ahead=look_ahead), ALL_IN_STEP), cost)

@@ -46,17 +46,20 @@ def accumulate_gradients(root: FSDPModule) -> None:
 
 
 @torch.no_grad()
-def reduce_gradients(root: FSDPModule) -> None:
-    """Reduce what backward passes without reduction have summed in an FSDP2 root, and free its whole weights.
+def start_reducing(root: FSDPModule) -> None:
+    """Begin to reduce what backward passes without reduction have summed in an FSDP2 root; free its whole weights.
 
     Collective over its mesh; every rank must call it. After a backward in two parts nothing else would do it: FSDP2
     reduces in hooks of the inputs' gradients, before there are gradients of the weights.
     """
-    state = root._get_fsdp_state()
     root.set_is_last_backward(True)
     root.set_requires_gradient_sync(True)
     root.set_reshard_after_backward(True)
-    for each in state._state_ctx.all_states:
+    for each in root._get_fsdp_state()._state_ctx.all_states:
         for group in _groups_of(each):
             group.post_backward()
-    state._root_post_backward_final_callback()
+
+
+def finish_reducing(root: FSDPModule) -> None:
+    """Let the current stream wait for it, and whoever is given the gradients with it; local."""
+    root._get_fsdp_state()._root_post_backward_final_callback()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.comm.agreement import together
+from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.grad_sync.token_count import TokenCount
@@ -35,8 +36,8 @@ GIVE_ALL = (
 class PipelineTraining:
     """Trains the stages of this rank, for a :class:`~lightning_muon.engine.training.TrainingEngine`.
 
-    The order of calls: :meth:`mode_options`; :meth:`begin` when the stages are sharded; :meth:`attach`; then
-    :meth:`train` or :meth:`loss` for each batch.
+    The order of calls: :meth:`mode_options`; :meth:`take_calls` when the stages are sharded; :meth:`attach`; then
+    :meth:`train` for each batch, or :meth:`loss_with_backward` where the loop calls backward itself.
 
     Args:
         module: Loses the parts of other ranks. Collective over ``mesh``; every rank must call it.
@@ -45,6 +46,7 @@ class PipelineTraining:
     """
 
     _mode: ShardingMode
+    _run: Callable[[], Callable[[Any, Tensor | None], Tensor] | None]  # The engine's method around `train`.
 
     def __init__(self, module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> None:
         before = {name: p for name, p in module.named_parameters() if not isinstance(p, DTensor)}
@@ -56,7 +58,9 @@ class PipelineTraining:
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._tokens: TokenCount | None = None
         self._is_nonfinite: Tensor | None = None  # What all stages know of the batch of now.
-        self._derivatives: list[tuple[dist.Work, Tensor]] = []  # Of losses, on their way to all ranks.
+        # Derivatives of losses: on their way to all ranks, and to the host.
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._reading: list[Callable[[], list[list[Any]]]] = []
         self._problem: Exception | None = None  # Of the call of now: raised on all ranks.
         self._has_gradients = False  # From earlier batches: before a batch those of this rank, then those of any.
 
@@ -75,15 +79,18 @@ class PipelineTraining:
             reshard_after_backward=False,
         )
 
-    def begin(self, mode: ShardingMode, run: Callable[[Any, Tensor | None], Tensor]) -> None:
-        """Take the calls of what ``mode`` has sharded; ``run`` is the engine's method around :meth:`train`. Local."""
+    def take_calls(self, mode: ShardingMode, run: Callable[[Any, Tensor | None], Tensor]) -> None:
+        """Let calls of the module run what ``mode`` has sharded, by ``run``, the engine's method around :meth:`train`.
+
+        Local.
+        """
         self._mode, runtime = mode, self.runtime
         mode.copies = runtime.copies()
         runtime.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=mode.reduce_part)
         runtime.take_calls()
         # The module keeps the runtime when the training is over.
-        runtime.run_batch = weakref.WeakMethod(run)
-        runtime.loss_of_batch = weakref.WeakMethod(self.loss)
+        runtime.run_batch = self._run = weakref.WeakMethod(run)
+        runtime.loss_of_batch = weakref.WeakMethod(self.loss_with_backward)
 
     def require_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ``ValueError`` on all ranks if one of them has an optimizer without parameters.
@@ -102,7 +109,7 @@ class PipelineTraining:
         """Train with these from now on; local."""
         self._optimizers, self._tokens = optimizers, tokens
 
-    def own(
+    def parameters_of_rank(
         self, parameters: Sequence[Tensor], current: Mapping[str, Tensor], replaced: Mapping[Tensor, str]
     ) -> list[Tensor]:
         """``parameters`` without those of other stages, and with the copies of them that this one has; local.
@@ -135,8 +142,8 @@ class PipelineTraining:
             with self._mode.no_sync():
                 result = self.runtime.train(
                     batch,
-                    factor=partial(self._factor_of_gradients, num_losses),
-                    check=self._check,
+                    factor=partial(self._gradient_factor, num_losses),
+                    check=self._require_no_gradients,
                     has_gradients=self._has_gradients,
                 )
         except BaseException:
@@ -147,10 +154,11 @@ class PipelineTraining:
                 parameter.grad = None
             raise
         self._has_gradients = result.has_gradients
-        self._skip_if(result.is_nonfinite)
+        self._skip_step_if(result.is_nonfinite)
         return result.mean if num_losses is None else result.total / num_losses
 
-    def _check(self) -> None:
+    def _require_no_gradients(self) -> None:
+        """Raise what is wrong with a call, or if there are gradients of a batch before; local."""
         if self._problem is not None:
             raise self._problem
         left = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
@@ -160,7 +168,7 @@ class PipelineTraining:
                 "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
             )
 
-    def _factor_of_gradients(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
+    def _gradient_factor(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
         """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
         if wanted is not None:
             return 1 / wanted.to(num_losses)
@@ -172,26 +180,28 @@ class PipelineTraining:
         self._mode.set_gradient_divisor(self._tokens.divisor(1))
         return torch.ones_like(num_losses)
 
-    def _skip_if(self, is_nonfinite: Tensor | None) -> None:
+    def _skip_step_if(self, is_nonfinite: Tensor | None) -> None:
         """Let the optimizers skip the next step if this bool on the device, of all stages, is true; local."""
         self._is_nonfinite = is_nonfinite
         for optimizer in self._optimizers:
             if isinstance(optimizer, PlannedOptimizer):
-                optimizer.is_nonfinite = is_nonfinite
+                optimizer.nonfinite_elsewhere = is_nonfinite
 
     def skip_unless_finite(self, norm: Tensor) -> None:
         """Let the optimizers skip the next step also if this norm of the gradients is not finite; local."""
         if self._is_nonfinite is not None:
-            self._skip_if(self._is_nonfinite | norm.isfinite().logical_not())
+            self._skip_step_if(self._is_nonfinite | norm.isfinite().logical_not())
 
     # ---- losses with a backward
 
-    def loss(self, run: Callable[[Any, Tensor | None], Tensor], batch: Any, num_losses: Tensor | None) -> Tensor:
-        """The loss that ``run`` returns, but its gradients come with the backward of what the program makes of it.
+    def loss_with_backward(self, batch: Any, num_losses: Tensor | None) -> Tensor:
+        """The loss of a batch, whose gradients come with the backward of what the program makes of it.
 
         They are computed here. Backward multiplies them by the derivative with respect to the loss, which must be the
         same on all ranks, and adds them to those there are. Collective over all ranks; every rank must call it.
         """
+        run = self._run()
+        assert run is not None, "the runtime asks only while it trains"
         free_unsharded(self._module)
         before = {p: p.grad for p in self._module.parameters() if p.requires_grad}
         has_gradients = self._has_gradients = any(gradient is not None for gradient in before.values())
@@ -205,20 +215,23 @@ class PipelineTraining:
         for parameter in before:
             parameter.grad = None
         loss = run(batch, num_losses)
+        self.compare_derivatives()
         computed = [(p, p.grad) for p in before if p.grad is not None]
         for parameter, gradient in before.items():
             parameter.grad = gradient
         is_nonfinite = self._is_nonfinite
         assert is_nonfinite is not None, "run has looked"
-        add = partial(self._add, computed, is_nonfinite)
+        add = partial(self._add_gradients, computed, is_nonfinite)
         # A batch that is left out has no gradients. A rank without any, of a frozen stage, does what the others do.
-        self._skip_if(earlier if self._has_gradients else None)
+        self._skip_step_if(earlier if self._has_gradients else None)
         self._has_gradients = False
         return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), add)
 
-    def _add(self, computed: Sequence[tuple[nn.Parameter, Tensor]], is_nonfinite: Tensor, derivative: Tensor) -> None:
+    def _add_gradients(
+        self, computed: Sequence[tuple[nn.Parameter, Tensor]], is_nonfinite: Tensor, derivative: Tensor
+    ) -> None:
         """Add gradients that were computed with a loss. Collective over all ranks; every rank must call it."""
-        self._skip_if(is_nonfinite if self._is_nonfinite is None else self._is_nonfinite | is_nonfinite)
+        self._skip_step_if(is_nonfinite if self._is_nonfinite is None else self._is_nonfinite | is_nonfinite)
         for parameter, gradient in computed:
             local_tensor(gradient).mul_(derivative)
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
@@ -227,18 +240,28 @@ class PipelineTraining:
             extremes = torch.stack([derivative, -derivative]).double().nan_to_num()
             work = dist.all_reduce(extremes, dist.ReduceOp.MAX, group=everyone.group, async_op=True)
             assert work is not None
-            self._derivatives.append((work, extremes))
+            self._sent.append((work, extremes))
 
-    def require_equal_derivatives(self) -> None:
-        """Raise ``RuntimeError`` if the ranks have multiplied losses by different numbers; equal on all ranks."""
-        derivatives, self._derivatives = self._derivatives, []
-        for work, extremes in derivatives:
+    def compare_derivatives(self, *, is_end: bool = False) -> None:
+        """Raise ``RuntimeError``, on all ranks, if they have multiplied the loss of a batch before by other numbers.
+
+        Behind the next batch, when all ranks have sent theirs; on a GPU one batch later still, when they are on the
+        host. To ask before the step would let every rank wait for the last backward, and for its device. With
+        ``is_end`` nothing is left for later.
+        """
+        for work, extremes in self._sent:
             work.wait()
-            largest, negative = extremes.tolist()
+            self._reading.append(start_reading([extremes]))
+            is_end |= extremes.device.type == "cpu"
+        num_left = 0 if is_end else len(self._sent)
+        self._sent.clear()
+        while len(self._reading) > num_left:
+            ((largest, negative),) = self._reading.pop(0)()
             if largest != -negative:
                 raise RuntimeError(
                     f"backward of a pipeline with derivatives of the loss from {-negative:g} to {largest:g} on the "
-                    "ranks; multiply it by the same number on all, or weigh batches with loss_scaling='tokens'"
+                    "ranks, in a batch before; multiply it by the same number on all, or weigh batches with "
+                    "loss_scaling='tokens'"
                 )
 
 

@@ -119,7 +119,7 @@ class TrainingEngine:
         module.to(device)
         self.is_sharded = True
         if self._stages is not None:
-            self._stages.begin(self.mode, self.run_pipeline)
+            self._stages.take_calls(self.mode, self.run_pipeline)
         self._watch()
 
     def attach(
@@ -184,7 +184,7 @@ class TrainingEngine:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
                 if self._stages is not None:
-                    group["params"] = self._stages.own(group["params"], current, self._replaced)
+                    group["params"] = self._stages.parameters_of_rank(group["params"], current, self._replaced)
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -352,7 +352,7 @@ class TrainingEngine:
             free_unsharded(self.module)
             self.mode.end_step()
         if isinstance(optimizer, PlannedOptimizer):
-            optimizer.is_nonfinite = None
+            optimizer.nonfinite_elsewhere = None
         self.has_run = False
         if self._guard is not None:
             self._guard.end_step()
@@ -415,8 +415,9 @@ class TrainingEngine:
             self.weights_have_changed()
 
     def _compare_last_batch(self) -> None:
-        if self.pipeline is not None:
-            self.pipeline.batches.compare_last()
+        if self._stages is not None:
+            self._stages.runtime.batches.compare_last()
+            self._stages.compare_derivatives(is_end=True)
 
     @property
     def divides_weights(self) -> bool:
@@ -522,8 +523,6 @@ class TrainingEngine:
     def _require_reduced(self, what: str) -> None:
         """Raise unless a backward pass outside of :meth:`no_sync` has reduced the gradients."""
         self._require_optimizer(what)
-        if self._stages is not None:
-            self._stages.require_equal_derivatives()
         if self._is_loop_of_user and not self._is_reduced:
             raise RuntimeError(
                 f"{what} after micro-batches that were all inside of no_backward_sync (no_sync), so the ranks have "

@@ -83,7 +83,7 @@ def agree_on_gradients(
     *,
     error_if_nonfinite: bool,
     is_stale: bool,
-    is_nonfinite: Tensor | None = None,
+    nonfinite_elsewhere: Tensor | None = None,
     backward_has_failed: bool = False,
     may_lack_gradients: bool = True,
 ) -> AgreedGradients | None:
@@ -91,9 +91,8 @@ def agree_on_gradients(
 
     ``None`` on all ranks if any of them needs a new plan (``is_stale``). What ``early`` has sent is settled whatever
     the outcome. Where the ranks have agreed before (``Layout.agreed``) there is no message: what has changed since is
-    found out together with NaN and Inf. ``is_nonfinite``, a bool on the device, says that elsewhere is one: in another
-    stage of a pipeline. Collective over every mesh of the parameters, the smallest first; every rank of
-    it must call it.
+    found out together with NaN and Inf. ``nonfinite_elsewhere``, a bool on the device, says that another stage of a
+    pipeline has one. Collective over every mesh of the parameters, the smallest first; every rank of it must call it.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
@@ -103,10 +102,10 @@ def agree_on_gradients(
     sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
     expected, layout.agreed = layout.agreed, None
     if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
-        return _with_known_gradients(plan, expected, findings, is_nonfinite)
+        return _with_known_gradients(plan, expected, findings, nonfinite_elsewhere)
     looks = _looks_at_once(plan.device) and not layout.arrives_late
-    is_nonfinite = is_nonfinite if error_if_nonfinite else None
-    findings.must_stop = looks and is_nonfinite is not None and bool(is_nonfinite)
+    nonfinite_elsewhere = nonfinite_elsewhere if error_if_nonfinite else None
+    findings.must_stop = looks and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
     for members in plan.meshes:
         _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
     void = _void_early(findings, early, layout)
@@ -114,7 +113,13 @@ def agree_on_gradients(
     deferred_check = None
     if not looks and not findings.must_stop and not findings.is_stale:
         deferred_check = _deferred_check(
-            plan, found, numbers, early=early, valid=valid, check=error_if_nonfinite, is_nonfinite=is_nonfinite
+            plan,
+            found,
+            numbers,
+            early=early,
+            valid=valid,
+            check=error_if_nonfinite,
+            nonfinite_elsewhere=nonfinite_elsewhere,
         )
     if early is not None:
         early.settle(findings.sent, void, found)
@@ -133,7 +138,7 @@ def agree_on_gradients(
 
 
 def _with_known_gradients(
-    plan: StepPlan, expected: Collection[Tensor], findings: _Findings, is_nonfinite: Tensor | None
+    plan: StepPlan, expected: Collection[Tensor], findings: _Findings, nonfinite_elsewhere: Tensor | None
 ) -> AgreedGradients:
     """The ``expected`` gradients; whether the ranks have others by now is looked for in the background."""
     layout, found, numbers = plan.layout, LocalGradients(plan.layout), dict[Tensor, float]()
@@ -145,7 +150,9 @@ def _with_known_gradients(
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected:
             found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))
-    check = _deferred_check(plan, found, numbers, check=True, has_changed=has_changed, is_nonfinite=is_nonfinite)
+    check = _deferred_check(
+        plan, found, numbers, check=True, has_changed=has_changed, nonfinite_elsewhere=nonfinite_elsewhere
+    )
     return AgreedGradients(gradients=found, deferred_check=check, numbers=numbers, is_given_up=findings.is_stale)
 
 
@@ -253,7 +260,7 @@ def _deferred_check(
     valid: Collection[str] = (),
     check: bool,
     has_changed: bool = False,
-    is_nonfinite: Tensor | None = None,
+    nonfinite_elsewhere: Tensor | None = None,
 ) -> Callable[[], None] | None:
     """Finds out what the host does not know yet of gradients and ``valid`` early buckets: waits for it, and raises.
 
@@ -274,7 +281,7 @@ def _deferred_check(
         results: list[Tensor] = []
         stop = torch.zeros(1, dtype=torch.int32, device=plan.device)
         changed = torch.ones_like(stop) if has_changed else stop
-        stop = stop if is_nonfinite is None else is_nonfinite.to(stop).reshape(1)
+        stop = stop if nonfinite_elsewhere is None else nonfinite_elsewhere.to(stop).reshape(1)
         work: dist.Work | None = None
         for members, keys in keys_of.items():
             # 1 for each parameter whose gradient is not finite, and for each bucket that differs on this rank.

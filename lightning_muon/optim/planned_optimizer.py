@@ -79,9 +79,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
         self._step_agreement: StepAgreement | None = None
-        # Whether ranks of other stages of a pipeline know of a NaN or an Inf, so that all skip the next step; a bool on
-        # the device.
-        self.is_nonfinite: Tensor | None = None
+        # Of a pipeline, which sets it before each step: whether other stages know of a NaN or an Inf, so that all skip
+        # the step; a bool on the device.
+        self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # Or else it may be an AdamW of a stage without any.
 
     @classmethod
@@ -381,7 +381,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(bound),
-            is_nonfinite=self.is_nonfinite,
+            nonfinite_elsewhere=self.nonfinite_elsewhere,
             backward_has_failed=self._layout.backward_has_failed(),
             # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
             # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.

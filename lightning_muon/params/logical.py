@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
 
 from lightning_muon.params.routing import Route
@@ -23,7 +24,7 @@ class Box:
         """Size in every dimension."""
         return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

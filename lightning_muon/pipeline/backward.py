@@ -1,4 +1,15 @@
-"""Backward in two parts: the gradients of what a stage got first, and those of its weights when there is time."""
+"""Backward in two parts: the gradients of what a stage got first, and those of its weights when there is time.
+
+For ``tanh(x @ w.t())`` autograd has the graph (each node leads to those that its gradients go to)::
+
+    TanhBackward -> MmBackward -+-> AccumulateGrad of x
+                                +-> TBackward -> AccumulateGrad of w
+
+The first part runs what leads to x, TanhBackward and MmBackward. What does not, TBackward and the sum for w, is a
+:class:`Branch`; MmBackward, which leads into it, is its *joint*. The first part notes which gradient comes to the
+joint; the second one begins there and runs into the branch alone. Weights that are added up, or used twice, share a
+branch with several joints.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +26,10 @@ from torch.utils.checkpoint import GraphExecGroup
 
 @dataclass(eq=False)
 class Branch:
-    """A part of a graph in which nothing depends on what the stage got: what is left to do for some weights.
-
-    Branches of a graph have no node in common.
-    """
+    """Connected nodes that do not lead to what the stage got: what is left to do for some weights."""
 
     weights: list[Tensor] = field(default_factory=list)
-    # Nodes on the way to what the stage got that lead into the branch, too, with the gradients that came to them.
+    # Nodes that lead to what the stage got, and into the branch, too; with the gradients that came to them.
     joints: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
     # Where outputs of the stage begin in the branch, with their gradients.
     roots: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
@@ -85,34 +93,32 @@ def backward_weight(branches: Sequence[Branch]) -> None:
 
 
 def _find_branches(roots: Sequence[Node], wanted: set[Node]) -> tuple[dict[Node, Branch], dict[Node, Branch]]:
-    """Branch of each node that does not lead to the ``wanted`` ones, and of each that does and leads to a branch."""
+    """The branch of each node that does not lead to the ``wanted`` ones, and of each joint."""
     on_way: set[Node] = set()
-    of: dict[Node, Node] = {}  # A node of the same branch, which is nearer to its first node, or that itself.
-    nodes = _descendants_first(roots)
-
-    def first(node: Node) -> Node:
-        while of[node] is not node:
-            of[node] = node = of[of[node]]
-        return node
-
-    for node in nodes:
+    # Nodes of branches, and joints, each with those that it leads to or that lead to it.
+    neighbours: dict[Node, list[Node]] = {}
+    for node in _descendants_first(roots):
         below = [child for child, _ in node.next_functions if child is not None]
         if node in wanted or any(child in on_way for child in below):
             on_way.add(node)
         beside = [child for child in below if child not in on_way]
         if node not in on_way or beside:
-            of[node] = node
+            neighbours[node] = beside
             for child in beside:
-                of[first(child)] = node
-    made: dict[Node, Branch] = {}
-    branches, joints = dict[Node, Branch](), dict[Node, Branch]()
-    for node in of:
-        branch = made.setdefault(first(node), Branch())
-        (joints if node in on_way else branches)[node] = branch
+                neighbours[child].append(node)
+    branch_of: dict[Node, Branch] = {}
+    for node in neighbours:
+        if node not in branch_of:
+            branch, reached = Branch(), [node]
+            while reached:
+                if (near := reached.pop()) not in branch_of:
+                    branch_of[near] = branch
+                    reached += neighbours[near]
         weight = getattr(node, "variable", None)
         if not node.next_functions and isinstance(weight, Tensor):
-            branch.weights.append(weight)
-    return branches, joints
+            branch_of[node].weights.append(weight)
+    joints = {node: branch_of[node] for node in neighbours if node in on_way}
+    return {node: branch_of[node] for node in neighbours if node not in on_way}, joints
 
 
 def _descendants_first(roots: Sequence[Node]) -> list[Node]:

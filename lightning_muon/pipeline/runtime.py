@@ -87,7 +87,7 @@ class PipelineRuntime:
         self.root: Any = model.root  # What users call.
         self.shards = Shards()
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
-        # The methods of who trains it: forward and backward of a batch, and with that a loss that has a backward.
+        # The methods of who trains it: forward and backward of a batch; and the same for a loss that has a backward.
         self.run_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
         self.loss_of_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
@@ -206,10 +206,10 @@ class PipelineRuntime:
         """
         if torch.is_grad_enabled():
             batch, num_losses = self.model.batch_of_call(args, kwargs)
-            run, compute = self.run_batch(), self.loss_of_batch()
-            if run is None or compute is None:
+            compute = self.loss_of_batch()
+            if compute is None or self.run_batch() is None:
                 raise RuntimeError("the training of this pipeline is over; call the model under torch.no_grad()")
-            return self.model.result_of_training(compute(run, batch, num_losses))
+            return self.model.result_of_training(compute(batch, num_losses))
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
             self._require_messages()

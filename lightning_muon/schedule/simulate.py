@@ -9,7 +9,7 @@ from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from lightning_muon.schedule.graph import build_graph
+from lightning_muon.schedule.graph import Graph, build_graph
 from lightning_muon.schedule.program import COMPUTE, Op, Program
 
 
@@ -91,12 +91,13 @@ class Timeline:
         return max((each.peak_bytes for each in self.ranks.values()), default=0)
 
 
-def simulate(program: Program, cost_model: Clock) -> Timeline:
+def simulate(program: Program, cost_model: Clock, graph: Graph | None = None) -> Timeline:
     """Run the program on paper; a communication begins when all ranks are there, and takes as long as the slowest.
 
-    Takes time in the number of ops and dependencies. Raises a ``ValueError`` where ops wait for each other.
+    Takes time in the number of ops and dependencies; ``graph`` is that of the program, if it is known. Raises a
+    ``ValueError`` where ops wait for each other.
     """
-    graph = build_graph(program)
+    graph = graph or build_graph(program)
     start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
     seconds = [cost_model.seconds(op) for op in graph.ops]
     for index in graph.order():
@@ -126,7 +127,9 @@ def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
     kept = {rank: program[rank] for rank in first_like.values()}
     groups = {id(op.group): op.group for ops in kept.values() for op in ops}
     members = {number: tuple(rank for rank in group if rank in kept) for number, group in groups.items()}
-    return {rank: [replace(op, group=members[id(op.group)]) for op in ops] for rank, ops in kept.items()}, like
+    return {
+        rank: [replace(op, group=members[id(op.group)]) if op.group else op for op in ops] for rank, ops in kept.items()
+    }, like
 
 
 def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:

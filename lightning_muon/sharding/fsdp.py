@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import axis_group, host_group, shard_axis
-from lightning_muon.compat.pipelining import reduce_gradients, unreduced_gradients
+from lightning_muon.compat.pipelining import finish_reducing, start_reducing, unreduced_gradients
 from lightning_muon.compat.torch import (
     collective_counts,
     default_store,
@@ -111,6 +111,7 @@ class Fsdp(ShardingMode):
         self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
         self._is_deferred = self._must_meet = False
         self._hooks = ExitStack()
+        self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are on their way.
         # What `no_sync` has changed.
         self._resharding: list[tuple[FSDPModule, list[Any]]] = []
 
@@ -227,11 +228,21 @@ class Fsdp(ShardingMode):
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 if unit in self.call_log.before_backward:
                     self.call_log.before_backward[unit]()
-            reduce_gradients(root)
+            start_reducing(root)
+            self._reducing.append(root)
+        # A wait in between would hold up the backward of this rank's other stages.
+        if len(self._reducing) == len(self._roots):
+            self._finish_reducing()
         for module in modules:
             for parameter in module.parameters():
                 if parameter in self._plain and parameter.grad is not None:
                     parameter.grad.mul_(scale)
+
+    def _finish_reducing(self) -> None:
+        """Let the current stream wait for what :meth:`reduce_part` has begun; local."""
+        for root in self._reducing:
+            finish_reducing(root)
+        self._reducing.clear()
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
@@ -257,6 +268,7 @@ class Fsdp(ShardingMode):
         """Reset FSDP2, which would take the next forward for a recomputation; a second call changes nothing. Local."""
         if self.call_log is None:
             return
+        self._reducing.clear()
         with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
             for root in self._roots:
                 reset_fsdp(root)
@@ -323,6 +335,7 @@ class Fsdp(ShardingMode):
         sends.
         """
         assert self._step is not None and self.call_log is not None, "attach comes first"
+        self._finish_reducing()
         self._resume()
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)

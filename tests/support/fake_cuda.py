@@ -345,6 +345,7 @@ def _cuda(simulation: Simulation) -> dict[str, Any]:
     """What takes the place of functions and classes of ``torch.cuda``."""
     return {
         "_lazy_init": lambda: None,
+        "current_device": lambda: 0,
         "Stream": Stream,
         "Event": Event,
         "stream": use,

@@ -5,7 +5,7 @@ From a name to a picture::
     pipeline = Pipeline(num_ranks=4, stages_per_rank=2, num_microbatches=16, costs=StageCosts(communication=0.1))
     order = make_order("zb_v", pipeline)            # for each rank: 0F0, 0F1, ...
     program = build_program(order, pipeline)        # with dependencies and messages
-    program = add_optimizer(add_reduce_grad(add_unshard(program)), pipeline.costs)
+    program = add_optimizer(add_reduce_grad(add_unshard(program)))
     validate_pipeline(program, pipeline)
     timeline = simulate(program, pipeline.costs)    # also for draw_timelines
 """

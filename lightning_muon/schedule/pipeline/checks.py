@@ -88,8 +88,8 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
 
     All messages between two ranks are in one lane, so that both ranks must list them in the same order, whichever way
     they go: otherwise these ranks wait for each other for ever, and the error names the messages. Gradients of a stage
-    are reduced once, after its last backward, and its optimizer step comes after that. A stage whose backward is split
-    keeps its weights from a forward to the end of the backward.
+    are reduced once, after its last backward, and the optimizer step of its rank comes after that. A stage whose
+    backward is split keeps its weights from a forward to the end of the backward.
     """
     check_order([compute_nodes(ops) for ops in program.values()], pipeline, is_training=is_training)
     validate(program)
@@ -97,10 +97,10 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
     for rank, ops in program.items():
         last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in WEIGHT_KINDS}
         for kind in (PipelineKind.REDUCE_GRAD, PipelineKind.OPTIMIZER):
-            found = [(op.items[0], index) for index, op in enumerate(ops) if op.kind == kind]
+            found = [(stage, index) for index, op in enumerate(ops) if op.kind == kind for stage in op.items]
             for stage, index in found:
                 if index < last.get(stage, index + 1):
-                    raise ValueError(f"{kind}[{stage}] of rank {rank} comes before the stage has all its gradients")
+                    raise ValueError(f"{ops[index].name} of rank {rank} comes before stage {stage} has all gradients")
             if kind in kinds and sorted(stage for stage, _ in found) != sorted(last):
                 raise ValueError(
                     f"rank {rank} has {kind} of the stages {[stage for stage, _ in found]}; "

@@ -21,7 +21,7 @@ class PipelineKind:
     REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks.
     TIED = "tied"  # Sum the gradients of the copies of a parameter that several stages have.
     GRADIENT_NORM = "gradient_norm"  # The norm over all stages, for clipping.
-    OPTIMIZER = "optimizer"  # The optimizer step of one stage.
+    OPTIMIZER = "optimizer"  # The optimizer step of a rank, for all of its stages.
 
 
 COMPUTE_KINDS = (
@@ -86,14 +86,23 @@ def placement(order: Order) -> dict[int, int]:
     return dict(sorted(rank_of.items()))
 
 
-def peak_activations(nodes: Iterable[Node], sizes: Mapping[int, int] | None = None) -> int:
+def peak_activations(
+    nodes: Iterable[Node], sizes: Mapping[int, int] | None = None, between: Mapping[int, int] | None = None
+) -> int:
     """Most activations that a rank holds, each from its forward to the end of its backward (``B`` or ``W``).
 
-    In units of one micro-batch of one stage; with ``sizes``, of each stage, their largest sum.
+    In units of one micro-batch of one stage; with ``sizes``, of each stage, their largest sum. ``between`` is what a
+    stage holds beside them from ``I`` to ``W``, in the same unit.
     """
     alive = most = 0
     for node in nodes:
         size = 1 if sizes is None else sizes[node.stage]
-        alive += size * ((node.kind == PipelineKind.FORWARD) - (node.kind in WEIGHT_KINDS))
+        added = 0 if between is None else between[node.stage]
+        if node.kind == PipelineKind.FORWARD:
+            alive += size
+        elif node.kind == PipelineKind.BACKWARD_INPUT:
+            alive += added
+        else:
+            alive -= size + (added if node.kind == PipelineKind.BACKWARD_WEIGHT else 0)
         most = max(most, alive)
     return most

@@ -70,7 +70,8 @@ class StageCosts:
 
     def seconds(self, op: Op) -> float:
         """How long the op takes once it has begun: what :func:`~..simulate.simulate` asks a cost model."""
-        return self.of(op.kind, op.items[0] if op.items else 0)
+        stages = op.items if op.kind == PipelineKind.OPTIMIZER else op.items[:1]
+        return sum(self.of(op.kind, stage) for stage in stages or (0,))
 
 
 @dataclass(frozen=True, kw_only=True)

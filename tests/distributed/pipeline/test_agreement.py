@@ -152,9 +152,23 @@ def test_stages_skip_a_step_together(gloo: ProcessPool, name: str) -> None:
         assert len(copies) == world_size and all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def _collectives(**options: Any) -> list[str]:
-    """Those of a second step of training, ``async`` ones marked; point-to-point messages apart."""
+class _Waited:
+    """A communication under way that notes when the host waits for it."""
+
+    def __init__(self, work: dist.Work, calls: list[str]) -> None:
+        self._work, self._calls = work, calls
+
+    def wait(self) -> None:
+        self._calls.append("wait")
+        self._work.wait()
+
+
+def _collectives(calls_backward: bool, **options: Any) -> list[str]:
+    """Those of a second step of training, ``async`` ones marked, and waits for these; not point-to-point messages."""
     engine, optimizer = _engine(_model(), _adamw, **options)
+    assert engine.pipeline is not None
+    loss_of_batch = engine.pipeline.loss_of_batch()
+    assert loss_of_batch is not None
     calls: list[str] = []
     names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier")
 
@@ -163,7 +177,8 @@ def _collectives(**options: Any) -> list[str]:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             calls.append(f"async {name}" if kwargs.get("async_op") else name)
-            return original(*args, **kwargs)
+            result = original(*args, **kwargs)
+            return _Waited(result, calls) if kwargs.get("async_op") else result
 
         return call
 
@@ -172,21 +187,24 @@ def _collectives(**options: Any) -> list[str]:
         with ExitStack() as stack:
             for name in names if step == 1 else ():
                 stack.enter_context(patch.object(dist, name, counted(name)))
-            engine.run_pipeline(batch_of(8, 5, seed=step))
+            if calls_backward:
+                loss_of_batch(batch_of(8, 5, seed=step), None).backward()
+            else:
+                engine.run_pipeline(batch_of(8, 5, seed=step))
             engine.step(optimizer, _take_step)
     engine.close()
     return calls
 
 
-@pytest.mark.parametrize(
-    ("world_size", "options", "expected"),
-    [(2, {}, ["async all_reduce"]), (4, {"shard_size": 2}, ["async all_reduce", "all_reduce"])],
-)
+@pytest.mark.parametrize("calls_backward", [False, True])
+@pytest.mark.parametrize(("world_size", "options", "agreement"), [(2, {}, []), (4, {"shard_size": 2}, ["all_reduce"])])
 def test_at_most_one_collective_of_a_step_blocks(
-    gloo: ProcessPool, world_size: int, options: dict[str, Any], expected: list[str]
+    gloo: ProcessPool, world_size: int, options: dict[str, Any], agreement: list[str], calls_backward: bool
 ) -> None:
-    # The comparison of batches goes on beside the first forward; the other is the agreement within a stage.
-    assert gloo.run(_collectives, world_size=world_size, **options) == [expected] * world_size
+    # The comparison of batches travels beside the first forward; no step waits for that of derivatives; the last one is
+    # the agreement within a stage.
+    expected = ["async all_reduce", "wait", *["async all_reduce"] * calls_backward, *agreement]
+    assert gloo.run(_collectives, calls_backward, world_size=world_size, **options) == [expected] * world_size
 
 
 def _permuted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -309,7 +327,7 @@ def _leave_out() -> tuple[int, bool]:
     before = _local(net)
     for step, has_nan in enumerate((False, True)):
         net.has_nan = has_nan
-        loss = compute(engine.run_pipeline, batch_of(8, 5, seed=step), None)
+        loss = compute(batch_of(8, 5, seed=step), None)
         assert bool(loss.isnan()) == has_nan
         if not has_nan:
             loss.backward()

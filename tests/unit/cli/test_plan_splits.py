@@ -10,13 +10,17 @@ import pytest
 import torch
 
 from lightning_muon.cli.main import main
-from lightning_muon.cli.plan_model import PlannedModel
+from lightning_muon.cli.plan_model import Mesh, PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
-from lightning_muon.cli.plan_splits import Split
+from lightning_muon.cli.plan_strategies import Setting
+from lightning_muon.cli.split_rules import Job, Split, memory_of_stages, stage_costs
+from lightning_muon.config import MuonConfig
 from lightning_muon.params.routing import route_module
-from lightning_muon.pipeline.cut import choose_stages
+from lightning_muon.pipeline.cut import choose_stages, measure_flops
 from lightning_muon.pipeline.model import find_staged_model
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.pipeline import F, I, W, peak_activations
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 # Embedding, four layers, norm and head: a stage of 544 elements and one of 264, with 256 elements of matrices each.
 _WIDTH, _WORDS, _LENGTH = 8, 32, 16
@@ -188,22 +192,19 @@ def test_a_width_that_nothing_tells_is_asked_for(tmp_path: Path) -> None:
         main(["plan", "--shapes", str(tmp_path / "one.json"), "--splits", "2"])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_models_are_cut_as_the_runtime_cuts_them(tied: bool) -> None:
+def _llama(**options: Any) -> tuple[Any, ModelShapes]:
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=16,
-        intermediate_size=40,
-        num_hidden_layers=7,
-        num_attention_heads=2,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 40}
     with torch.device("meta"):
-        module = transformers.LlamaForCausalLM(config)
+        module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **options))
     routes = zip(route_module(module).values(), module.parameters(), strict=True)
     parameters = tuple(ParameterShape(**vars(route), shape=tuple(each.shape)) for route, each in routes)
-    model = ModelShapes(name="llama", source="", parameters=parameters)
+    return module, ModelShapes(name="llama", source="", parameters=parameters)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_models_are_cut_as_the_runtime_cuts_them(tied: bool) -> None:
+    module, model = _llama(num_hidden_layers=7, num_attention_heads=2, tie_word_embeddings=tied)
     for planned in (PlannedModel(shapes=model, module=module), PlannedModel(shapes=model)):
         parts = PlannedParts(planned, model, width=None, itemsize=2)
         assert parts.width == 16
@@ -220,3 +221,42 @@ def test_groups_count_the_nodes_they_lie_on() -> None:
     assert split.axes == ((2, 1), (4, 2))  # Shards 0, 1; replicas 0, 2, 4, 6.
     assert Split(pipeline=1, replicate=1, shard=12, node_ranks=8).axes == ((12, 2), (1, 1))
     assert Split(pipeline=1, replicate=2, shard=6, node_ranks=8).axes == ((6, 2), (2, 2))  # 6 to 11; 0 and 6, 2 and 8.
+
+
+def test_scores_of_attention_are_counted_as_torch_counts_them() -> None:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12}
+    module, model = _llama(num_hidden_layers=2, max_position_embeddings=64, **heads)
+    parts, staged = PlannedParts(PlannedModel(shapes=model), model, width=None, itemsize=2), find_staged_model(module)
+    length = staged.example["input_ids"].shape[1]
+    assert parts.score_flops == [0, 4 * 48, 4 * 48, 0]
+    counted = zip(parts.product_flops, parts.score_flops, strict=True)
+    assert [length * (products + length * scores) for products, scores in counted] == measure_flops(staged)
+
+
+def test_a_split_backward_keeps_gradients_of_products_between_its_parts() -> None:
+    # F0 F1 I0 F2 I1 W0 I2 W1 W2: at I2 three micro-batches are there, two of them between their parts.
+    nodes = [F(1, 0), F(1, 1), I(1, 0), F(1, 2), I(1, 1), W(1, 0), I(1, 2), W(1, 1), W(1, 2)]
+    assert peak_activations(nodes, {1: 10}, {1: 3}) == 3 * 10 + 2 * 3
+    assert peak_activations(nodes, {1: 10}, {1: 0}) == peak_activations(nodes, {1: 10}) == 30
+
+
+def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: list[str]) -> None:
+    model = read_shapes(arguments[2])
+    cost = CostModel(flops_per_second=_FLOPS, memory_bytes_per_second=1e12, bandwidth=(_WITHIN,))
+    setting = Setting(model=model, mesh=Mesh(1, 1), config=MuonConfig(), wire_itemsize=2, cost=cost)
+    parts = PlannedParts(PlannedModel(shapes=model), model, width=None, itemsize=2)
+    sizes = {"itemsize": 4, "gathered_itemsize": 2, "reduced_itemsize": 4}
+    job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=_LENGTH, **sizes)
+    split = Split(pipeline=2, replicate=1, shard=1, node_ranks=8)
+    stages = parts.stages(2)
+    options = {"number": 2, "recompute": True}
+    whole, halves = (stage_costs(job, split, stages, splits_backward=each, **options) for each in (False, True))
+    # The first stage is four layers, which run forward twice; the second one, norm and head, is not recomputed.
+    assert [whole.of("B", stage) for stage in (0, 1)] == pytest.approx([3 * _FORWARD, 2 * _FORWARD])
+    assert [halves.of("I", stage) for stage in (0, 1)] == pytest.approx([0, _FORWARD])
+    assert [halves.of("W", stage) for stage in (0, 1)] == pytest.approx([3 * _FORWARD, _FORWARD])
+    # At the second I of the last stage both micro-batches wait for their W, with the gradient of its product.
+    nodes = [F(1, 0), F(1, 1), I(1, 0), I(1, 1), W(1, 0), W(1, 1)]
+    memory = memory_of_stages(job, split, nodes, stages, number=2, recompute=True)
+    loss = 4 * _WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
+    assert memory["activations"] == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + _LENGTH * loss

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.compat.pipelining import accumulate_gradients, reduce_gradients, unreduced_gradients
+from lightning_muon.compat.pipelining import accumulate_gradients, finish_reducing, start_reducing, unreduced_gradients
 from lightning_muon.pipeline.backward import backward_input, backward_weight
 
 
@@ -69,7 +69,8 @@ def test_the_sum_of_unreduced_gradients_is_reduced_on_demand(mesh: DeviceMesh, i
     assert len(found) == 4
     for each in found:
         each.mul_(0.5)
-    reduce_gradients(root)
+    start_reducing(root)
+    finish_reducing(root)
     assert unreduced_gradients(root) == []
     for parameter, wanted in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), wanted)  # type: ignore[union-attr]

@@ -106,6 +106,8 @@ def _misuse(what: str) -> None:
         if what == "twice":
             accelerator.backward(loss)
         optimizer.step()
+        if what == "other factors":  # No rank waits for the others before the step.
+            model(**batch)
 
 
 @pytest.mark.parametrize(

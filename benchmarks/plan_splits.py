@@ -1,0 +1,196 @@
+"""What ``lightning-muon plan --splits`` says of time and memory beside real steps of all splits of 2 or 4 ranks; root.
+
+    python benchmarks/plan_splits.py --ranks-per-node 2 --rate 100mbit
+
+Two network namespaces are the nodes, as in pipeline_link.py, whose model is trained with Fabric and ParallelMuon, in
+float32 and one thread per rank. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
+at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank,
+*MB* the most that a rank holds during forward and backward: its weights and optimizer state, and what torch's profiler
+saw allocated beyond.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from namespaces import TwoNodes, set_rate, why_not
+from pipeline_link import MODEL, NUM_NODES, VOCAB_SIZE, Training
+from slow_network import parse_rate, wait
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_muon import forward_backward
+from lightning_muon.cli.plan_model import Mesh, PlannedModel
+from lightning_muon.cli.plan_splits import make_job
+from lightning_muon.cli.plan_strategies import Setting
+from lightning_muon.cli.split_search import PlannedSplit, plan_splits
+from lightning_muon.config import MuonConfig
+from lightning_muon.params.routing import route_module
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+
+SCHEDULES = ("1f1b", "zb_h1")
+_UNBOUND_GIB = 1024.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--rate", default="100mbit")
+    parser.add_argument("--rows", type=int, default=32, help="of a step, of all ranks together")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=5, help="measured of each split, after one")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    reason = why_not()
+    if reason is not None:
+        print(f"skipped: {reason}")
+        return
+    with tempfile.TemporaryDirectory() as folder, TwoNodes() as nodes:
+        result, log_file = Path(folder, "result.json"), Path(folder, "log.txt")
+        environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1", "RESULT": str(result)}
+        with log_file.open("wb") as log:
+            failed = wait(
+                nodes.torchrun(sys.argv, arguments.ranks_per_node, log=log, environment=environment), timeout=1800
+            )
+        if failed:
+            raise SystemExit(f"{log_file.read_text(errors='replace')[-6000:]}\n{failed}")
+        print(table(json.loads(result.read_text())))
+
+
+def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:
+    """Every split, a pipeline with each of the schedules; the fastest first."""
+    with torch.device("meta"):
+        module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
+    routes = zip(route_module(module).values(), module.parameters(), strict=True)
+    shapes = tuple(ParameterShape(**vars(route), shape=tuple(each.shape)) for route, each in routes)
+    model = ModelShapes(name="llama", source="", parameters=shapes)
+    cpu, rate = PRESETS["cpu"], parse_rate(arguments.rate)
+    between = cpu.bandwidth[0] if rate is None else rate / 8 / arguments.ranks_per_node
+    cost = CostModel(
+        flops_per_second=flops_per_second,
+        memory_bytes_per_second=cpu.memory_bytes_per_second,
+        bandwidth=(cpu.bandwidth[0], between),
+        latency_seconds=cpu.latency_seconds,
+        op_seconds=cpu.op_seconds,
+    )
+    setting = Setting(model=model, mesh=Mesh(1, 1), config=MuonConfig(), wire_itemsize=4, cost=cost, machine="cpu")
+    found: list[PlannedSplit] = []
+    for schedule in SCHEDULES:
+        asked = Namespace(
+            splits=NUM_NODES * arguments.ranks_per_node,
+            node_ranks=arguments.ranks_per_node,
+            rows=arguments.rows,
+            length=arguments.length,
+            width=None,
+            rank_memory=_UNBOUND_GIB,
+            activations="kept",
+            schedules=(schedule,),
+            microbatches=8,
+        )
+        planned = PlannedModel(shapes=model, module=module)
+        splits, _ = plan_splits(asked, make_job(asked, setting, planned, "32-true"))
+        found += [each for each in splits if each.way.schedule or schedule == SCHEDULES[0]]
+    return sorted(found, key=lambda each: each.step_seconds)
+
+
+def options_of(each: PlannedSplit) -> dict[str, Any]:
+    """Of the strategy."""
+    split, way = each.way.split, each.way
+    found: dict[str, Any] = {"replicate_size": split.replicate, "shard_size": split.shard}
+    if way.schedule is None:
+        return found | {"reshard_after_forward": not way.stays_whole}
+    names = {"pipeline_schedule": way.schedule.name, "pipeline_microbatches": way.microbatches}
+    return found | {"pipeline_size": split.pipeline} | names
+
+
+def work(arguments: Namespace) -> None:
+    """What each rank does."""
+    torch.set_num_threads(1)
+    Training({"shard_size": NUM_NODES * arguments.ranks_per_node}, arguments)  # Makes the process group.
+    flops = torch.tensor(measured_flops(arguments), dtype=torch.float64)
+    dist.all_reduce(flops)
+    if os.environ["LOCAL_RANK"] == "0":
+        set_rate(parse_rate(arguments.rate))
+    rows: list[tuple[str, float, float, float, float]] = []
+    for each in plan(arguments, float(flops) / dist.get_world_size()):
+        training = Training(options_of(each), arguments)
+        training.step()
+        seconds = statistics.median(training.step() for _ in range(arguments.steps))
+        most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        split = each.way.split
+        name = f"{split.pipeline} x {split.replicate} x {split.shard}, {each.way.name}"
+        rows.append((name, each.step_seconds, float(most[0]), each.way.total, float(most[1])))
+    if dist.get_rank() == 0:
+        Path(os.environ["RESULT"]).write_text(json.dumps([float(flops) / dist.get_world_size(), rows]))
+    dist.barrier()
+
+
+def measured_flops(arguments: Namespace) -> float:
+    """FLOP/s of forward and backward of the whole model, a row at a time, with all ranks at work."""
+    module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
+    tokens = torch.randint(VOCAB_SIZE, (4, arguments.length))
+    per_token = 2 * sum(p.numel() for name, p in module.named_parameters() if p.ndim == 2 and "embed" not in name)
+    per_token += 4 * arguments.length * MODEL["hidden_size"] * MODEL["num_hidden_layers"]
+    times = list[float]()
+    for _ in range(4):
+        dist.barrier()
+        started = time.perf_counter()
+        module(input_ids=tokens, labels=tokens).loss.backward()
+        times.append(time.perf_counter() - started)
+    return 3 * per_token * tokens.numel() / statistics.median(times[1:])
+
+
+def peak_bytes(training: Training) -> float:
+    """Weights, optimizer state, and the most that forward and backward have beside them."""
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    held = [each for each in (*training.model.parameters(), *states) if isinstance(each, Tensor)]
+    resident = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in held)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        if training.is_pipeline:
+            forward_backward(training.model, training.batch)
+        else:
+            training.fabric.backward(training.model(**training.batch).loss)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(trace))
+        events = [each for each in json.loads(trace.read_text())["traceEvents"] if each.get("name") == "[memory]"]
+    alive = most = 0
+    for event in sorted(events, key=lambda each: each["ts"]):
+        alive += event["args"]["Bytes"]
+        most = max(most, alive)
+    training.optimizer.zero_grad()
+    return resident + most
+
+
+def table(result: tuple[float, list[tuple[str, float, float, float, float]]]) -> str:
+    """In the order of the plan; places are those of the measured times."""
+    flops, rows = result
+    by_time = sorted(measured for _, _, measured, _, _ in rows)
+    lines = [f"{flops / 1e9:.1f} GFLOP/s per rank", "| split | s, plan | s | place | MB, plan | MB | plan / real |"]
+    lines.append(f"|{' --- |' * 7}")
+    for name, planned, measured, planned_bytes, measured_bytes in rows:
+        place, megabytes = by_time.index(measured) + 1, f"{planned_bytes / 1e6:.0f} | {measured_bytes / 1e6:.0f}"
+        ratio = planned_bytes / measured_bytes
+        lines.append(f"| {name} | {planned:.3f} | {measured:.3f} | {place} | {megabytes} | {ratio:.2f} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

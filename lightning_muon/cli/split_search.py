@@ -1,0 +1,297 @@
+"""The ways to train with a split of some ranks, and the fastest of each, for ``lightning-muon plan --splits``."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import product
+from typing import Any
+
+from lightning_muon.cli.split_rules import (
+    Job,
+    Split,
+    Traffic,
+    gather,
+    memory_of_stages,
+    memory_without_pipeline,
+    message,
+    optimizer_step,
+    reduce,
+    rows_of,
+    seconds_without_pipeline,
+    stage_costs,
+)
+from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.schedule.graph import Graph, build_graph
+from lightning_muon.schedule.pipeline import (
+    Order,
+    Pipeline,
+    PipelineKind,
+    add_reduce_grad,
+    add_unshard,
+    build_program,
+    make_order,
+    placement,
+)
+from lightning_muon.schedule.program import COMPUTE, Program
+from lightning_muon.schedule.simulate import simulate
+
+GIB = 2**30
+ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
+# Times the default of micro-batches, as far as ranks times micro-batches are not too many to simulate.
+_MORE, _MOST_NODES = 4, 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to train with a split. Memory is in bytes, of the rank that needs most."""
+
+    split: Split
+    microbatches: int  # Without a pipeline the passes of an accumulated batch.
+    recompute: bool  # Activation checkpointing.
+    memory: dict[str, int]
+    schedule: Schedule | None = None  # Of a pipeline.
+    stays_whole: bool = (
+        False  # Without a pipeline: weights stay gathered from the first forward to the end of backward.
+    )
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.memory.values())
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        if self.schedule is not None:
+            return f"{self.schedule.name}, m={self.microbatches}{', recompute' * self.recompute}"
+        name = "hsdp" if self.split.replicate > 1 else "fsdp"
+        passes = f", {self.microbatches} passes" * (self.microbatches > 1)
+        return f"{name}{', kept whole' * self.stays_whole}{', recompute' * self.recompute}{passes}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSplit:
+    """The fastest way that fits, or else the one that needs the least memory."""
+
+    way: Way
+    fits: bool
+    step_seconds: float
+    optimizer_seconds: float
+    idle: float
+    inside_bytes: float
+    between_bytes: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        split, way = self.way.split, self.way
+        numbers = {key: value for key, value in vars(self).items() if key != "way"}
+        return {
+            "pipeline_size": split.pipeline,
+            "replicate_size": split.replicate,
+            "shard_size": split.shard,
+            "schedule": way.schedule and way.schedule.name,
+            "microbatches": way.microbatches,
+            "activation_checkpointing": way.recompute,
+            "weights_stay_whole": way.stays_whole or split.pipeline > 1,
+            **numbers,
+            "memory_bytes": way.memory,
+        }
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """A schedule of a model's stages, the same for all ways to divide the data ranks."""
+
+    name: str
+    pipeline: Pipeline
+    stages: list[list[int]]  # Parts of each.
+    order: Order
+
+    @cached_property
+    def program(self) -> Program:
+        """What runs."""
+        return add_reduce_grad(add_unshard(build_program(self.order, self.pipeline)))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """What waits for what in the program."""
+        return build_graph(self.program)
+
+    @cached_property
+    def num_sent(self) -> list[int]:
+        """Messages of each rank."""
+        kinds = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT)
+        return [sum(op.kind in kinds and op.group[0] == rank for op in ops) for rank, ops in self.program.items()]
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any."""
+        return any(node.kind == PipelineKind.BACKWARD_INPUT for nodes in self.order for node in nodes)
+
+    @cached_property
+    def parts_of_ranks(self) -> list[tuple[int, ...]]:
+        """Of all stages of each rank."""
+        rank_of = placement(self.order)
+        return [
+            tuple(part for stage, parts in enumerate(self.stages) if rank_of[stage] == rank for part in parts)
+            for rank in range(len(self.order))
+        ]
+
+
+def plan_splits(arguments: Namespace, job: Job) -> tuple[list[PlannedSplit], list[str]]:
+    """All splits, the fastest that fits first, and what was left out, and why."""
+    memory, search = arguments.rank_memory * GIB, _Search(arguments, job)
+    found: list[PlannedSplit] = []
+    num_short = 0
+    for pipeline in (each for each in _divisors(job.num_ranks) if each <= len(job.parts)):
+        for shard in _divisors(job.num_ranks // pipeline):
+            replicate = job.num_ranks // pipeline // shard
+            split = Split(pipeline=pipeline, replicate=replicate, shard=shard, node_ranks=job.node_ranks)
+            if split.data > job.rows:
+                num_short += 1
+            elif ways := list(search.ways(split, memory)):
+                fitting = [each for each in ways if each.total <= memory]
+                chosen = fitting or [min(ways, key=lambda each: each.total)]
+                found.append(replace(search.fastest(chosen), fits=bool(fitting)))
+    left_out = list(search.left_out)
+    if num_short:
+        left_out.insert(0, f"{num_short} splits are left out: {job.rows} rows are too few for their data ranks")
+    if not found:
+        raise ValueError(f"{job.num_ranks} ranks cannot be split; {'; '.join(left_out)}; raise --rows")
+    return sorted(found, key=lambda each: (not each.fits, each.step_seconds)), left_out
+
+
+class _Search:
+    """The ways to train with a split, and the fastest of them; what several have in common is computed once."""
+
+    def __init__(self, arguments: Namespace, job: Job) -> None:
+        self._job, self._asked = job, arguments
+        self._recompute = ACTIVATIONS[arguments.activations]
+        self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
+        self._schedule, self._optimizer = cache(self._make_schedule), cache(self._simulate_optimizer)
+        self._equal_steps: dict[object, Traffic] = {}
+        # What the optimizer sees of each part: parts that are alike step alike. Vectors take next to no time.
+        shapes = [
+            Counter(replace(p, name="", reason="") for p in some if len(p.shape) > 1) for some in job.parts.parameters
+        ]
+        self._kinds = [shapes.index(each) for each in shapes]
+
+    @property
+    def left_out(self) -> Iterator[str]:
+        """Schedules that do not take these sizes."""
+        for name in self._asked.schedules:
+            if refused := [size for other, size in self._refused if other == name]:
+                why = self._refused[name, refused[0]]
+                yield f"{name} is left out in pipelines of {', '.join(map(str, refused))}: {why}"
+
+    def ways(self, split: Split, memory: float) -> Iterator[Way]:
+        """All of them; without a pipeline with as many passes as it takes to fit."""
+        job, rows = self._job, rows_of(self._job, split)
+        if split.pipeline > 1:
+            yield from self._pipelines(split)
+            return
+        for recompute, stays_whole in product(self._recompute, (False, True)):
+            options: Any = {"recompute": recompute, "stays_whole": stays_whole}
+            passes = 1
+            while True:
+                found = memory_without_pipeline(job, split, passes=passes, **options)
+                yield Way(split=split, microbatches=passes, memory=found, **options)
+                if sum(found.values()) <= memory or passes == rows:
+                    break
+                passes = min(2 * passes, rows)
+
+    def _pipelines(self, split: Split) -> Iterator[Way]:
+        numbers = self._numbers_of_microbatches(split)
+        for name, number, recompute in product(self._asked.schedules, numbers, self._recompute):
+            try:
+                schedule = self._schedule(split.pipeline, number, name)
+            except ValueError as error:
+                self._refused.setdefault((name, split.pipeline), error)
+                continue
+            memories = [
+                memory_of_stages(self._job, split, nodes, schedule.stages, number=number, recompute=recompute)
+                for nodes in schedule.order
+            ]
+            most = max(memories, key=lambda memory: sum(memory.values()))
+            yield Way(split=split, microbatches=number, recompute=recompute, memory=most, schedule=schedule)
+
+    def _numbers_of_microbatches(self, split: Split) -> list[int]:
+        """What was asked for, or the runtime's default and one that idles less.
+
+        A batch of fewer rows has one micro-batch of each.
+        """
+        rows, size = rows_of(self._job, split), split.pipeline
+        if self._asked.microbatches:
+            return [min(self._asked.microbatches, rows)]
+        first = min(PipelineOptions().num_microbatches(size), rows)
+        return sorted({first, max(first, min(_MORE * first, rows, _MOST_NODES // size))})
+
+    def _make_schedule(self, num_ranks: int, number: int, name: str) -> Schedule:
+        """As the runtime makes it, which knows no costs."""
+        stages_per_rank = PipelineOptions(pipeline_schedule=name).stages_per_rank
+        pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
+        return Schedule(name, pipeline, self._job.parts.stages(pipeline.num_stages), make_order(name, pipeline))
+
+    def fastest(self, ways: Sequence[Way]) -> PlannedSplit:
+        """Of ways of one split. The optimizer is simulated where the rest alone is not slower than the best already."""
+        timed = [(way, *(self._time_pipeline(way) if way.schedule else self._time_alone(way))) for way in ways]
+        best: PlannedSplit | None = None
+        for way, idle, ranks in sorted(timed, key=lambda each: max(seconds for seconds, _, _ in each[2])):
+            if best is not None and max(seconds for seconds, _, _ in ranks) >= best.step_seconds:
+                break
+            steps = [self._optimizer(own, way.split) for _, own, _ in ranks]
+            ends = [seconds + step.seconds for (seconds, _, _), step in zip(ranks, steps, strict=True)]
+            if best is None or max(ends) < best.step_seconds:
+                moved = [traffic.plus(step) for (_, _, traffic), step in zip(ranks, steps, strict=True)]
+                best = PlannedSplit(
+                    way=way,
+                    fits=True,
+                    step_seconds=max(ends),
+                    optimizer_seconds=max(step.seconds for step in steps),
+                    idle=idle,
+                    inside_bytes=max(each.inside for each in moved),
+                    between_bytes=max(each.between for each in moved),
+                )
+        assert best is not None, "there is a way"
+        return best
+
+    def _time_alone(self, way: Way) -> tuple[float, _Ranks]:
+        options = {"passes": way.microbatches, "recompute": way.recompute, "stays_whole": way.stays_whole}
+        seconds, traffic = seconds_without_pipeline(self._job, way.split, **options)
+        return 0.0, [(seconds, tuple(range(len(self._job.parts))), traffic)]
+
+    def _time_pipeline(self, way: Way) -> tuple[float, _Ranks]:
+        """The simulated schedule: its idle share, and of each rank until when it works, its parts and its traffic."""
+        job, split, schedule, number = self._job, way.split, way.schedule, way.microbatches
+        assert schedule is not None
+        options = {"number": number, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
+        costs = stage_costs(job, split, schedule.stages, **options)
+        spans = simulate(schedule.program, costs, schedule.graph).spans
+        one = message(job, rows_of(job, split) / number)
+        ranks: _Ranks = []
+        for rank, own in enumerate(schedule.parts_of_ranks):
+            messages = Traffic(*(schedule.num_sent[rank] * each for each in one))
+            traffic = messages.plus(gather(job, own, split), reduce(job, own, split))
+            ranks.append((spans[rank][-1].end, own, traffic))
+        busy = sum(span.end - span.start for each in spans.values() for span in each if span.op.lane == COMPUTE)
+        return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
+
+    def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> Traffic:
+        """Of the parts of a rank."""
+        key = split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
+        if key not in self._equal_steps:
+            parameters = [each for part in own for each in self._job.parts.parameters[part]]
+            self._equal_steps[key] = optimizer_step(self._job, parameters, split)
+        return self._equal_steps[key]
+
+
+# Of each rank of a pipeline, or of one of many alike: when its gradients are summed, its parts, what it sends.
+_Ranks = list[tuple[float, tuple[int, ...], Traffic]]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
