@@ -161,13 +161,11 @@ class TrainerStrategy(MuonStrategy):
         """Let a resumed run go on with the order of its epoch."""
         # Lightning sets the epoch of samplers behind the iterator, which draws at once with workers or batch_size=None.
         trainer = self.lightning_module.trainer
-        epochs, is_over = (
-            trainer.fit_loop.epoch_progress.current,
-            trainer.fit_loop.epoch_loop.batch_progress.is_last_batch,
-        )
-        set_sampler_epoch(self.package, dataloader, epochs.ready if is_over else epochs.processed)
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        epoch = epochs.ready if batches.is_last_batch else epochs.processed
+        set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        return self._data.follow(dataloader) if trainer.training else dataloader
+        return self._data.follow(dataloader, epoch) if trainer.training else dataloader
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that ``training_step`` is about to return sums over; local.
