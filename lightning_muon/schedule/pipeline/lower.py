@@ -180,9 +180,9 @@ def add_optimizer(program: Program, *, clips_norm: bool = False) -> Program:
 
     A rank that has finished its backward steps in the cool-down of the others. It has one step for all of its stages,
     as frameworks call ``optimizer.step()`` once, behind what the user does with the gradients. Steps of single stages
-    would save 0.2 to 1.8 % of a step with two stages per rank, by this simulator. With ``clips_norm`` all steps come
-    after a norm over all stages, for which each rank waits until the last one has finished its backward: that costs the
-    whole bubble of the cool-down.
+    would save less than 2 % of the time (simulated with two stages on each of 4 and 8 ranks, 4 micro-batches per rank,
+    optimizer steps as long as 0.5 to 4 forwards). With ``clips_norm`` all steps come after a norm over all stages, for
+    which each rank waits until the last one has finished its backward: that costs the whole bubble of the cool-down.
     """
     if not any(op.kind == PipelineKind.REDUCE_GRAD for ops in program.values() for op in ops):
         raise ValueError("the optimizer steps follow the sums of gradients; call add_reduce_grad first")
