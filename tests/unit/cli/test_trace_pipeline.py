@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from lightning_muon.cli import trace_pipeline
 from lightning_muon.cli.main import main
+from lightning_muon.schedule.program import Op
+from lightning_muon.schedule.simulate import Span, Timeline
 from tests.support.programs import run_program
 
 _MODULE = """
@@ -88,3 +91,9 @@ def test_options_of_a_pipeline_need_one(tmp_path: Path, words: list[str], messag
     with pytest.raises(SystemExit, match=message):
         main(["trace", *words, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rank_whose_optimizer_had_nothing_to_do() -> None:
+    backward = Span(Op(kind="B", key="0 0", rank=0, items=(0, 0)), 0.0, 0.002)
+    told = trace_pipeline._line_of(0, Timeline({0: [backward]}))
+    assert told.startswith("rank 0: last backward ends at 2.0 ms, its optimizer has nothing to do")
