@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_muon.compat.torch import is_compiled
@@ -172,6 +173,11 @@ def check_plain(module: nn.Module) -> None:
         where = f"{name or 'the model'} ({type(child).__name__})"
         if isinstance(child, FSDPModule):
             raise ValueError(f"{where} is sharded already; a pipeline shards its stages itself, so remove fully_shard")
+        # Its hooks take each part of a backward for the whole one (pytorch #144530).
+        if isinstance(child, DistributedDataParallel):
+            raise ValueError(
+                f"{where} averages gradients itself; a pipeline does so for each stage, so give its module"
+            )
         # A backward in two parts does not find the gradients of inputs in a compiled graph (pytorch #161904).
         if is_compiled(child):
             raise ValueError(f"{where} is compiled; stages of a pipeline are not, so remove torch.compile")

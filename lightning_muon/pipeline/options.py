@@ -22,8 +22,9 @@ class PipelineOptions:
     Args:
         pipeline_schedule: In which order each rank runs micro-batches: one of
             :data:`~lightning_muon.schedule.pipeline.SCHEDULES`, among them those of ``@register_schedule``.
-        pipeline_microbatches: Micro-batches of each batch. ``"auto"``: four for each rank of the pipeline. A batch of
-            fewer rows has one of each row.
+        pipeline_microbatches: Micro-batches of each batch. ``"auto"``: four for each rank of the pipeline. Rows that do
+            not divide make some larger by one; a batch of fewer rows has one of each row. Losses are summed, so both
+            are exact.
         pipeline_split: Names of the first part of each stage. ``None``: stages of about equal FLOPs.
         pipeline_stages_per_rank: ``"auto"``: what the schedule needs, 2 for those that visit a rank twice, else 1.
     """

@@ -290,11 +290,10 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
         ValueError: If it cannot be cut so, or was cut in another way before.
     """
     group = axis_group(mesh, (0,))
-    if not is_stage(module):
-        check_plain(module)
     if (known := vars(module).get(_KEY)) is None:
 
         def choose() -> tuple[StagedModel, list[str]]:
+            check_plain(module)
             model = find_staged_model(module)
             check_outputs(module, model)
             stages = choose_stages(model, group.size * options.stages_per_rank, options.pipeline_split)

@@ -84,6 +84,23 @@ def _llama(pl: Any, seed: int = 0) -> Any:
     return Llama()
 
 
+def _finetuning(pl: Any) -> Any:
+    """Trains the embedding and the first blocks from the second epoch on."""
+
+    class Finetuning(pl.Callback):
+        def set_trained(self, module: Any, value: bool) -> None:
+            for part in (module.network.embedding, *module.network.blocks[:3]):
+                part.requires_grad_(value)
+
+        def setup(self, trainer: Any, module: Any, stage: str) -> None:
+            self.set_trained(module, False)
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.set_trained(module, trainer.current_epoch > 0)
+
+    return Finetuning()
+
+
 def _weights(module: nn.Module) -> Weights:
     """Whole weights of this rank's stages, under the names of the model."""
     named = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -98,6 +115,7 @@ def _fit(
     evaluates: bool = False,
     num_fits: int = 1,
     thaws: bool = False,
+    finetunes: bool = False,
     **kwargs: Any,
 ) -> tuple[Weights, dict[str, float], list[Tensor]]:
     """Weights after four steps, metrics, and predictions."""
@@ -114,6 +132,7 @@ def _fit(
             part.requires_grad_(number > 0)
         strategy = training.strategy_class()(**({"optimizer": training.EXACT} | options))
         kwargs = {"use_distributed_sampler": False, "max_epochs": 2 // num_fits} | kwargs
+        kwargs |= {"callbacks": [_finetuning(pl)]} if finetunes else {}
         fitter = training.trainer(pl, strategy=strategy, **kwargs)
         fitter.fit(model, loader, whole if evaluates else None)
         metrics |= {key: float(value) for key, value in fitter.callback_metrics.items()}
@@ -152,6 +171,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"gradient_clip_val": 0.3},
     ),
     "unfrozen between fits": (2, {"pipeline_size": 2}, {"num_fits": 2, "thaws": True}),
+    "a stage unfrozen by a callback": (
+        2, {"pipeline_size": 2, "pipeline_split": ["network.embedding", "network.blocks.3"]}, {"finetunes": True},
+    ),
 }  # fmt: skip
 
 
@@ -242,25 +264,31 @@ def test_a_checkpoint_goes_on_with_other_stages(gloo: ProcessPool, tmp_path: Pat
                 assert (value - wanted).abs().max() < _TOLERANCE, (before, after, name)
 
 
-def _refused(is_manual: bool, **kwargs: Any) -> None:
+def _refused(changes: str, **kwargs: Any) -> None:
     pl = training.load()
     model = _model(pl)
-    model.automatic_optimization = not is_manual
+    model.automatic_optimization = changes != "manual"
+    if changes == "callback":
+        kwargs["callbacks"] = [pl.callbacks.BackboneFinetuning()]
+    if changes == "compiled":
+        model.network.blocks[1].compile(backend="eager")
     fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2), **kwargs)
     fitter.fit(model, training.loader())
 
 
 @pytest.mark.parametrize(
-    ("is_manual", "kwargs", "match"),
+    ("changes", "kwargs", "match"),
     [
-        (True, {}, "set automatic_optimization = True"),
-        (False, {"accumulate_grad_batches": 2}, "in the place of accumulate_grad_batches=2"),
+        ("manual", {}, "set automatic_optimization = True"),
+        ("", {"accumulate_grad_batches": 2}, "in the place of accumulate_grad_batches=2"),
+        ("callback", {}, "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in setup"),
+        ("compiled", {}, r"network\.blocks\.1 \(Block\) is compiled; .* remove torch.compile"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused(
-    gloo: ProcessPool, is_manual: bool, kwargs: dict[str, Any], match: str
+    gloo: ProcessPool, changes: str, kwargs: dict[str, Any], match: str
 ) -> None:
-    gloo.expect_error_on_all_ranks(_refused, is_manual, world_size=2, match=match, **kwargs)
+    gloo.expect_error_on_all_ranks(_refused, changes, world_size=2, match=match, **kwargs)
 
 
 def _nothing_to_train() -> None:

@@ -55,6 +55,15 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
             raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
         require_single_batches(module.trainer)
     known = package.module("callbacks")
+    # torch.equal of sharded tensors, by which they find what an optimizer has, is collective over all ranks.
+    finetuning = [c for c in module.trainer.callbacks if isinstance(c, known.BaseFinetuning)]
+    if options.pipeline_size > 1 and finetuning:
+        raise ValueError(
+            f"the callback {type(finetuning[0]).__name__} does not work with pipeline_size={options.pipeline_size}: it "
+            "compares all weights of a stage with those of its optimizer, and other stages have other numbers of them. "
+            "Instead, give the optimizer all parameters, AdamW(self.parameters()), and freeze and unfreeze them with "
+            "requires_grad_ in setup and on_train_epoch_start of a Callback."
+        )
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
         for name, (reason, instead) in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):

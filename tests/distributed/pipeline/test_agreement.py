@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_muon import Options
 from lightning_muon.checkpoint.loading import Checkpoint
@@ -363,6 +364,42 @@ def _accumulate_with_nan(choice: str) -> tuple[int, bool]:
 @pytest.mark.parametrize("choice", ["auto", "keep"])
 def test_a_frozen_stage_skips_what_was_accumulated_by_others(gloo: ProcessPool, choice: str) -> None:
     assert gloo.run(_accumulate_with_nan, choice, world_size=2) == _ALL_SKIP
+
+
+def _refused_on_one_rank(case: str) -> None:
+    """The last rank has a model, or a batch, that a pipeline does not take."""
+    net: Any = chain(2)
+    is_odd = dist.get_rank() == 1
+    if is_odd and case == "ddp":
+        net = DistributedDataParallel(net, process_group=dist.new_group([1], use_local_synchronization=True))
+    elif is_odd and case == "compiled":
+        net.parts[1].compile(backend="eager")
+    elif case == "unknown":
+        net = nn.Linear(2, 2) if is_odd else net
+    engine = None
+    try:
+        engine, _ = _engine(net, _sgd, optimizer="keep", pipeline_schedule="zb_v")
+        engine.run_pipeline(
+            {"input_ids": torch.tensor(1), "labels": torch.tensor(1)} if is_odd else batch_of(8, 5, seed=0)
+        )
+    except (ValueError, RuntimeError) as error:  # Other ranks are told which one has failed, and why.
+        raise ValueError(str(error)) from error
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("ddp", r"the model \(DistributedDataParallel\) averages gradients itself; .* give its module"),
+        ("compiled", r"parts\.1 \(Layer\) is compiled; .* remove torch\.compile"),
+        ("unknown", "(?s)a Linear is no model of transformers.*def pipeline_parts"),
+        ("batch", "a batch of a pipeline needs a tensor with rows"),
+    ],
+)
+def test_what_one_rank_cannot_run_is_an_error_on_all(gloo: ProcessPool, case: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_refused_on_one_rank, case, match=match, world_size=2)
 
 
 def _interrupt() -> None:
