@@ -40,7 +40,7 @@ def test_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, 
     plain = gloo.run(_monitor, "auto", str(tmp_path), world_size=1)[0]
     assert list(plain) == ["lr-AdamW/body", "lr-AdamW/head"]
     assert {name.replace("ParallelMuon", "AdamW"): values for name, values in lrs.items()} == plain
-    assert len(set(plain["lr-AdamW/body"])) > 8
+    assert len(set(plain["lr-AdamW/body"])) > 6
 
 
 def _finetune(
@@ -180,7 +180,7 @@ def _quiet_ones(directory: str) -> tuple[int, list[str]]:
 
 def test_summaries_bars_timers_and_throughput_run(gloo: ProcessPool, tmp_path: Path) -> None:
     steps, columns = gloo.run(_quiet_ones, str(tmp_path), world_size=2)[0]
-    assert steps == 12 and "train/device/samples_per_sec" in columns
+    assert steps == 8 and "train/device/samples_per_sec" in columns
 
 
 def _find(directory: str) -> tuple[float, float, int]:

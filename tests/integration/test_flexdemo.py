@@ -212,13 +212,13 @@ def test_other_nodes_and_shards_keep_the_sum_of_residuals(
 
 
 def test_independent_nodes_resume_with_equal_bits(gloo: ProcessPool, tmp_path: Path) -> None:
-    """12 steps, saved after the sixth."""
+    """Saved after half of the steps."""
     kind: dict[str, Any] = {"config": {"replicator": NoReplication()}, "drifting": True, "single_file": True}
     whole = gloo.run(_fit, str(tmp_path / "first"), **kind)
     checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
     resumed = gloo.run(_fit, str(tmp_path / "second"), resume=checkpoint, **kind)
     for before, after in zip(whole, resumed, strict=True):
-        assert after[0] == before[0][6:]
+        assert after[0] == before[0][len(before[0]) // 2 :]
         assert all(torch.equal(after[1][name], before[1][name]) for name in before[1])
     saved = gloo.run(_saved_weights, checkpoint)[0]
     stopped = gloo.run(_fit, max_epochs=1, **kind)

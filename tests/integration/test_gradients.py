@@ -160,7 +160,7 @@ def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs:
     del type(model).on_train_batch_end
     strategy = training.strategy_class()(sharding=sharding)
     fitter = training.trainer(pl, strategy=strategy, max_epochs=1, callbacks=[Poison()], **kwargs)
-    fitter.fit(model, training.loader())
+    fitter.fit(model, training.loader(num_samples=48))
     return changed, float(fitter.callback_metrics.get("skipped_steps", 0.0))
 
 

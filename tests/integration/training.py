@@ -1,7 +1,5 @@
 """Small LightningModules of either package, and Trainers that run inside the workers of the gloo pool."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable, Sequence
@@ -61,7 +59,7 @@ def adamw(module: nn.Module) -> Any:
     return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9))
 
 
-def dataset(num_samples: int = 48) -> TensorDataset:
+def dataset(num_samples: int = 32) -> TensorDataset:
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(0, VOCABULARY, (num_samples, LENGTH), generator=generator)
     return TensorDataset(tokens, (3 * tokens + 1) % VOCABULARY)
@@ -127,12 +125,12 @@ def trainer(pl: Any, *, strategy: Any = "parallel_muon", world_size: int | None 
     return pl.Trainer(accelerator="cpu", devices=size, strategy=strategy, **(quiet | kwargs))
 
 
-def loader(global_batch: int = 8, *, num_samples: int = 48) -> DataLoader[Any]:
+def loader(global_batch: int = 8, *, num_samples: int = 32) -> DataLoader[Any]:
     """The same global batches, in the same order, at every number of ranks."""
     return DataLoader(dataset(num_samples), batch_size=global_batch // int(os.environ["WORLD_SIZE"]))
 
 
-def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 48) -> DataLoader[Any]:
+def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 32) -> DataLoader[Any]:
     """The global batches of :func:`loader` in one process; Lightning shuffles them for distributed strategies."""
     sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
