@@ -221,7 +221,8 @@ def _difference(model: Planned, inputs: Any) -> str:
             return "its loss is not the cross-entropy of its labels alone, as without output_router_logits"
     else:
         expected = model.run(model.parts, None, inputs)
-    stages, output = {index: [part] for index, part in enumerate(model.parts)}, None
+    stages = {index: [part] for index, part in enumerate(model.parts)}
+    output: Any = None
     for index, parts in stages.items():
         with only(stages, index):
             output = model.run(parts, output, inputs)

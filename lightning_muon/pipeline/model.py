@@ -256,7 +256,7 @@ def _is_known(module: Any) -> bool:
 
 def _language_model(root: Any) -> LanguageModel | None:
     """``root`` as one, if it is."""
-    config = getattr(root, "config", None)
+    config: Any = getattr(root, "config", None)
     if getattr(root, "get_output_embeddings", lambda: None)() is None or hasattr(root, "peft_config"):
         return None
     if config.model_type in ENCODER_DECODERS:
