@@ -1,14 +1,21 @@
-"""Mistakes: the same clear error on every rank, and no hang."""
+"""Mistakes raise the same on every rank; who catches one in a pass goes on as if there had been no such batch."""
 
 import os
 import signal
+import time
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from lightning_muon import MuonConfig
+from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig
+from lightning_muon.sharding import fsdp
+from tests.integration import training
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
+from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.training import PACKAGES, Network, language_model, load, loader, strategy_class, trainer
+from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -72,3 +79,180 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(sharding: str, where
         ProcessPool().run_fresh(_fail_on_one_rank, sharding, where, overlap, world_size=2, timeout=60.0)
     assert raised.value.exit_codes == {1: 3}
     assert raised.value.failures[0].message == "rank 1 has failed: OSError: file 4"
+
+
+def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
+    """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
+    pl = training.load()
+    results = []
+    for fails in (True, False):
+        model = training.language_model(pl)
+        faults: list[Any] = []
+
+        def start(fitter: Any, *_: Any, model: Any = model, faults: list[Any] = faults) -> None:
+            if fitter.global_step == 1 and not fitter.sanity_checking:
+                faults.append(fail_in(model.network.blocks[1].norm, where))
+                if where == "callback":
+                    raise OutOfMemoryError(where)
+
+        hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
+        callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
+        options = {"strategy": training.strategy_class()(sharding=sharding), "num_sanity_val_steps": 0}
+        first = training.trainer(pl, callbacks=[callback] if fails else [], max_steps=2 if fails else 1, **options)
+        batches = {}
+        if where == "evaluation":
+            batches["val_dataloaders"] = training.loader(num_samples=8)
+            first.val_check_interval = first.limit_train_batches = 1
+        with pytest.raises(OutOfMemoryError) if fails else nullcontext():
+            first.fit(model, training.loader(), **batches)
+        for fault in faults:
+            fault.remove()
+        options["strategy"] = training.strategy_class()(sharding=sharding)
+        training.trainer(pl, max_epochs=1, **options).fit(model, training.loader())
+        results.append(training.full_weights(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    ("where", "sharding"), [("backward", "fsdp"), ("evaluation", "fsdp"), ("callback", "fsdp"), ("backward", "zero2")]
+)
+def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
+    failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]
+    assert training.max_difference(failed, reference) == 0.0
+
+
+def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
+    pl = training.load()
+    results = []
+    for fails in (True, False):
+        model = training.language_model(pl)
+        model.automatic_optimization = False
+
+        def step(batch: Any, batch_idx: int, model: Any = model, fails: bool = fails) -> None:
+            if batch_idx == 1 and not fails:
+                return
+            optimizer = model.optimizers()
+            optimizer.zero_grad()
+            fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
+            try:
+                loss = training.loss_of(model(batch[0]), batch[1])
+                if batch_idx == 1 and tells and model.global_rank:
+                    time.sleep(7.0)  # The first rank has caught its exception long before.
+                model.manual_backward(loss) if tells else loss.backward()
+            except OutOfMemoryError:
+                assert fault is not None
+                fault.remove()
+                return
+            optimizer.step()
+
+        model.training_step = step
+        model.on_train_batch_end = lambda *_: None
+        training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
+        results.append(training.full_weights(model))
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(("where", "tells"), [("backward", False), ("backward", True), ("forward", True)])
+def test_manual_optimization_leaves_a_batch_out(gloo: ProcessPool, where: str, tells: bool) -> None:
+    failed, reference = gloo.run(_skip_in_manual_optimization, where, tells, world_size=2)[0]
+    assert training.max_difference(failed, reference) == 0.0
+
+
+def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True) -> tuple[Any, bool]:
+    fabric = fabric_loop.launch(**options)
+    network = fabric_loop.network()
+    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
+    sums = options.get("loss_scaling") == "tokens"
+
+    def backward(step: int, index: int, accumulate: int) -> None:
+        tokens, targets = fabric_loop.own_rows(fabric, fabric_loop.micro_batch(step, index))
+        loss = (fabric_loop.summed_loss if sums else training.loss_of)(model(tokens), targets)
+        if sums:
+            fabric.strategy.report_tokens(targets.numel())
+        fabric.backward(loss if sums else loss / accumulate)
+
+    for step in range(4):
+        optimizer.zero_grad()
+        if step in (1, 2) and fails:
+            with fabric.no_backward_sync(model):
+                backward(77, 0, 2) if where == "backward" else None
+            fault = fail_in(network.blocks[1].norm, where)
+            with suppress(OutOfMemoryError):
+                backward(78, 0, 1)
+                raise AssertionError("did not fail")
+            fault.remove()
+        with fabric.no_backward_sync(model):
+            backward(step, 0, 2)
+        backward(step, 1, 2)
+        optimizer.step()
+    (engine,) = fabric.strategy._engines
+    watchdog = engine._watchdog
+    return fabric_loop.weights(model), watchdog is None or not watchdog._closed.is_set()
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [("backward", {"loss_scaling": "tokens"}), ("forward", {"sharding": "zero2"}), ("backward", {"sharding": "ddp"})],
+    ids=str,
+)
+def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
+    results = gloo.run(_skip_with_fabric, where, options, world_size=2)
+    assert training.max_difference(results[0][0], fabric_loop.reference()) < 2e-5
+    assert all(is_watched for _, is_watched in results)
+
+
+def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> None:
+    config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
+    options = {"optimizer": config, "replicate_size": 2}
+    failed, reference = (gloo.run(_skip_with_fabric, "backward", options, fails=fails)[0][0] for fails in (True, False))
+    assert training.max_difference(failed, reference) == 0.0
+
+
+def _one_rank_skips() -> None:
+    fsdp._SECONDS_TO_FAIL_TOGETHER = 2.0
+    fabric = fabric_loop.launch()
+    network = fabric_loop.network()
+    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
+    fault = fail_in(network.blocks[1].norm, "backward") if fabric.global_rank == 1 else None
+    with suppress(OutOfMemoryError):
+        fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
+    assert fault is not None
+    fault.remove()
+    fabric_loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
+
+
+def test_a_rank_that_skips_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        gloo.run_fresh(_one_rank_skips, world_size=2, grace=10.0)
+    # Raised, or printed by a rank that had to end itself, because its connection to the other cannot be broken.
+    assert "rank 1 has failed: OutOfMemoryError" in str(failed.value)
+    assert 0 in failed.value.failures or failed.value.exit_codes.get(0) == 1
+    assert "not on rank 0 within 2 s" in failed.value.failures[1].message
+
+
+def _skip_with_accelerate(where: str) -> Any:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        model: Any = fabric_loop.network()
+        network = model
+        model, optimizer = accelerator.prepare(model, fabric_loop.adamw(model))
+        for step in range(4):
+            for is_bad in (True, False) if step in (1, 2) else (False,):
+                fault = fail_in(network.blocks[1].norm, where) if is_bad else None
+                batch = fabric_loop.micro_batch(77 if is_bad else step, 0)
+                rows = slice(accelerator.process_index, None, accelerator.num_processes)
+                try:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(training.loss_of(model(batch[0][rows]), batch[1][rows]))
+                        optimizer.step()
+                        optimizer.zero_grad()
+                except OutOfMemoryError:
+                    assert fault is not None
+                    fault.remove()
+        return training.full_weights(accelerator.unwrap_model(model))
+
+
+@pytest.mark.parametrize("where", ["backward", "forward"])
+def test_a_program_of_accelerate_leaves_a_batch_out(gloo: ProcessPool, where: str) -> None:
+    result = gloo.run(_skip_with_accelerate, where, world_size=2)[0]
+    assert training.max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5
