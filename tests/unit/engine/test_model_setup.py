@@ -1,5 +1,7 @@
 """Memory for meta tensors, and steps that look to Lightning like the methods that the user wrote."""
 
+from __future__ import annotations
+
 import inspect
 from typing import Any
 
