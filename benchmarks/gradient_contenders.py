@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,12 +22,18 @@ from lightning_muon.monitor.calibrate import this_device
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from lightning_muon.sharding.shard_model import set_gradient_sync
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
 HEADS = 4
 ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
+
+
+def _set_gradient_sync(net: nn.Module, enabled: bool) -> None:
+    for unit in net.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+            unit.set_is_last_backward(enabled)
 
 
 class Block(nn.Module):
@@ -194,10 +200,10 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
 
     class NoSync:
         def __enter__(self) -> None:
-            set_gradient_sync(net, False)
+            _set_gradient_sync(net, False)
 
         def __exit__(self, *_: object) -> None:
-            set_gradient_sync(net, True)
+            _set_gradient_sync(net, True)
 
     return Contender(net=net, optimizers=optimizers(net), no_sync=NoSync)
 

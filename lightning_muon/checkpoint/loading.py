@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,12 +47,12 @@ class Checkpoint:
         self.path, self.content, self.is_sharded = path, content, is_sharded
 
     @classmethod
-    def open(cls, path: Path, *, others: Sequence[Path] = (), metadata_name: str, weights_only: bool | None) -> Self:
-        """Read all but shards, of which ``metadata_name`` marks a directory. Collective; every rank must call it.
+    def open(cls, *paths: Path, metadata_name: str, weights_only: bool | None) -> Self:
+        """Read the first of ``paths`` that is not damaged, but no shards: ``metadata_name`` marks a directory of them.
 
-        Where ``path`` is damaged the first of ``others`` that is as it was written is read in its place.
+        Collective; every rank must call it.
         """
-        path = first_intact([path, *others])
+        path = first_intact(paths)
 
         def look() -> bool:
             if not path.is_file() and not (path / metadata_name).is_file():

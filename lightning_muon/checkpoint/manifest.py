@@ -14,7 +14,7 @@ import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
@@ -29,6 +29,8 @@ _FORMAT = 1
 _LENGTH, _ARCHIVE = 2, b"PK\3\4"
 _MARK, _HASH_MARK, _HASH_DIGITS = b"lightning-muon ", b" sha256=", 64
 _MOST_OF_COMMENT = 2**16
+_END_OF_ARCHIVE, _SIZE_OF_END = b"PK\5\6", 22  # Of a zip archive, before its comment.
+_ENDS_WITH_HASH = re.compile(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", re.DOTALL)
 _PIECE = 2**22  # Bytes read at a time.
 
 
@@ -133,7 +135,7 @@ def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
     """``torch.save`` to one file that ends with ``about`` and its hash; local."""
     with _Archive(path) as file:
         try:
-            torch.save(content, file)
+            torch.save(content, cast("IO[bytes]", file))
         except RuntimeError as problem:
             raise file.error or problem from None
         file.finish(about)
@@ -163,19 +165,26 @@ def describe(path: Path) -> dict[str, Any] | None:
     """What was said about the checkpoint when it was written, without reading it whole; ``None`` without a manifest.
 
     Raises:
-        DamagedCheckpointError: What says it has been damaged.
+        DamagedCheckpointError: What says it has been damaged, or cannot be read.
     """
-    if not path.is_dir():
-        _require_complete_archive(path)
-        found = _comment_of(path)
-        return None if found is None else _parsed(path, found[len(_MARK) : -_HASH_DIGITS - len(_HASH_MARK)])
-    if not (path / MANIFEST).is_file():
-        if _has_lost_manifest(path):
-            raise DamagedCheckpointError(f"{path / MANIFEST} is missing")
+    try:
+        if path.is_dir():
+            return _manifest_of(path)
+        comment = _comment_of(path)
+    except OSError as problem:
+        raise DamagedCheckpointError(f"{path} cannot be read: {problem}") from None
+    return None if comment is None else _parsed(path, comment[len(_MARK) : -_HASH_DIGITS - len(_HASH_MARK)])
+
+
+def _manifest_of(directory: Path) -> dict[str, Any] | None:
+    path = directory / MANIFEST
+    if not path.is_file():
+        if _has_lost_manifest(directory):
+            raise DamagedCheckpointError(f"{path} is missing")
         return None
-    manifest = _parsed(path / MANIFEST, (path / MANIFEST).read_bytes())
+    manifest = _parsed(path, path.read_bytes())
     if manifest.pop("sha256", None) != _hash_of(manifest):
-        raise DamagedCheckpointError(f"{path / MANIFEST} is not as it was written")
+        raise DamagedCheckpointError(f"{path} is not as it was written")
     return manifest
 
 
@@ -210,15 +219,6 @@ def _has_lost_manifest(directory: Path) -> bool:
     return about is not None and MANIFEST in about.modules
 
 
-def _require_complete_archive(path: Path) -> None:
-    """Raise if a file of ``torch.save`` has been cut off."""
-    with path.open("rb") as file:
-        start = file.read(len(_ARCHIVE))
-    # Before version 1.6 torch wrote other files.
-    if not start or (start == _ARCHIVE and not zipfile.is_zipfile(path)):
-        raise DamagedCheckpointError(f"{path} has no end: it was cut off")
-
-
 def require_one_save(paths: Sequence[Path]) -> None:
     """Raise if these were not written by one save, as far as they say so; local."""
     saves = {path: about["save"] for path in paths if (about := describe(path)) is not None}
@@ -232,9 +232,7 @@ def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
     size = path.stat().st_size
     if size != entry["size"]:
         return f"{path} has {size} bytes, not the {entry['size']} that were written"
-    if _hash_of_file(path, size) != entry["sha256"]:
-        return f"{path} is not as it was written"
-    return None
+    return _unlike(path, size, entry["sha256"])
 
 
 def _damages_of_file(path: Path) -> list[str]:
@@ -242,22 +240,33 @@ def _damages_of_file(path: Path) -> list[str]:
     with path.open("rb") as file:
         file.seek(size - _HASH_DIGITS)
         written = file.read()
-    is_same = _hash_of_file(path, size - _HASH_DIGITS).encode() == written
-    return [] if is_same else [f"{path} is not as it was written"]
+    line = _unlike(path, size - _HASH_DIGITS, written.decode(errors="replace"))
+    return [line] if line else []
+
+
+def _unlike(path: Path, size: int, sha256: str) -> str | None:
+    """What to say unless the first ``size`` bytes have this hash."""
+    try:
+        return None if _hash_of_file(path, size) == sha256 else f"{path} is not as it was written"
+    except OSError as problem:  # A disk that fails.
+        return f"{path} cannot be read: {problem}"
 
 
 def _comment_of(path: Path) -> bytes | None:
-    """The comment of ours at the end of a file, though one of its bytes be wrong; ``None`` if there is none."""
+    """The comment of ours at the end of an archive, though one of its bytes be wrong; ``None`` if there is none."""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _MOST_OF_COMMENT))
+        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _MOST_OF_COMMENT))
         end = file.read()
-    start = max(end.rfind(_MARK), end.rfind(b"PK\5\6") + 22) if _MARK in end else end.rfind(b"PK\5\6") + 22
+    place = end.rfind(_END_OF_ARCHIVE)
+    if size == 0 or (is_archive and place < 0 and not zipfile.is_zipfile(path)):
+        raise DamagedCheckpointError(f"{path} has no end: it was cut off")
+    if not is_archive and place < 0:
+        return None  # Before version 1.6 torch wrote other files.
+    start = end.rfind(_MARK) if _MARK in end else place + _SIZE_OF_END
     comment = end[start:]
-    if (
-        _MARK in comment
-        or _HASH_MARK in comment
-        or re.search(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", comment, re.DOTALL)
-    ):
+    if _MARK in comment or _HASH_MARK in comment or _ENDS_WITH_HASH.search(comment):
         return comment
     return None
 

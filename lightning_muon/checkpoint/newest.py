@@ -9,27 +9,36 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_muon.checkpoint.manifest import damages, describe
+from lightning_muon.checkpoint.manifest import MANIFEST, damages, describe
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.comm.agreement import gather, together
 from lightning_muon.errors import DamagedCheckpointError
 
 
-def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in ``folder``, those written last first; damaged ones are among them. Local."""
+def newest_first(*folders: Path) -> list[Path]:
+    """The checkpoints in ``folders`` that a run can go on from, those written last first; damaged ones are among them.
+
+    Local. These are files and directories with the suffix ``.ckpt``, and other directories with a manifest.
+    """
     found: list[tuple[float, Path]] = []
-    for path in folder.iterdir() if folder.is_dir() else ():
+    for path in {path for folder in folders if folder.is_dir() for path in folder.iterdir()}:
         place = last_written(path)
-        if path.name.startswith(".") or not place.exists():
+        if path.name.startswith(".") or not (path.suffix == ".ckpt" or (place / MANIFEST).is_file()):
             continue
         try:
-            about = describe(place)
+            about = describe(place) or {}
         except DamagedCheckpointError:
             about = {}
-        is_checkpoint = about is not None or path.suffix == ".ckpt"
-        if is_checkpoint:
-            found.append(((about or {}).get("time", place.stat().st_mtime), path))
+        if not about.get("weights_only"):
+            found.append((about.get("time", _time_of(place)), path))
     return [path for _, path in sorted(found, reverse=True)]
+
+
+def _time_of(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # Removed by the program that wrote it.
+        return 0.0
 
 
 def first_intact(paths: Sequence[Path]) -> Path:
@@ -50,7 +59,10 @@ def first_intact(paths: Sequence[Path]) -> Path:
             if problems:
                 _warn("\n".join([*problems, f"Going on from {place}, which is as it was written."]))
             if found[0] is None:
-                _warn(f"{place} has no hashes of its files (another program wrote it), so damage would not be noticed.")
+                _warn(
+                    f"{place} has no hashes of its files (an earlier version or another program wrote it), so damage "
+                    "would not be noticed."
+                )
             return place
         problems += [f"{place} is damaged:", *(f"  {line}" for line in bad)]
     raise DamagedCheckpointError("\n".join(problems))

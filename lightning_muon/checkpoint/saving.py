@@ -143,7 +143,9 @@ def write_checkpoint(
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
     everything.
     """
-    about = describe_save(step=rest.get("global_step"))
+    # Of a Trainer, unless it saves weights alone.
+    is_whole_run = "loops" in rest or "global_step" not in rest
+    about = describe_save(step=rest.get("global_step"), weights_only=not is_whole_run)
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
             on_first_rank(lambda: write_file({**content, **rest}, draft, about))

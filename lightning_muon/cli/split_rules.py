@@ -70,16 +70,16 @@ class Split:
         return max(len({(at + stride * i) // self.node_ranks for i in range(size)}) for at in starts)
 
 
-class Traffic(NamedTuple):
+class SplitTraffic(NamedTuple):
     """Seconds of transfers, and what a rank sends in them."""
 
     seconds: float = 0.0
     inside: float = 0.0  # Bytes within the node.
     between: float = 0.0  # Bytes to other nodes.
 
-    def plus(self, *others: Traffic) -> Traffic:
+    def plus(self, *others: SplitTraffic) -> SplitTraffic:
         """One after the other."""
-        return Traffic(*map(sum, zip(self, *others, strict=True)))
+        return SplitTraffic(*map(sum, zip(self, *others, strict=True)))
 
 
 # ---- memory: bytes of a rank, by what they are for
@@ -164,13 +164,13 @@ def _largest_shard(parameter: ParameterShape, num_shards: int) -> int:
 # ---- transfers
 
 
-def gather(job: Job, some: Sequence[int], split: Split) -> Traffic:
+def gather_weights(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
     """Of the weights of some parts, each by itself."""
     numel = sum(job.parts.numel[part] for part in some)
     return _ring(job.cost, split.axes[0], job.gathered_itemsize * numel, len(some))
 
 
-def reduce(job: Job, some: Sequence[int], split: Split) -> Traffic:
+def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
     """Of their gradients: over the shards, and what is left over the replicas."""
     num_bytes = job.reduced_itemsize * sum(job.parts.numel[part] for part in some)
     shards, replicas = split.axes
@@ -178,14 +178,14 @@ def reduce(job: Job, some: Sequence[int], split: Split) -> Traffic:
     return _ring(job.cost, shards, num_bytes, len(some)).plus(sums, sums)
 
 
-def message(job: Job, rows: float) -> Traffic:
+def message(job: Job, rows: float) -> SplitTraffic:
     """Of a pipeline, of what a part gets for so many rows; between nodes as soon as there are several."""
     num_bytes = rows * job.length * job.parts.inputs
     inside, between = (0.0, num_bytes) if job.num_ranks > job.node_ranks else (num_bytes, 0.0)
-    return Traffic(_transfer(job.cost, inside, between), inside, between)
+    return SplitTraffic(_transfer(job.cost, inside, between), inside, between)
 
 
-def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: int) -> Traffic:
+def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: int) -> SplitTraffic:
     """All-gathers or reduce-scatters of so many bytes, each in a ring that enters every node once.
 
     Of W bytes over g ranks a rank sends W (g - 1) / g, and on n nodes n of g steps go to another one.
@@ -194,7 +194,7 @@ def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: i
     sent = num_bytes * (size - 1) / size
     between = sent * nodes / size if nodes > 1 else 0.0
     seconds = num_calls * _transfer(cost, (sent - between) / num_calls, between / num_calls)
-    return Traffic(seconds, sent - between, between)
+    return SplitTraffic(seconds, sent - between, between)
 
 
 def _transfer(cost: CostModel, inside: float, between: float) -> float:
@@ -241,19 +241,19 @@ def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bo
 
 def seconds_without_pipeline(
     job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
-) -> tuple[float, Traffic]:
+) -> tuple[float, SplitTraffic]:
     """Of all forwards and backwards, and what travels.
 
     Transfers of a pass run behind its compute, but for the gather of the first part and the sum of its gradients.
     """
     everything = range(len(job.parts))
-    all_weights, sums = gather(job, everything, split), reduce(job, everything, split)
+    all_weights, sums = gather_weights(job, everything, split), reduce(job, everything, split)
     compute = compute_seconds(job, everything, rows_of(job, split) / passes, recompute=recompute)
     later = 0.0 if stays_whole else all_weights.seconds  # Of every forward but the first, and of every backward.
     seconds = max(compute.forward, all_weights.seconds)
     seconds += (passes - 1) * (max(compute.forward, later) + max(compute.backward, later))
     seconds += max(compute.backward, later + sums.seconds)
-    seconds += gather(job, [0], split).seconds + reduce(job, [0], split).seconds
+    seconds += gather_weights(job, [0], split).seconds + reduce(job, [0], split).seconds
     return seconds, sums.plus(*[all_weights] * (1 if stays_whole else 2 * passes))
 
 
@@ -278,18 +278,18 @@ def stage_costs(
         backward_input=tuple(inputs),
         backward_weight=tuple(weights),
         communication=message(job, rows).seconds,
-        unshard=tuple(gather(job, some, split).seconds for some in stages),
+        unshard=tuple(gather_weights(job, some, split).seconds for some in stages),
         reduce_grad=tuple(reduce(job, some, split).seconds for some in stages),
     )
 
 
-def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> Traffic:
+def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> SplitTraffic:
     """The simulated step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together."""
     spans = [nodes > 1 for _, nodes in split.axes]
     trained = [each for each in parameters if not each.frozen]
     if all(each.algorithm == "adamw" for each in trained):
         held = sum(_largest_shard(each, split.shard) for each in trained)
-        return Traffic(ADAMW_TENSORS * STATE_ITEMSIZE * held / job.cost.memory_bytes_per_second)
+        return SplitTraffic(ADAMW_TENSORS * STATE_ITEMSIZE * held / job.cost.memory_bytes_per_second)
     setting = replace(
         job.setting,
         model=replace(job.setting.model, parameters=tuple(parameters)),
@@ -302,7 +302,7 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
     sent = {False: 0.0, True: 0.0}
     for each in best.numbers["bytes"]:
         sent[leaves_node[each["axis"]]] += each["most"]
-    return Traffic(best.timeline.makespan, sent[False], sent[True])
+    return SplitTraffic(best.timeline.makespan, sent[False], sent[True])
 
 
 def _with_links(cost: CostModel, spans: Sequence[bool]) -> CostModel:

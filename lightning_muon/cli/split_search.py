@@ -13,8 +13,8 @@ from typing import Any
 from lightning_muon.cli.split_rules import (
     Job,
     Split,
-    Traffic,
-    gather,
+    SplitTraffic,
+    gather_weights,
     memory_of_stages,
     memory_without_pipeline,
     message,
@@ -173,7 +173,7 @@ class _Search:
         self._recompute = ACTIVATIONS[arguments.activations]
         self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
         self._schedule, self._optimizer = cache(self._make_schedule), cache(self._simulate_optimizer)
-        self._equal_steps: dict[object, Traffic] = {}
+        self._equal_steps: dict[object, SplitTraffic] = {}
         # What the optimizer sees of each part: parts that are alike step alike. Vectors take next to no time.
         shapes = [
             Counter(replace(p, name="", reason="") for p in some if len(p.shape) > 1) for some in job.parts.parameters
@@ -274,13 +274,13 @@ class _Search:
         one = message(job, rows_of(job, split) / number)
         ranks: _Ranks = []
         for rank, own in enumerate(schedule.parts_of_ranks):
-            messages = Traffic(*(schedule.num_sent[rank] * each for each in one))
-            traffic = messages.plus(gather(job, own, split), reduce(job, own, split))
+            messages = SplitTraffic(*(schedule.num_sent[rank] * each for each in one))
+            traffic = messages.plus(gather_weights(job, own, split), reduce(job, own, split))
             ranks.append((spans[rank][-1].end, own, traffic))
         busy = sum(span.end - span.start for each in spans.values() for span in each if span.op.lane == COMPUTE)
         return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
 
-    def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> Traffic:
+    def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> SplitTraffic:
         """Of the parts of a rank."""
         key = split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
         if key not in self._equal_steps:
@@ -290,7 +290,7 @@ class _Search:
 
 
 # Of each rank of a pipeline, or of one of many alike: when its gradients are summed, its parts, what it sends.
-_Ranks = list[tuple[float, tuple[int, ...], Traffic]]
+_Ranks = list[tuple[float, tuple[int, ...], SplitTraffic]]
 
 
 def _divisors(number: int) -> list[int]:

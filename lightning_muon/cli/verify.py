@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from lightning_muon.checkpoint.manifest import damages, describe
+from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, damages, describe
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import last_written
 
@@ -44,7 +44,7 @@ def _checkpoints(path: Path) -> list[Path]:
     place = last_written(path)
     if not place.exists():
         raise FileNotFoundError(f"there is no {path}")
-    if not place.is_dir() or damages(place, part=0, num_parts=2**30) is not None:
+    if not place.is_dir() or (place / MANIFEST).is_file() or (place / INDEX).is_file():
         return [place]
     found = [last_written(each) for each in newest_first(path)]
     if not found:

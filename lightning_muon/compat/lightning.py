@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import signal
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 PackageName = Literal["lightning.pytorch", "pytorch_lightning"]
+# The method of ModelCheckpoint that has the metrics to choose by.
+MONITOR_CANDIDATES = "_monitor_candidates"
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
@@ -44,21 +47,23 @@ def timeout_of(strategy: Any) -> timedelta:
     return strategy._timeout
 
 
-def start_process_group(strategy: Any, store: dist.Store | None) -> None:
-    """Set the device, the ranks and the default process group; ranks of torchrun may have a ``store``.
+def start_process_group(strategy: Any, package: LightningPackage, store: dist.Store | None) -> None:
+    """Start the default process group, on a ``store`` if one is given, and set the ranks and the device.
 
     Collective; every rank must call it.
     """
     if store is not None:
-        device = strategy.root_device
+        device, backend = strategy.root_device, strategy._get_process_group_backend()
         dist.init_process_group(
-            strategy._get_process_group_backend(),
+            backend,
             store=store,
             rank=strategy.cluster_environment.global_rank(),
             world_size=strategy.cluster_environment.world_size(),
             timeout=strategy._timeout,
             device_id=None if device.type == "cpu" else device,
         )
+        if backend == "nccl":  # As Lightning does where it starts the group.
+            atexit.register(package.fabric("utilities.distributed")._destroy_dist_connection)
     strategy._setup_distributed()
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES, LightningPackage
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 
 STRATEGY_NAME = "parallel_muon"
@@ -75,10 +75,12 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
 def auto_resume_class(package: str) -> type[Any]:
     """The callback ``AutoResume`` for a package with a Trainer."""
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback as Ours
+    from lightning_muon.integrations.lightning.auto_resume import add_steps
 
     callbacks = importlib.import_module(f"{package}.callbacks")
     bases = (Ours, callbacks.OnExceptionCheckpoint, callbacks.ModelCheckpoint)
     body = {"__doc__": Ours.__doc__, "__module__": _module_of(package), "package": TRAINERS[package]}
+    body[MONITOR_CANDIDATES] = add_steps
     return type("AutoResume", bases, body)
 
 

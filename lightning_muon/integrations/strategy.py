@@ -34,6 +34,7 @@ class MuonStrategy:
     # Of the class beside it.
     root_device: torch.device
     accelerator: Any
+    cluster_environment: Any
     num_nodes: int
     num_processes: int
     world_size: int
@@ -97,7 +98,7 @@ class MuonStrategy:
         if is_in_shared_store() and not dist.is_initialized():
             environment = self.cluster_environment
             store = store_of_attempt(environment.global_rank(), environment.world_size(), timeout_of(self))
-        start_process_group(self, store)
+        start_process_group(self, self.package, store)
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
             self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)

@@ -14,7 +14,7 @@ from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo
 from tests.integration.training import PACKAGES, language_model, load, loader, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
-_EPOCH = 6  # Steps.
+_EPOCH = 4  # Steps.
 
 
 def _strategy(package: str, replicator: Any, *, nodes: int = 2, single_file: bool = False, **config: Any) -> Any:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.comm.agreement import require_equal
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES
+
+_LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
+_STEPS = "steps_of_auto_resume"  # A name that nobody logs, as some do `step`.
 
 
 class AutoResumeCallback:
@@ -16,7 +24,9 @@ class AutoResumeCallback:
     A run that was killed, and is started again by ``torchrun --max-restarts``, by SLURM or by hand, goes on by itself;
     the first one begins from the start. A damaged checkpoint is named in a warning, and the one before it is taken.
 
-    Beside it are ``OnExceptionCheckpoint``, which a Trainer asks for a path, and ``ModelCheckpoint`` of one package.
+    Its base classes are this one, ``OnExceptionCheckpoint``, because a Trainer asks such callbacks for a path, and
+    ``ModelCheckpoint``, each of one Lightning package. It comes behind a ``ModelCheckpoint`` of yours, because
+    ``ckpt_path="best"`` means the first callback.
 
     Args:
         dirpath: Folder of the checkpoints, which all ranks see; it belongs to one training.
@@ -48,7 +58,7 @@ class AutoResumeCallback:
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
             dirpath=dirpath,
-            monitor="step",  # The newest ones are those with most steps.
+            monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
             save_top_k=keep,
             every_n_train_steps=every_n_train_steps,
@@ -70,8 +80,29 @@ class AutoResumeCallback:
         """Checkpoints stay."""
 
 
-def is_chosen_by_trainer(trainer: Any, path: Path) -> bool:
-    """Whether ``path`` is not the user's own choice, but that of ``ckpt_path="last"`` or of a callback; local."""
-    names = (getattr(callback, "CHECKPOINT_NAME_LAST", None) for callback in trainer.checkpoint_callbacks)
-    paths = (getattr(callback, "ckpt_path", None) for callback in trainer.checkpoint_callbacks)
-    return any(name and name in path.name for name in names) or str(path) in paths
+def add_steps(callback: Any, trainer: Any) -> dict[str, Any]:
+    """What ``ModelCheckpoint`` may choose by, the steps of the Trainer among it; a method of the class."""
+    candidates = getattr(super(AutoResumeCallback, callback), MONITOR_CANDIDATES)(trainer)
+    return candidates | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
+
+
+def candidates(trainer: Any, path: Path) -> list[Path]:
+    """What a fit may go on from, the first that is intact: ``path``, and if the user did not name it, those beside it.
+
+    Local. ``path`` is the choice of ``ckpt_path="last"``, of :class:`AutoResumeCallback`, or of SLURM's requeue. The
+    checkpoint of a requeue, which Lightning takes whenever there is one, may be older than others.
+    """
+    auto = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, AutoResumeCallback)]
+    is_of_requeue = path.name.startswith("hpc_ckpt_")
+    if not (is_of_requeue or _LAST.match(path.stem) or any(callback.ckpt_path == str(path) for callback in auto)):
+        return [path]
+    every = newest_first(path.parent, *(Path(callback.dirpath) for callback in auto))
+    return every if is_of_requeue and path in every else [path, *(other for other in every if other != path)]
+
+
+def require_same_checkpoint(path: Path | None) -> None:
+    """Raise on all ranks unless they go on from the same checkpoint, or from none.
+
+    Collective over all ranks; every rank must call it, where it has chosen.
+    """
+    require_equal([("ckpt_path", "none" if path is None else str(path))], None, "the checkpoint to resume from")

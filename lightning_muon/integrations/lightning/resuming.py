@@ -11,29 +11,30 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_muon.compat.torch import INDEX_SAMPLER
 
 KEY = "lightning_muon"  # In a checkpoint of a Trainer, for what Lightning does not save.
+_NOT_RESUMABLE = ".*your dataloader is not resumable"  # Lightning says it of all that have no state_dict.
 
 
 class TrainingData:
-    """Where a run is in its training data, and the state of its random generators; one for each strategy."""
+    """Where a run is in its training data, and the state of its random generators; one for each run of a strategy."""
 
     def __init__(self) -> None:
-        self._orders: list[_Order] = []
+        self._loaders: list[Any] = []
         self._epoch = -1  # In which the loaders came.
-        self._resumed: _Resumed | None = None
+        self._resumption: _Resumption | None = None
 
     def state(self, num_data_ranks: int) -> dict[str, Any]:
         """What a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
-        own = {"now": random_state(), "loaders": [order.state() for order in self._orders]}
+        own = {"now": random_state(), "loaders": [loader._muon_order.state() for loader in self._loaders]}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)
         return {"num_data_ranks": num_data_ranks, "random": states}
@@ -47,89 +48,122 @@ class TrainingData:
         saved, loops = checkpoint.get(KEY), checkpoint.get("loops", {}).get("fit_loop")
         if saved is None or loops is None:
             return
-        progress, num_skipped = loops["epoch_loop.batch_progress"], 0
+        progress, num_read = loops["epoch_loop.batch_progress"], 0
         if not progress["is_last_batch"]:
             current, before = progress["current"], saved["num_data_ranks"]
-            num_read, is_ending = current["processed"], current["processed"] - current["completed"]
-            num_skipped, num_again = divmod(num_read * before, num_data_ranks)
+            is_ending = current["processed"] - current["completed"]  # 1 in on_train_batch_end.
+            num_read, num_again = divmod(current["processed"] * before, num_data_ranks)
             if num_again and dist.get_rank() == 0:
                 warnings.warn(
-                    f"{before} ranks had read {num_read} batches each of this epoch, which {num_data_ranks} ranks "
-                    f"cannot share equally: {num_again} batches are read again",
+                    f"{before} ranks had read {current['processed']} batches each of this epoch, which "
+                    f"{num_data_ranks} ranks cannot share equally: {num_again} batches are read again",
                     stacklevel=2,
                 )
-            current |= dict.fromkeys(("ready", "started", "processed"), num_skipped)
-            current["completed"] = num_skipped - is_ending
+            current |= dict.fromkeys(("ready", "started", "processed"), num_read)
+            current["completed"] = num_read - is_ending
         is_as_before = len(saved["random"]) == dist.get_world_size()
-        self._resumed = _Resumed(num_skipped, saved["random"][dist.get_rank()] if is_as_before else None)
+        self._resumption = _Resumption(num_read, saved["random"][dist.get_rank()] if is_as_before else None)
+        warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
 
     def follow(self, loader: Any, epoch: int) -> Any:
-        """A loader for training; its first pass is the rest of the one in which the checkpoint was saved."""
-        if not isinstance(loader, DataLoader):
+        """A loader for training; its first pass is the rest of the one in which the checkpoint was saved.
+
+        One with a ``load_state_dict`` is left to Lightning, and what is no ``DataLoader`` begins anew.
+        """
+        if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
             return loader
-        if epoch != self._epoch and self._orders:  # Trainer(reload_dataloaders_every_n_epochs=...)
-            self._orders, self._resumed = [], None
+        if epoch != self._epoch and self._loaders:  # Trainer(reload_dataloaders_every_n_epochs=...)
+            self.release()
         self._epoch = epoch
-        is_new = not hasattr(loader, "order")  # A second run may have the same loader.
-        order = _Order(loader, getattr(loader, INDEX_SAMPLER) if is_new else loader.order.indices)
-        if is_new:
-            loader.__class__ = _followed(type(loader))
-        loader.order, loader.resumed = order, self._resumed
-        if self._resumed is not None:
-            self._resumed.prepare(order, len(self._orders))
-        self._orders.append(order)
+        if "_muon_order" in vars(loader):
+            if any(loader is each for each in self._loaders):
+                return loader
+            _leave(loader)  # The end of an earlier run did not come.
+        order = _Order(loader)
+        if self._resumption is not None:
+            self._resumption.prepare(order, len(self._loaders))
+        vars(loader).update(_muon_order=order, _muon_resumption=self._resumption)
+        loader.__class__ = _followed(type(loader))
+        self._loaders.append(loader)
         return loader
 
+    def restore_random_state(self) -> None:
+        """Before the first step of a resumed run, if no loader has done it; local."""
+        if self._resumption is not None:
+            self._resumption.restore_random_state()
 
-class _Resumed:
-    """The first pass after a resume."""
+    def release(self) -> None:
+        """Leave the loaders as they were; local."""
+        for loader in self._loaders:
+            _leave(loader)
+        self._loaders, self._resumption = [], None
 
-    def __init__(self, num_skipped: int, own: Mapping[str, Any] | None) -> None:
-        self._num_skipped = num_skipped
-        self._state, self._loaders = (own["now"], own["loaders"]) if own else (None, [])
+
+class _Resumption:
+    """What the first passes over the loaders of a resumed run leave out, and where their random states begin."""
+
+    def __init__(self, num_read: int, saved: Mapping[str, Any] | None) -> None:
+        self._num_read = num_read
+        self._state, self._loaders = (saved["now"], saved["loaders"]) if saved else (None, [])
 
     def prepare(self, order: _Order, number: int) -> None:
         """Tell a loader where its order begins; ``number`` is its place among those for training."""
         saved = self._loaders[number] if number < len(self._loaders) else {}
-        order.num_skipped = self._num_skipped % max(1, len(order)) if order.is_sized else 0
-        order.saved_start = saved.get("start") if order.num_skipped else None
-        if order.generator is not None and saved.get("generator") is not None:
+        # A loader that is shorter than another one has begun again.
+        order.num_skipped = self._num_read % order.length if order.length else self._num_read
+        if order.num_skipped:
+            order.saved_start = saved.get("start")
+        elif order.generator is not None and saved.get("generator") is not None:
             order.generator.set_state(saved["generator"])
 
-    def iterate(self, loader: Any, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    def iterate(self, order: _Order, iterate: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Begin a pass now; its first batch is the next one, and finds the random states that were saved."""
-        is_sized = loader.order.is_sized
-        is_new = not (loader.order.num_skipped if is_sized else self._num_skipped)
-        if is_new and self._state is not None:
+        num_dropped = 0 if order.has_indices else order.num_skipped
+        begins_epoch = order.num_skipped == 0
+        if begins_epoch and self._state is not None:
             set_random_state(self._state)
         iterator = iterate()
-        if is_new and self._state is not None:
+        if begins_epoch and self._state is not None:
             self._state = random_state()
 
         def batches() -> Iterator[Any]:
-            for _ in range(0 if is_sized else self._num_skipped):
-                next(iterator)
-            if self._state is not None:
-                set_random_state(self._state)
-                self._state = None
-            yield from iterator
+            rest = islice(iterator, num_dropped, None)
+            first = next(rest, None) if num_dropped else None
+            self.restore_random_state()
+            if first is not None:
+                yield first
+            yield from rest
 
         return batches()
+
+    def restore_random_state(self) -> None:
+        """Do it once; local."""
+        if self._state is not None:
+            set_random_state(self._state)
+            self._state = None
 
 
 class _Order:
     """The indices that a loader draws, and the states of the generators from which it drew them."""
 
     num_skipped = 0  # Of the next pass.
-    saved_start: list[Tensor] | None = None  # States for the next pass.
+    saved_start: Mapping[str, Any] | None = None  # States for the next pass.
 
-    def __init__(self, loader: DataLoader[Any], indices: Any) -> None:
-        self.indices = indices
-        self.is_sized = not isinstance(loader.dataset, IterableDataset)
-        self.generator: torch.Generator | None = getattr(loader.sampler, "generator", None) or loader.generator
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.indices: Any = getattr(loader, INDEX_SAMPLER)
+        self.has_indices = not isinstance(loader.dataset, IterableDataset)
+        try:
+            self.length = len(self.indices) if self.has_indices else None
+        except (TypeError, NotImplementedError):  # Batches of as many tokens, for example.
+            self.length = None
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        generator = getattr(sampler, "generator", None) or loader.generator
+        self.generator = generator if isinstance(generator, torch.Generator) else None
         self._start = self._states()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "indices" or name.startswith("__"):  # A copy has no attributes yet.
+            raise AttributeError(name)
         return getattr(self.indices, name)
 
     def __len__(self) -> int:
@@ -137,39 +171,55 @@ class _Order:
 
     def __iter__(self) -> Iterator[Any]:
         # A generator: nothing is drawn before the first index is asked for.
-        before, saved, num_skipped = torch.get_rng_state(), self.saved_start, self.num_skipped
+        saved, num_skipped = self.saved_start, self.num_skipped if self.has_indices else 0
         self.saved_start, self.num_skipped = None, 0
+        now = random_state() if saved is not None else None
         if saved is not None:
-            torch.set_rng_state(saved[0])
-            if self.generator is not None and len(saved) > 1:
-                self.generator.set_state(saved[1])
+            set_random_state(saved)
+            if self.generator is not None and "generator" in saved:
+                self.generator.set_state(saved["generator"])
         self._start = self._states()
         indices = iter(self.indices)
         for _ in range(num_skipped):
-            next(indices)
-        if saved is not None:
-            torch.set_rng_state(before)
+            next(indices, None)
+        if now is not None:
+            set_random_state(now)
         yield from indices
 
     def state(self) -> dict[str, Any]:
         """How the present pass began, and the state of a generator of the loader's own; local."""
         return {"start": self._start, "generator": None if self.generator is None else self.generator.get_state()}
 
-    def _states(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *([] if self.generator is None else [self.generator.get_state()])]
+    def _states(self) -> dict[str, Any]:
+        return random_state() | ({} if self.generator is None else {"generator": self.generator.get_state()})
+
+
+def _leave(loader: Any) -> None:
+    loader.__class__ = type(loader).__base__
+    del loader._muon_order, loader._muon_resumption
 
 
 @cache
 def _followed(kind: type[Any]) -> type[Any]:
-    """The class of a loader that a run follows."""
+    """The class of a loader that a run follows, beside the attributes ``_muon_order`` and ``_muon_resumption``."""
 
     def iterate(self: Any) -> Iterator[Any]:
-        resumed, self.resumed = self.resumed, None
+        resumption, self._muon_resumption = self._muon_resumption, None
         begin = partial(kind.__iter__, self)
-        return begin() if resumed is None else resumed.iterate(self, begin)
+        return begin() if resumption is None else resumption.iterate(self._muon_order, begin)
 
-    body = {"__iter__": iterate, INDEX_SAMPLER: property(lambda self: self.order), "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), body)
+    def indices(self: Any) -> Any:  # A loader that Lightning makes of this one is not followed.
+        own = vars(self)
+        return own["_muon_order"] if "_muon_order" in own else getattr(super(followed, self), INDEX_SAMPLER)
+
+    body = {
+        "__iter__": iterate,
+        INDEX_SAMPLER: property(indices),
+        "_muon_resumption": None,
+        "__module__": kind.__module__,
+    }
+    followed = type(kind.__name__, (kind,), body)
+    return followed
 
 
 def random_state() -> dict[str, Any]:

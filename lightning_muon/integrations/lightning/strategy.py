@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
 from lightning_muon.checkpoint.staging import discard
 from lightning_muon.comm.agreement import together
@@ -27,7 +26,7 @@ from lightning_muon.engine.forward_methods import register_steps, unshard_on_cal
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.integrations.lightning.auto_resume import is_chosen_by_trainer
+from lightning_muon.integrations.lightning.auto_resume import candidates, require_same_checkpoint
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
@@ -93,6 +92,8 @@ class TrainerStrategy(MuonStrategy):
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
+        if self._checkpoint is None:
+            require_same_checkpoint(None)
         self.accelerator.setup(trainer)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.
@@ -166,6 +167,11 @@ class TrainerStrategy(MuonStrategy):
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         return self._data.follow(dataloader, epoch) if trainer.training else dataloader
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Go on with the random states of a checkpoint, if no loader has restored them."""
+        self._data.restore_random_state()
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that ``training_step`` is about to return sums over; local.
@@ -277,6 +283,7 @@ class TrainerStrategy(MuonStrategy):
         if self._engine is not None:
             self._engine.show_own_weights()
             self._engine.close()
+        self._data.release()
         self._first_callback = self.precision_plugin.engine = None
         super().teardown()  # type: ignore[misc]
 
@@ -335,14 +342,15 @@ class TrainerStrategy(MuonStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
         path, trainer = Path(checkpoint_path), self.lightning_module.trainer
-        is_last = trainer.state.fn == "fit" and is_chosen_by_trainer(trainer, path)
+        is_fit = trainer.state.fn == "fit"
+        require_same_checkpoint(path)
         self._checkpoint = TrainerCheckpoint.open(
-            path,
-            others=[other for other in newest_first(path.parent) if other != path] if is_last else (),
+            *candidates(trainer, path) if is_fit else [path],
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )
-        self._data.resume(self._checkpoint.content, self._num_data_ranks)
+        if is_fit:
+            self._data.resume(self._checkpoint.content, self._num_data_ranks)
         return self._checkpoint.content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

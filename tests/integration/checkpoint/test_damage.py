@@ -33,7 +33,7 @@ def _content() -> dict[str, Tensor]:
 def _save(path: str, *, whole: bool = False, step: int = 1) -> None:
     torch.manual_seed(step)
     name = None if whole else "meta.pt"
-    write_checkpoint(Path(path), _content(), {"global_step": step, "words": ["some"]}, metadata_name=name)
+    write_checkpoint(Path(path), _content(), {"global_step": step, "loops": {}}, metadata_name=name)
 
 
 @pytest.fixture(params=[False, True], ids=["shards", "file"])
