@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.integrations.registry import auto_resume_class
@@ -41,13 +41,43 @@ class _Stream(IterableDataset[Any]):
         yield from torch.arange(60.0).reshape(12, 5) / 60
 
 
+class _NumpyOrder(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(12).tolist())
+
+    def __len__(self) -> int:
+        return 12
+
+
+class _Stateful(DataLoader[Any]):
+    """Lightning restores it by itself."""
+
+    num_read = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_read = state["num_read"]
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.num_read:
+                self.num_read = (number + 1) % _NUM_BATCHES
+                yield batch
+
+
 def _loader(kind: str) -> Any:
+    if kind == "stateful":
+        return _Stateful(TensorDataset(torch.arange(60.0).reshape(12, 5) / 60), batch_size=2)
     data: Any = _Stream() if kind == "stream" else _Augmented(24 if kind == "augmented" else 12)
     if kind == "plain":
         data = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
     options: dict[str, Any] = {"shuffle": True} if kind in ("random", "generator") else {}
     if kind == "generator":
         options["generator"] = torch.Generator().manual_seed(5)
+    if kind == "numpy":
+        options["sampler"] = _NumpyOrder()
     return DataLoader(data, batch_size=2, num_workers=int(kind == "plain"), **options)
 
 
@@ -79,19 +109,24 @@ def _run(directory: str, kind: str, resume: str | None) -> list[Any]:
         strategy=training.strategy_class()(),
         callbacks=[callback],
         enable_checkpointing=True,
-        use_distributed_sampler=kind not in ("random", "generator", "stream"),
+        use_distributed_sampler=kind in ("plain", "augmented"),
         reload_dataloaders_every_n_epochs=int(kind == "augmented"),
         max_epochs=2,
     )
-    fitter.fit(Model(), _loader(kind), ckpt_path=resume, weights_only=False)
+    loader = _loader(kind)
+    kind_of_loader = type(loader)
+    fitter.fit(Model(), loader, ckpt_path=resume, weights_only=False)
+    assert type(loader) is kind_of_loader and not hasattr(loader, "_muon_order")
     return seen
 
 
-@pytest.mark.parametrize("kind", ["plain", "augmented", "random", "generator", "stream"])
+@pytest.mark.parametrize("kind", ["plain", "augmented", "random", "generator", "numpy", "stream", "stateful"])
 def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
     whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, world_size=2)
     assert len(whole[0]) == 2 * _NUM_BATCHES
-    for step in (_NUM_BATCHES - 1, _NUM_BATCHES, _NUM_BATCHES + 2):
+    # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
+    at_end = [] if kind == "stateful" else [_NUM_BATCHES]
+    for step in (_NUM_BATCHES - 1, *at_end, _NUM_BATCHES + 2):
         checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
         resumed = gloo.run(_run, str(tmp_path / f"rest{step}"), kind, checkpoint, world_size=2)
         for before, after in zip(whole, resumed, strict=True):
@@ -116,6 +151,7 @@ def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, in
     """First and last step of a run whose program names no checkpoint, and its warnings."""
     pl = training.load(package)
     model, begun = training.language_model(pl), list[int]()
+    type(model).on_train_batch_start = lambda self, *_: self.log("step", 1.0)
     type(model).on_train_start = lambda self: begun.append(self.trainer.global_step)
     callback = auto_resume_class(package)(directory, keep=3, every_n_train_steps=2)
     fitter = training.trainer(
@@ -135,6 +171,8 @@ def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, in
 @pytest.mark.parametrize("package", training.PACKAGES)
 def test_a_program_goes_on_from_the_newest_intact_one(gloo: ProcessPool, tmp_path: Path, package: str) -> None:
     directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    (directory / "train.log").touch()
     assert gloo.run(_resume_by_itself, str(directory), package, 5, world_size=2)[0][:2] == (0, 5)
     assert gloo.run(_resume_by_itself, str(directory), package, 7, world_size=2)[0][:2] == (4, 7)
     newest, second = newest_first(directory)[:2]
