@@ -214,7 +214,10 @@ class PipelineTraining:
         earlier = self._is_nonfinite
         for parameter in before:
             parameter.grad = None
-        loss = run(batch, num_losses)
+        try:
+            loss = run(batch, num_losses)
+        finally:
+            self._problem = None
         self.compare_derivatives()
         computed = [(p, p.grad) for p in before if p.grad is not None]
         for parameter, gradient in before.items():

@@ -18,6 +18,7 @@ from lightning_muon.schedule.shapes import Kind, Route
 
 _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
+_TIED = "lightning_muon_tied"  # The other names of each parameter then.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
@@ -33,7 +34,9 @@ def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dic
     places = parameter_uses(module)
     whole: Mapping[str, Route] = vars(module).get(_WHOLE, {})
     routes = [whole.get(route.name, route) for route in _route_all(module, places)]
-    return _apply_patterns(routes, places, options, elsewhere=whole)
+    tied: Mapping[str, Sequence[str]] = vars(module).get(_TIED, {})
+    every = [(*uses, *(replace(uses[0], name=name) for name in tied.get(uses[0].name, ()))) for uses in places]
+    return _apply_patterns(routes, every, options, elsewhere=whole)
 
 
 def keep_routes(module: nn.Module) -> None:
@@ -45,6 +48,9 @@ def keep_routes(module: nn.Module) -> None:
     places = parameter_uses(module)
     routes = zip(_route_all(module, places), places, strict=True)
     vars(module)[_WHOLE] = {use.name: replace(route, name=use.name) for route, uses in routes for use in uses}
+    vars(module)[_TIED] = {
+        use.name: [other.name for other in uses if other is not use] for uses in places for use in uses
+    }
 
 
 def _route_all(module: nn.Module, places: Sequence[tuple[Use, ...]]) -> list[Route]:

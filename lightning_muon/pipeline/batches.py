@@ -30,10 +30,11 @@ class BatchComparison:
 
     Args:
         group: The ranks of the pipeline. Collective over it; every rank must make one.
+        check: Raises if the facts of a batch, which are the same on all ranks, are wrong.
     """
 
-    def __init__(self, group: AxisGroup) -> None:
-        self._host = host_group(group)
+    def __init__(self, group: AxisGroup, check: Callable[[Sequence[bool]], None] = lambda facts: None) -> None:
+        self._host, self._check = host_group(group), check
         self._unread: Callable[[], list[list[int]]] | None = None  # Fingerprint of the batch before, on a device.
         self._error: Exception | None = None
         self._tensors: list[Tensor] = []
@@ -78,6 +79,7 @@ class BatchComparison:
             self._tensors = []  # A batch must not outlive its step.
             self._facts = [bool(fact) for fact in facts]
             self.num_changes += any(self._facts[:1])
+            self._check(self._facts)
             return self._facts
         fail_together(self._error, self._host)
         found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)

@@ -188,8 +188,13 @@ def check_outputs(module: nn.Module, model: StagedModel) -> None:
 
     Each part is a stage, of a few tokens in evaluation mode. Takes time only for models that no test has seen.
     """
-    if not isinstance(model, Planned) or model.is_known or (inputs := model.probe()) is None:
+    if not isinstance(model, Planned) or model.is_known:
         return
+    if (inputs := model.probe()) is None:
+        raise ValueError(
+            f"{type(model.root).__name__} is cut by its _pp_plan, and compared with its own forward before it trains; "
+            f"set example_input_array of {type(module).__name__} to inputs of that forward"
+        )
     modes = {child: child.training for child in model.root.modules()}
     model.root.eval()
     try:

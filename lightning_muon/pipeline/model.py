@@ -104,7 +104,6 @@ class CausalLM(LanguageModel, Planned):
     """A causal language model: embeddings, layers, norm and head."""
 
     shift = 1
-    is_known = property(lambda self: self.root.config.model_type in CAUSAL_LMS)
 
     def __init__(self, root: Any) -> None:
         Planned.__init__(self, root)
@@ -114,9 +113,15 @@ class CausalLM(LanguageModel, Planned):
             mask = torch.ones(1, 1, length, length, dtype=torch.bool)
             self.example = {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask}
 
+    @property
+    def is_known(self) -> bool:
+        """See the base class; not for a subclass, or a loss, of the user."""
+        is_own = type(self.root).__module__.startswith("transformers.") and "_loss_function" not in vars(self.root)
+        return is_own and self.root.config.model_type in CAUSAL_LMS
+
     def probe(self) -> dict[str, Tensor]:
         """See the base class; with labels."""
-        inputs = super().probe()
+        inputs = self._tokens()
         return inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, _IGNORED)}
 
 

@@ -43,12 +43,14 @@ class Planned(StagedModel):
         return type(self)(copy.deepcopy(self.root, memo))
 
     def probe(self) -> Any:
-        """Inputs of a small forward: two rows of tokens, one with padding, or :attr:`example`, if there is one."""
-        vocabulary = getattr(getattr(self.root, "config", None), "vocab_size", None)
-        if vocabulary is None:
-            return self.example
+        """Inputs of a small forward: :attr:`example`, or tokens for a model of transformers, or else ``None``."""
+        is_of_transformers = hasattr(self.root, "base_model_prefix") and hasattr(self.root.config, "vocab_size")
+        return self._tokens() if self.example is None and is_of_transformers else self.example
+
+    def _tokens(self) -> dict[str, Tensor]:
+        """Two rows, one with padding."""
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(vocabulary, (2, _PROBE_LENGTH), generator=generator)
+        tokens = torch.randint(self.root.config.vocab_size, (2, _PROBE_LENGTH), generator=generator)
         mask = torch.ones_like(tokens)
         mask[0, _PROBE_LENGTH // 2 :] = 0
         device = next(self.root.parameters()).device

@@ -105,6 +105,8 @@ class PipelineRuntime:
         self.copied_names: dict[str, str] = {}  # Of each copy on this rank -> of what it is a copy.
         for places in untie([part for parts in stages for part in parts]):
             of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
+            if len(of_stage) < len(places):
+                raise ValueError(_shared_in_a_stage([f"{names[id(holder)]}.{name}" for _, holder, name in places]))
             own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
             self.tied.append((tuple(of_stage), own))
             first, *copies = ((f"{names[id(holder)]}.{name}", stage_of[id(part)]) for part, holder, name in places)
@@ -117,7 +119,7 @@ class PipelineRuntime:
         self.links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
         self.has_lost_messages = False  # Sent by a batch that an exception has ended, and taken by nobody.
-        self.batches = BatchComparison(group)
+        self.batches = BatchComparison(group, self._require_equal_copies)
         self._are_trained: list[bool] = []  # The parameters of this rank, in the batch before.
 
     def _is_own(self, stage: int) -> bool:
@@ -191,12 +193,25 @@ class PipelineRuntime:
         are_trained = [parameter.requires_grad for module in self.modules for parameter in module.parameters()]
         # Others must know: of what a stage sends, what requires gradients follows from it.
         has_changed, self._are_trained = are_trained != self._are_trained, are_trained
-        pieces = self.batches.begin(cut, [has_changed, has_gradients])
+        copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.tied]
+        trained, frozen = [any(each) for each in copies], [not all(each) for each in copies]
+        pieces = self.batches.begin(cut, [has_changed, has_gradients, *trained, *frozen])
         # By the generator that checkpoints save: a resumed run goes on with the same numbers.
         run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
         with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
             run.run(self._programs(len(pieces), True))
         return replace(run.result(), has_gradients=self.batches.finish()[1])
+
+    def _require_equal_copies(self, facts: Sequence[bool]) -> None:
+        """Raise if a copy of a parameter is frozen, and another one trained, on any of the ranks; alike on all."""
+        trained, frozen = facts[2 : 2 + len(self.tied)], facts[2 + len(self.tied) :]
+        for (stages, _), *is_either in zip(self.tied, trained, frozen, strict=False):
+            if all(is_either):
+                raise RuntimeError(
+                    f"stages {', '.join(map(str, stages))} of the pipeline have copies of one parameter (a tied "
+                    "weight), of which one is frozen and another one is trained; call requires_grad_ on the copies of "
+                    "all ranks"
+                )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank.
@@ -370,3 +385,11 @@ def group_of(module: nn.Module) -> AxisGroup:
 def names_of_copies(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
     return runtime_of(module).copied_names if is_stage(module) else {}
+
+
+def _shared_in_a_stage(names: Sequence[str]) -> str:
+    return (
+        f"{' and '.join(names)} are one parameter, and more than one of these parts is in a stage, where their "
+        "gradients would not be added; let pipeline_split put each into a stage of its own, or share it inside of one "
+        "part"
+    )

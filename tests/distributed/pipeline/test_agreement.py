@@ -402,6 +402,22 @@ def test_what_one_rank_cannot_run_is_an_error_on_all(gloo: ProcessPool, case: st
     gloo.expect_error_on_all_ranks(_refused_on_one_rank, case, match=match, world_size=2)
 
 
+def _freeze_one_copy() -> str:
+    net: Any = _model(is_tied=True)
+    engine, _ = _engine(net, _adamw, optimizer="keep")
+    if dist.get_rank() == 0:
+        next(net.parameters()).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="copies of one parameter") as caught:
+        engine.run_pipeline(batch_of(8, 5, seed=0))
+    engine.close()
+    return str(caught.value)
+
+
+def test_a_tied_weight_is_frozen_everywhere_or_nowhere(gloo: ProcessPool) -> None:
+    first, second = gloo.run(_freeze_one_copy, world_size=2)
+    assert first == second and "one is frozen and another one is trained" in first
+
+
 def _interrupt() -> None:
     """Rank 0 has sent an activation when it fails, as rank 1 does; then both go on with another batch."""
     engine, _ = _engine(chain(2), _sgd, optimizer="keep", pipeline_microbatches=4)

@@ -49,10 +49,15 @@ def _routes(make: Callable[[], nn.Module], config: MuonConfig) -> dict[str, tupl
     return found
 
 
+_OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"adamw_patterns": ("4.weight",)},
+    {"adamw_patterns": ("1.weight",), "muon_patterns": ("[56].weight",), "fused": {"3.weight": 2}},
+]
+
+
 @pytest.mark.parametrize("make", [_linear_layers, _tied])
-@pytest.mark.parametrize(
-    "options", [{}, {"adamw_patterns": ("1.weight",), "muon_patterns": ("[56].weight",), "fused": {"3.weight": 2}}]
-)
+@pytest.mark.parametrize("options", _OPTIONS)
 def test_routes_are_those_of_the_whole_model(gloo: ProcessPool, make: Any, options: dict[str, Any]) -> None:
     config = MuonConfig(**options)
     whole = {route.name: (route.algorithm, route.splits) for route in route_module(make(), config).values()}
@@ -73,3 +78,21 @@ def _message_of_error(config: MuonConfig) -> str:
 def test_a_wrong_pattern_for_one_stage_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
     messages = gloo.run(_message_of_error, MuonConfig(fused={"5.weight": 2}), world_size=2)
     assert all("not on Muon: 5.weight" in message for message in messages)
+
+
+def _shared_by_two_layers() -> nn.Module:
+    net = _linear_layers()
+    net[1].weight = net[0].weight  # type: ignore[index]
+    return net
+
+
+def _message_of_sharing() -> str:
+    with pytest.raises(ValueError, match="more than one of these parts is in a stage") as caught:
+        _routes(_shared_by_two_layers, MuonConfig())
+    return str(caught.value)
+
+
+def test_a_weight_shared_inside_of_a_stage_is_refused(gloo: ProcessPool) -> None:
+    assert all(
+        "0.weight and 1.weight are one parameter" in text for text in gloo.run(_message_of_sharing, world_size=2)
+    )

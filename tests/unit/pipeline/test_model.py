@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -368,6 +369,40 @@ def test_a_plan_of_the_user_is_followed() -> None:
     assert model.result_of_call(inputs[1], None) is inputs[1]
     assert model.inputs_of_call(inputs, {}) == ({"x": inputs[0], "scale": inputs[1]}, None)
     assert measure_flops(model) == [0, *[2 * 10 * 16] * 3, 2 * 10 * 12]
+
+
+def test_a_plan_without_an_example_is_refused() -> None:
+    holder = _holder(_OwnPlan(), pipeline_loss=_LOSS)
+    with pytest.raises(ValueError, match=r"set example_input_array of .* to inputs of that forward"):
+        check_outputs(holder, find_staged_model(holder))
+
+
+class _SkipsParts(_OwnPlan):
+    """What the first part returns goes past the others; its forward takes other names than a model of transformers."""
+
+    config = SimpleNamespace(vocab_size=9)
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        first = hidden = self.table(x)
+        for block in self.blocks:
+            hidden = block(hidden) * scale
+        return self.end(hidden + first)
+
+
+def test_a_forward_that_is_no_chain_is_refused() -> None:
+    holder = _holder(_SkipsParts(), pipeline_loss=_LOSS)
+    holder.example_input_array = torch.randint(9, (2, 5)), torch.randn(4)
+    with pytest.raises(ValueError, match="cannot be run on stages"):
+        check_outputs(holder, find_staged_model(holder))
+
+
+def test_a_known_model_with_a_loss_of_the_user_is_refused() -> None:
+    net: Any = causal_lm("llama", num_layers=2)
+    check_outputs(net, find_staged_model(net))
+    own = net.loss_function
+    net.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+    with pytest.raises(ValueError, match="its loss is not the cross-entropy"):
+        check_outputs(net, find_staged_model(net))
 
 
 def test_a_sequential_with_one_module_twice_is_refused() -> None:
