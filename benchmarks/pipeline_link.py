@@ -62,19 +62,26 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments, rates)
         return
+    result = run_on_two_nodes(arguments.ranks_per_node)
+    if result is not None:
+        print(table(result, arguments.rates))
+
+
+def run_on_two_nodes(ranks_per_node: int) -> Any:
+    """Run this script with its options on all ranks; what rank 0 writes to ``$RESULT``, ``None`` without namespaces."""
     reason = why_not()
     if reason is not None:
         print(f"skipped: {reason}")
-        return
+        return None
     with tempfile.TemporaryDirectory() as folder, TwoNodes() as nodes:
         result, log_file = Path(folder, "result.json"), Path(folder, "log.txt")
         environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1", "RESULT": str(result)}
         with log_file.open("wb") as log:
-            launchers = nodes.torchrun(sys.argv, arguments.ranks_per_node, log=log, environment=environment)
+            launchers = nodes.torchrun(sys.argv, ranks_per_node, log=log, environment=environment)
             failed = wait(launchers, 1800)
         if failed:
             raise SystemExit(f"{log_file.read_text(errors='replace')[-6000:]}\n{failed}")
-        print(table(json.loads(result.read_text()), arguments.rates))
+        return json.loads(result.read_text())
 
 
 class Training:

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from argparse import Namespace
@@ -24,9 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from namespaces import TwoNodes, set_rate, why_not
-from pipeline_link import MODEL, NUM_NODES, VOCAB_SIZE, Training
-from slow_network import parse_rate, wait
+from namespaces import set_rate
+from pipeline_link import MODEL, NUM_NODES, VOCAB_SIZE, Training, run_on_two_nodes
+from slow_network import parse_rate
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -57,20 +56,9 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        print(f"skipped: {reason}")
-        return
-    with tempfile.TemporaryDirectory() as folder, TwoNodes() as nodes:
-        result, log_file = Path(folder, "result.json"), Path(folder, "log.txt")
-        environment = {"PYTHONPATH": str(Path(__file__).parent.parent), "HF_HUB_OFFLINE": "1", "RESULT": str(result)}
-        with log_file.open("wb") as log:
-            failed = wait(
-                nodes.torchrun(sys.argv, arguments.ranks_per_node, log=log, environment=environment), timeout=1800
-            )
-        if failed:
-            raise SystemExit(f"{log_file.read_text(errors='replace')[-6000:]}\n{failed}")
-        print(table(json.loads(result.read_text())))
+    result = run_on_two_nodes(arguments.ranks_per_node)
+    if result is not None:
+        print(table(result))
 
 
 def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:

@@ -93,8 +93,8 @@ class StagedModel(ABC):
         )
 
     def result_of_training(self, loss: Tensor) -> Any:
-        """What a call with gradients returns."""
-        raise NotImplementedError
+        """What a call with gradients returns: the loss, unless a model wraps it."""
+        return loss
 
     def take_calls(self, run: Callable[..., Any]) -> None:
         """From now on ``run`` answers calls of :attr:`root`; local."""

@@ -76,8 +76,8 @@ class Planned(StagedModel):
         return passed_on[0]
 
     def loss(self, output: Carry, target: Any) -> Loss:
-        """That of ``pipeline_loss``, which :func:`find_staged_model` puts here."""
-        raise NotImplementedError
+        """That of ``pipeline_loss``, which :func:`find_staged_model` puts here, or asks for."""
+        raise TypeError(f"a {type(self.root).__name__} does not say its loss; define pipeline_loss")
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""

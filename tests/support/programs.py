@@ -108,3 +108,12 @@ def run_here(words: Sequence[str], directory: str, environment: Mapping[str, str
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether there is such a process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

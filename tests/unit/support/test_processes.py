@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.support.processes import ProcessPool, RanksFailedError
+from tests.support.programs import is_alive
 
 
 @pytest.fixture(scope="module")
@@ -78,14 +79,6 @@ def _gather_over_mesh(extra_groups: int) -> torch.Tensor:
     return (tensor + tensor).full_tensor()
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_results_come_in_the_order_of_the_ranks(pool: ProcessPool) -> None:
     for world_size in (1, 3):
         total = 10 * sum(range(world_size)) + world_size
@@ -97,7 +90,7 @@ def test_a_fresh_run_has_processes_of_its_own(pool: ProcessPool) -> None:
     kept = set(pool.run(_pid, world_size=2))
     fresh = pool.run_fresh(_pid, world_size=2)
     assert not kept & set(fresh)
-    assert not any(_is_alive(pid) for pid in fresh)
+    assert not any(is_alive(pid) for pid in fresh)
 
 
 def test_an_error_comes_with_the_traceback_of_its_rank(pool: ProcessPool) -> None:
@@ -123,7 +116,7 @@ def test_a_call_that_takes_too_long_is_ended(pool: ProcessPool) -> None:
         pool.run(_sleep_on, 1, 600.0, world_size=2, timeout=3.0)
     assert "in _sleep_on" in str(caught.value)
     assert list(caught.value.results) == [0]
-    assert not any(_is_alive(pid) for pid in old)
+    assert not any(is_alive(pid) for pid in old)
     assert pool.run(_sum_of_ranks, 1, world_size=2) == [(0, 1), (1, 1)]
 
 

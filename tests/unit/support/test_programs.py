@@ -1,6 +1,5 @@
 """What tests can rely on: checks of shapes, a time limit, and programs on forked processes that end as their own do."""
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from lightning_muon.math import newton_schulz
-from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.programs import ROOT, is_alive, program_environment, run_program
 from tests.support.warm_python import warm_python
 
 
@@ -134,16 +133,8 @@ def test_a_program_ends_with_its_caller(tmp_path: Path, number: signal.Signals) 
     program = _start(tmp_path, _SLEEPS)
     assert program.stdout is not None
     pid = int(program.stdout.readline())
-    assert pid != program.pid and _is_alive(pid)
+    assert pid != program.pid and is_alive(pid)
     program.send_signal(number)
     assert program.wait(timeout=30) == -number
     assert program.stdout.read() == "", "ends when the program does"
-    assert number == signal.SIGKILL or not _is_alive(pid)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    assert number == signal.SIGKILL or not is_alive(pid)
