@@ -17,7 +17,6 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import Node, StageCosts, peak_activations
-from lightning_muon.schedule.program import TRANSFER, Op
 from lightning_muon.schedule.shapes import ParameterShape
 
 
@@ -182,7 +181,7 @@ def message(job: Job, rows: float) -> SplitTraffic:
     """Of a pipeline, of what a part gets for so many rows; between nodes as soon as there are several."""
     num_bytes = rows * job.length * job.parts.inputs
     inside, between = (0.0, num_bytes) if job.num_ranks > job.node_ranks else (num_bytes, 0.0)
-    return SplitTraffic(_transfer(job.cost, inside, between), inside, between)
+    return SplitTraffic(job.cost.transfer_seconds(inside, between), inside, between)
 
 
 def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: int) -> SplitTraffic:
@@ -193,16 +192,8 @@ def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: i
     size, nodes = axis
     sent = num_bytes * (size - 1) / size
     between = sent * nodes / size if nodes > 1 else 0.0
-    seconds = num_calls * _transfer(cost, (sent - between) / num_calls, between / num_calls)
+    seconds = num_calls * cost.transfer_seconds((sent - between) / num_calls, between / num_calls)
     return SplitTraffic(seconds, sent - between, between)
-
-
-def _transfer(cost: CostModel, inside: float, between: float) -> float:
-    sizes = (round(inside), round(between))
-    if not any(sizes):
-        return 0.0
-    op = Op(kind="transfer", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes, group=(0, 1))
-    return cost.seconds(op)
 
 
 # ---- seconds
@@ -294,7 +285,7 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
         job.setting,
         model=replace(job.setting.model, parameters=tuple(parameters)),
         mesh=Mesh(split.replicate, split.shard),
-        cost=_with_links(job.cost, spans),
+        cost=job.cost.with_links(spans),
     )
     outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
     best = min(outcomes, key=lambda each: each.timeline.makespan)
@@ -303,15 +294,3 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
     for each in best.numbers["bytes"]:
         sent[leaves_node[each["axis"]]] += each["most"]
     return SplitTraffic(best.timeline.makespan, sent[False], sent[True])
-
-
-def _with_links(cost: CostModel, spans: Sequence[bool]) -> CostModel:
-    """With the link within a replica and that between replicas, each that between nodes if it leaves one."""
-    if len(cost.bandwidth) == 1:
-        return cost
-    ends = [-1 if leaves else 0 for leaves in spans]
-    return replace(
-        cost,
-        bandwidth=tuple(cost.bandwidth[end] for end in ends),
-        latency_seconds=tuple(cost.latency_seconds[end] for end in ends),
-    )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from lightning_muon.config import takes_options
-from lightning_muon.schedule.program import COMPUTE, Op
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op
 
 
 @takes_options()
@@ -46,6 +46,22 @@ class CostModel:
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
             arguments[key] = tuple(arguments[key]) if isinstance(arguments[key], list | tuple) else (arguments[key],)
         return cls(**arguments)
+
+    def with_links(self, leaves_machine: Sequence[bool]) -> Self:
+        """With a link for each axis of a mesh: the slowest one where its ranks are on several machines, or the fastest.
+
+        On a machine with one kind of link all axes share that.
+        """
+        if len(self.bandwidth) == 1:
+            return self
+        ends = [-1 if leaves else 0 for leaves in leaves_machine]
+        bandwidth, latency = (tuple(links[end] for end in ends) for links in (self.bandwidth, self.latency_seconds))
+        return replace(self, bandwidth=bandwidth, latency_seconds=latency)
+
+    def transfer_seconds(self, *axis_bytes: float) -> float:
+        """How long it takes to send so many bytes over each kind of link at the same time."""
+        sizes = tuple(map(round, axis_bytes))
+        return self.seconds(Op(kind="", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes))
 
     def seconds(self, op: Op) -> float:
         """How long the op takes on its rank once it has begun.

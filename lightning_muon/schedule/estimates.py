@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.program import STEP_KINDS, TRANSFER, Op, OpKind
+from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind
 
 _H100 = PRESETS["h100"]
 # FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
@@ -59,13 +59,7 @@ class PrefetchEstimate:
 
 def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> CostModel:
     """The rates of plans, alike on all ranks, by whether links within and between replicas leave a machine."""
-    machine = PRESETS["cpu" if device_type == "cpu" else "h100"]
-    links = [-1 if is_between else 0 for is_between in is_between_machines]
-    return replace(
-        machine,
-        bandwidth=tuple(machine.bandwidth[link] for link in links),
-        latency_seconds=tuple(machine.latency_seconds[link] for link in links),
-    )
+    return PRESETS["cpu" if device_type == "cpu" else "h100"].with_links(is_between_machines)
 
 
 RankSeconds = Mapping[str, Mapping[str, float]]
@@ -186,11 +180,7 @@ def _priced(nodes: Sequence[int], grid: Grid, num_bytes: int, cost: CostModel, b
         legs = [(bucket * (local - 1) / local, 0.0, local - 1), (0.0, bucket * (num_nodes - 1) / size, num_nodes - 1)]
     else:
         legs = [(bucket * (local - 1) / size, bucket * (size - local) / size, size - 1.0)]
-    transfers: list[float] = []
-    for inside, outside, _ in legs:
-        sizes = (round(inside), round(outside))
-        leg = Op(kind="leg", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes, group=(0, 1))
-        transfers.append(cost.seconds(leg))
+    transfers = [cost.transfer_seconds(inside, outside) for inside, outside, _ in legs]
     sums = sum(shares * cost.op_seconds for *_, shares in legs)
     sums += 3 * sum(inside + outside for inside, outside, _ in legs) / cost.memory_bytes_per_second
     there = (number - 1) * max(*transfers, sums) + sum(transfers) + sums
