@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
 
 from lightning_muon.schedule.pipeline.lower import OpMaker, stage_op
 from lightning_muon.schedule.pipeline.nodes import COMPUTE_KINDS, WEIGHT_KINDS, B, F, I, Node, Order, PipelineKind
@@ -30,16 +29,6 @@ _CELL = re.compile(r"(\d+)(?:(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B)(\d+)|(UNSHARD
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
-class _Action(NamedTuple):
-    stage: int
-    name: str
-    microbatch: int  # 0 for what concerns a whole stage.
-
-    @property
-    def node(self) -> Node:
-        return Node(self.stage, self.name, self.microbatch)
-
-
 def order_to_csv(order: Order) -> str:
     """The format ``compute_only``."""
     return _to_text([str(node) for node in nodes] for nodes in order)
@@ -50,12 +39,12 @@ def order_from_csv(text: str) -> Order:
     rows = _read(text)
     for rank, row in enumerate(rows):
         for action in row:
-            if action.name not in COMPUTE_KINDS:
+            if action.kind not in COMPUTE_KINDS:
                 raise ValueError(
-                    f"row {rank} has {action.stage}{action.name}, but an order has {', '.join(COMPUTE_KINDS)} only; "
+                    f"row {rank} has {action.stage}{action.kind}, but an order has {', '.join(COMPUTE_KINDS)} only; "
                     "read the text with program_from_csv"
                 )
-    return [[action.node for action in row] for row in rows]
+    return rows
 
 
 def program_to_csv(program: Program) -> str:
@@ -66,8 +55,7 @@ def program_to_csv(program: Program) -> str:
 def program_from_csv(text: str) -> Program:
     """From the format ``compute_comms``. :func:`~.checks.validate_pipeline` checks the order of its messages."""
     rows = _read(text)
-    order = [[action.node for action in row if action.name in COMPUTE_KINDS] for row in rows]
-    maker = OpMaker(order)
+    maker = OpMaker([[action for action in row if action.kind in COMPUTE_KINDS] for row in rows])
     program: Program = {}
     for rank, row in enumerate(rows):
         program[rank] = []
@@ -76,7 +64,7 @@ def program_from_csv(text: str) -> Program:
         for action in row:
             stage, name, _ = action
             if name in COMPUTE_KINDS:
-                op = maker.compute(action.node)
+                op = maker.compute(action)
                 if name in WEIGHT_KINDS:
                     last_weight[stage] = op.name
             elif name in _STAGE_KINDS:
@@ -94,17 +82,16 @@ def program_from_csv(text: str) -> Program:
     return program
 
 
-def _message(action: _Action, maker: OpMaker, rank: int) -> Op:
-    is_sender, is_forward = action.name.startswith("SEND"), action.name.endswith("F")
+def _message(action: Node, maker: OpMaker, rank: int) -> Op:
+    is_sender, is_forward = action.kind.startswith("SEND"), action.kind.endswith("F")
     sender = action.stage if is_sender else action.stage + (-1 if is_forward else 1)
     nodes = [F(sender, action.microbatch)] if is_forward else [kind(sender, action.microbatch) for kind in (B, I)]
     found = [op for node in nodes if node in maker for op in maker.messages(node)]
-    text = f"{action.stage}{action.name}{action.microbatch}"
     if not found:
-        raise ValueError(f"row {rank} has {text}, but no rank has anything to send; give both ranks their F, B or I")
+        raise ValueError(f"row {rank} has {action}, but no rank has anything to send; give both ranks their F, B or I")
     op = found[0 if is_sender else 1]
     if op.rank != rank:
-        raise ValueError(f"row {rank} has {text}, but the stage is on rank {op.rank}")
+        raise ValueError(f"row {rank} has {action}, but the stage is on rank {op.rank}")
     return op
 
 
@@ -125,14 +112,15 @@ def _to_text(rows: Iterable[Iterable[str]]) -> str:
     return text.getvalue()
 
 
-def _read(text: str) -> list[list[_Action]]:
+def _read(text: str) -> list[list[Node]]:
+    """The actions of each rank, of which only some are nodes; those of a whole stage have micro-batch 0."""
     return [
         [action for cell in cells for action in _parse(cell.strip(), rank)]
         for rank, cells in enumerate(csv.reader(io.StringIO(text)))
     ]
 
 
-def _parse(cell: str, rank: int) -> list[_Action]:
+def _parse(cell: str, rank: int) -> list[Node]:
     if not cell:
         return []
     if pair := _PAIR.fullmatch(cell):
@@ -140,4 +128,4 @@ def _parse(cell: str, rank: int) -> list[_Action]:
     if not (match := _CELL.fullmatch(cell)):
         raise ValueError(f"row {rank} has {cell!r}; a cell is a stage, an action and a micro-batch, for example 2F0")
     stage, name, microbatch, stage_name = match.groups()
-    return [_Action(int(stage), name or stage_name, int(microbatch or 0))]
+    return [Node(int(stage), name or stage_name, int(microbatch or 0))]
