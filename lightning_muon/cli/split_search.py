@@ -232,8 +232,7 @@ class _Search:
 
     def _make_schedule(self, num_ranks: int, number: int, name: str) -> Schedule:
         """As the runtime makes it, which knows no costs."""
-        stages_per_rank = PipelineOptions(pipeline_schedule=name).stages_per_rank
-        pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=number, stages_per_rank=stages_per_rank)
+        pipeline = PipelineOptions(pipeline_schedule=name).sizes(num_ranks, number)
         return Schedule(name, pipeline, self._job.parts.stages(pipeline.num_stages), make_order(name, pipeline))
 
     def fastest(self, ways: Sequence[Way]) -> PlannedSplit:

@@ -87,7 +87,7 @@ class PipelineTraining:
         self._mode, runtime = mode, self.runtime
         mode.copies = runtime.copies()
         runtime.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=mode.reduce_part)
-        runtime.take_calls()
+        runtime.model.take_calls(runtime.forward)
         # The module keeps the runtime when the training is over.
         runtime.run_batch = self._run = weakref.WeakMethod(run)
         runtime.loss_of_batch = weakref.WeakMethod(self.loss_with_backward)

@@ -70,11 +70,7 @@ class BatchComparison:
             return self._facts
         work, words = begun
         work.wait()
-        largest, inverted, facts = (
-            words[:_NUM_COMPARED],
-            words[_NUM_COMPARED : 2 * _NUM_COMPARED],
-            words[2 * _NUM_COMPARED :],
-        )
+        largest, inverted, facts = words.tensor_split([_NUM_COMPARED, 2 * _NUM_COMPARED])
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
             self._tensors = []  # A batch must not outlive its step.
             self._facts = [bool(fact) for fact in facts]
@@ -109,7 +105,7 @@ class BatchComparison:
             return
         shapes = repr([(tuple(each.shape), each.dtype) for each in self._tensors])
         contents = start_reading([_fingerprint(self._tensors)]) if self._tensors else None
-        if _are_on_host(self._tensors):
+        if all(each.device.type == "cpu" for each in self._tensors):
             known, self._unread = contents or self._unread, None
         else:
             known, self._unread = self._unread, contents
@@ -120,10 +116,6 @@ class BatchComparison:
         work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host.group, async_op=True)
         assert work is not None
         self._begun = work, words
-
-
-def _are_on_host(tensors: Sequence[Tensor]) -> bool:
-    return all(each.device.type == "cpu" for each in tensors)
 
 
 @torch.no_grad()

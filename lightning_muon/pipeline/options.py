@@ -48,10 +48,7 @@ class PipelineOptions:
             if changed:
                 raise ValueError(f"{', '.join(changed)} means nothing without pipeline_size; set it to 2 or more")
             return
-        sizes = Pipeline(
-            num_ranks=num_ranks, num_microbatches=self.num_microbatches(num_ranks), stages_per_rank=self.stages_per_rank
-        )
-        make_order(self.pipeline_schedule, sizes)
+        make_order(self.pipeline_schedule, self.sizes(num_ranks, self.num_microbatches(num_ranks)))
 
     def own(self) -> dict[str, object]:
         """All of them, by name."""
@@ -61,6 +58,10 @@ class PipelineOptions:
         """Of each batch."""
         auto = _MICROBATCHES_PER_RANK * num_ranks
         return auto if self.pipeline_microbatches == "auto" else self.pipeline_microbatches
+
+    def sizes(self, num_ranks: int, num_microbatches: int) -> Pipeline:
+        """What the schedule is made for."""
+        return Pipeline(num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=self.stages_per_rank)
 
     @property
     def stages_per_rank(self) -> int:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import gather, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.config import from_arguments
 from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Result
 from lightning_muon.pipeline.batches import BatchComparison
@@ -62,28 +63,16 @@ class PipelineRuntime:
     Args:
         model: How ``module`` is cut.
         module: Holds the model, and nothing beside it that trains.
+        options: With the name of the first part of each stage.
         group: The ranks of the pipeline.
-        schedule: Name of a schedule; see :data:`~lightning_muon.schedule.pipeline.SCHEDULES`.
-        num_microbatches: Into which each batch is cut; a batch of fewer rows has one of each.
-        stages_per_rank: Number of stages of each rank.
-        first_parts: Name of the first part of each stage.
         device: Where messages lie.
     """
 
     def __init__(
-        self,
-        model: StagedModel,
-        module: nn.Module,
-        *,
-        group: AxisGroup,
-        schedule: str,
-        num_microbatches: int,
-        stages_per_rank: int,
-        first_parts: Sequence[str],
-        device: torch.device,
+        self, model: StagedModel, module: nn.Module, options: PipelineOptions, group: AxisGroup, device: torch.device
     ) -> None:
-        self.model, self.group, self._schedule = model, group, schedule
-        self._num_microbatches, self._stages_per_rank, self.device = num_microbatches, stages_per_rank, device
+        self.model, self.group, self.device, self._options = model, group, device, options
+        self._num_microbatches = options.num_microbatches(group.size)
         self.root: Any = model.root  # What users call.
         self.shards = Shards()
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
@@ -93,9 +82,9 @@ class PipelineRuntime:
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
         # Of what the model returns, and its loss gets; as computed if None.
         self.output_dtype: torch.dtype | None = None
-        pipeline = self._sizes(num_microbatches)
-        self.rank_of = placement(make_order(schedule, pipeline))
-        stages = choose_stages(model, pipeline.num_stages, first_parts)
+        pipeline = options.sizes(group.size, self._num_microbatches)
+        self.rank_of = placement(make_order(options.pipeline_schedule, pipeline))
+        stages = choose_stages(model, pipeline.num_stages, options.pipeline_split)
         check_parameters(module, model.parts)
         keep_routes(module)
         stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
@@ -106,7 +95,12 @@ class PipelineRuntime:
         for places in untie([part for parts in stages for part in parts]):
             of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
             if len(of_stage) < len(places):
-                raise ValueError(_shared_in_a_stage([f"{names[id(holder)]}.{name}" for _, holder, name in places]))
+                shared = " and ".join(f"{names[id(holder)]}.{name}" for _, holder, name in places)
+                raise ValueError(
+                    f"{shared} are one parameter, and more than one of these parts is in a stage, where their "
+                    "gradients would not be added; let pipeline_split put each into a stage of its own, or share it "
+                    "inside of one part"
+                )
             own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
             self.tied.append((tuple(of_stage), own))
             first, *copies = ((f"{names[id(holder)]}.{name}", stage_of[id(part)]) for part, holder, name in places)
@@ -125,11 +119,6 @@ class PipelineRuntime:
     def _is_own(self, stage: int) -> bool:
         return self.rank_of[stage] == self.group.rank
 
-    def _sizes(self, num_microbatches: int) -> Pipeline:
-        return Pipeline(
-            num_ranks=self.group.size, num_microbatches=num_microbatches, stages_per_rank=self._stages_per_rank
-        )
-
     @property
     def modules(self) -> list[nn.Module]:
         """Those of the parts of this rank, in the order of forward."""
@@ -146,7 +135,7 @@ class PipelineRuntime:
 
     def _make_program(self, num_microbatches: int, is_training: bool) -> list[Op]:
         """The ops of this rank, of a program that was checked with those of all ranks; local."""
-        pipeline = self._sizes(num_microbatches)
+        pipeline = self._options.sizes(self.group.size, num_microbatches)
         if not is_training:
             program = build_program(forward_only(pipeline, self.rank_of), pipeline)
         else:
@@ -159,12 +148,12 @@ class PipelineRuntime:
         """That of the schedule; for a batch of too few rows for it, all forwards and then all backwards. Local."""
         if pipeline.num_microbatches < self._num_microbatches:
             with suppress(ValueError):
-                order = make_order(self._schedule, pipeline)
+                order = make_order(self._options.pipeline_schedule, pipeline)
                 if placement(order) == self.rank_of:
                     return order
             forwards = forward_only(pipeline, self.rank_of)
             return [[*nodes, *(B(node.stage, node.microbatch) for node in reversed(nodes))] for nodes in forwards]
-        return make_order(self._schedule, pipeline)
+        return make_order(self._options.pipeline_schedule, pipeline)
 
     def train(
         self,
@@ -244,10 +233,6 @@ class PipelineRuntime:
                 "would be taken for those of this one; start the processes again, from a checkpoint"
             )
 
-    def take_calls(self) -> None:
-        """From now on calls of :attr:`root` are those of the whole model; local."""
-        self.model.take_calls(self.forward)
-
     def _share(self, outputs: Sequence[Carry | None]) -> Carry:
         """The rows of all micro-batches, which the rank of the last stage has, on every rank."""
         source = self.rank_of[self.last_stage]
@@ -278,11 +263,6 @@ class PipelineRuntime:
             )
 
         return [piece(index) for index in range(number)]
-
-    def begin_run(self) -> None:
-        """Forget what the ranks know of each other's messages: parameters may have been frozen since, or unfrozen."""
-        self.links.clear()
-        self.batches.forget()
 
     def link(self, peer: int) -> Link:
         """To another rank of the pipeline; local."""
@@ -317,24 +297,15 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
         everyone = axis_group(mesh, tuple(range(mesh.ndim)))
         model, first_parts = together(choose, [everyone])
         # That of one rank: what was measured on the others may, in odd models, depend on the rank.
-        first_parts = gather(first_parts, everyone)[0]
-        vars(module)[_KEY] = known = (
-            options,
-            PipelineRuntime(
-                model,
-                module,
-                group=group,
-                schedule=options.pipeline_schedule,
-                num_microbatches=options.num_microbatches(group.size),
-                stages_per_rank=options.stages_per_rank,
-                first_parts=first_parts,
-                device=mesh_device(mesh),
-            ),
-        )
+        chosen = from_arguments(PipelineOptions, vars(options) | {"pipeline_split": gather(first_parts, everyone)[0]})
+        known = options, PipelineRuntime(model, module, chosen, group, mesh_device(mesh))
+        vars(module)[_KEY] = known
     before, runtime = known
     if options.own() != before.own() or runtime.group.size != group.size:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
-    runtime.begin_run()
+    # What the ranks know of each other's messages: parameters may have been frozen since, or unfrozen.
+    runtime.links.clear()
+    runtime.batches.forget()
     return runtime
 
 
@@ -385,11 +356,3 @@ def group_of(module: nn.Module) -> AxisGroup:
 def names_of_copies(module: nn.Module) -> dict[str, str]:
     """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
     return runtime_of(module).copied_names if is_stage(module) else {}
-
-
-def _shared_in_a_stage(names: Sequence[str]) -> str:
-    return (
-        f"{' and '.join(names)} are one parameter, and more than one of these parts is in a stage, where their "
-        "gradients would not be added; let pipeline_split put each into a stage of its own, or share it inside of one "
-        "part"
-    )
