@@ -34,14 +34,16 @@ def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -
         raise ValueError(f"{len(order)} ranks are listed, the pipeline has num_ranks={pipeline.num_ranks}")
     rank_of = placement(order)
     place: dict[Node, int] = {}
+    stages, microbatches = range(pipeline.num_stages), range(pipeline.num_microbatches)
     for rank, nodes in enumerate(order):
         for index, node in enumerate(nodes):
-            if node.kind not in COMPUTE_KINDS or not _exists(node, pipeline):
-                raise ValueError(f"{node} on rank {rank} is not in a pipeline of {_sizes(pipeline)}")
+            if node.kind not in COMPUTE_KINDS or node.stage not in stages or node.microbatch not in microbatches:
+                sizes = f"{len(stages)} stages and {len(microbatches)} micro-batches"
+                raise ValueError(f"{node} on rank {rank} is not in a pipeline of {sizes}")
             if place.setdefault(node, index) != index:
                 raise ValueError(f"{node} is on rank {rank} twice; it must run once")
-    for stage in range(pipeline.num_stages):
-        for each in range(pipeline.num_microbatches):
+    for stage in stages:
+        for each in microbatches:
             _check_microbatch(place, stage, each, is_training=is_training)
     for rank, nodes in enumerate(order):
         held = peak_activations(nodes) if is_training else 0
@@ -51,14 +53,6 @@ def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -
                 "v_min, v_half or auto, which need less"
             )
     play_order(order, pipeline, rank_of)
-
-
-def _sizes(pipeline: Pipeline) -> str:
-    return f"{pipeline.num_stages} stages and {pipeline.num_microbatches} micro-batches"
-
-
-def _exists(node: Node, pipeline: Pipeline) -> bool:
-    return 0 <= node.stage < pipeline.num_stages and 0 <= node.microbatch < pipeline.num_microbatches
 
 
 def _check_microbatch(place: dict[Node, int], stage: int, microbatch: int, *, is_training: bool) -> None:
@@ -78,11 +72,6 @@ def _check_microbatch(place: dict[Node, int], stage: int, microbatch: int, *, is
         )
 
 
-def compute_nodes(ops: Iterable[Op]) -> list[Node]:
-    """What of the ops of a rank the schedule has listed."""
-    return [Node(op.items[0], op.kind, op.items[1]) for op in ops if op.kind in COMPUTE_KINDS]
-
-
 def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool = True) -> None:
     """Check the finished program of a pipeline, as :func:`check_order` and :func:`~..validate.validate` do.
 
@@ -91,7 +80,10 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
     are reduced once, after its last backward, and the optimizer step of its rank comes after that. A stage whose
     backward is split keeps its weights from a forward to the end of the backward.
     """
-    check_order([compute_nodes(ops) for ops in program.values()], pipeline, is_training=is_training)
+    listed = [
+        [Node(op.items[0], op.kind, op.items[1]) for op in ops if op.kind in COMPUTE_KINDS] for ops in program.values()
+    ]
+    check_order(listed, pipeline, is_training=is_training)
     validate(program)
     kinds = {op.kind for ops in program.values() for op in ops}
     for rank, ops in program.items():

@@ -55,21 +55,21 @@ class OpMaker:
         group = (sender, self._rank_of.get(node.stage + step, sender))
         if group[0] == group[1]:
             return ()
-        send = Op(
-            kind=_message_kind(node),
-            key=node.key,
-            rank=sender,
-            lane=f"link {min(group)}-{max(group)}",
-            deps=(name_of(node),),
-            items=(node.stage, node.microbatch),
-            group=group,
-        )
-        return send, replace(send, rank=group[1], deps=())
+        return _message(_message_kind(node), node.key, group, behind=node, items=(node.stage, node.microbatch))
 
     def _arrival(self, node: Node, stage: int) -> str:
         """Name of the op after which the result of a node is on the rank of a stage."""
         stays = self._rank_of[node.stage] == self._rank_of[stage]
         return name_of(node) if stays else f"{_message_kind(node)}[{node.key}]"
+
+
+def _message(
+    kind: str, key: str, group: tuple[int, int], *, behind: Node, items: tuple[int, ...] = ()
+) -> tuple[Op, Op]:
+    """Of the sender, which has it from the node ``behind``, and of the receiver."""
+    lane = f"link {min(group)}-{max(group)}"
+    send = Op(kind=kind, key=key, rank=group[0], lane=lane, deps=(name_of(behind),), items=items, group=group)
+    return send, replace(send, rank=group[1], deps=())
 
 
 def name_of(node: Node) -> str:
@@ -100,21 +100,9 @@ def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False)
             num_losses += 1
             for rank in range(len(order)) if num_losses == pipeline.num_microbatches else ():
                 if rank != rank_of[node.stage]:
-                    _add_loss(program, node, rank_of[node.stage], rank)
+                    for op in _message(PipelineKind.LOSS, str(rank), (rank_of[node.stage], rank), behind=node):
+                        program[op.rank].append(op)
     return program
-
-
-def _add_loss(program: Program, last: Node, sender: int, receiver: int) -> None:
-    send = Op(
-        kind=PipelineKind.LOSS,
-        key=str(receiver),
-        rank=sender,
-        lane=f"link {min(sender, receiver)}-{max(sender, receiver)}",
-        deps=(name_of(last),),
-        group=(sender, receiver),
-    )
-    program[sender].append(send)
-    program[receiver].append(replace(send, rank=receiver, deps=()))
 
 
 def add_unshard(program: Program) -> Program:

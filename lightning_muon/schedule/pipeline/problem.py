@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import cast
 
+from lightning_muon.config import check_whole
 from lightning_muon.schedule.pipeline.nodes import PipelineKind
 from lightning_muon.schedule.program import Op
 
@@ -87,8 +88,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "num_microbatches", "stages_per_rank"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
-                raise ValueError(f"{name} must be a whole number from 1 on, got {value!r}")
+            check_whole(name, getattr(self, name), at_least=1)
         if not self.memory_limit >= self.stages_per_rank:
             raise ValueError(
                 f"memory_limit={self.memory_limit} holds less than one micro-batch in the {self.stages_per_rank} "

@@ -164,8 +164,8 @@ def test_sizes_that_a_schedule_cannot_take_are_refused(name: str, sizes: tuple[i
 
 def test_a_pipeline_with_impossible_numbers_is_refused() -> None:
     for options, message in (
-        ({"num_ranks": 0}, "num_ranks must be a whole number from 1 on, got 0"),
-        ({"num_ranks": 2.0}, "num_ranks must be a whole number from 1 on, got 2.0"),
+        ({"num_ranks": 0}, "num_ranks must be an integer of at least 1, got 0"),
+        ({"num_ranks": 2.0}, "num_ranks must be an integer of at least 1, got 2.0"),
         ({"memory_limit": float("nan")}, "memory_limit=nan holds less"),
         ({"memory_limit": 1, "stages_per_rank": 2}, "memory_limit=1 holds less than one .* at least 2"),
         ({"costs": StageCosts(forward=(1.0, 2.0))}, r"costs.forward must be one number or 4, .*\(1.0, 2.0\)"),
