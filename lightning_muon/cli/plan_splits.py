@@ -10,8 +10,7 @@ import gc
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -64,8 +63,12 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     """Plan all splits and print a table or JSON."""
     precision = arguments.precision or planned.precision or "bf16-mixed"
     job = make_job(arguments, setting, planned, precision)
-    with _no_garbage_collection():
+    # Simulated programs have no cycles, and to look through millions of ops for some takes a third of the time.
+    gc.disable()
+    try:
         found, left_out = plan_splits(arguments, job)
+    finally:
+        gc.enable()
     fitting = [each for each in found if each.fits]
     best = fitting[0] if fitting else None
     if arguments.json:
@@ -113,18 +116,6 @@ def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, prec
         gathered_itemsize=gathered,
         reduced_itemsize=policy.reduce_dtype.itemsize if policy.reduce_dtype else gathered,
     )
-
-
-@contextmanager
-def _no_garbage_collection() -> Generator[None]:
-    """Simulated programs have no cycles, and to look through millions of ops for some takes a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _sizes(split: Split) -> str:

@@ -10,20 +10,8 @@ from functools import cache, cached_property
 from itertools import product
 from typing import Any
 
-from lightning_muon.cli.split_rules import (
-    Job,
-    Split,
-    SplitTraffic,
-    gather_weights,
-    memory_of_stages,
-    memory_without_pipeline,
-    message,
-    optimizer_step,
-    reduce,
-    rows_of,
-    seconds_without_pipeline,
-    stage_costs,
-)
+from lightning_muon.cli import split_rules as rules
+from lightning_muon.cli.split_rules import Job, Split, SplitTraffic
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.graph import Graph, build_graph
 from lightning_muon.schedule.pipeline import (
@@ -190,7 +178,7 @@ class _Search:
 
     def ways(self, split: Split, memory: float) -> Iterator[Way]:
         """All of them; without a pipeline with as many passes as it takes to fit."""
-        job, rows = self._job, rows_of(self._job, split)
+        job, rows = self._job, rules.rows_of(self._job, split)
         if split.pipeline > 1:
             yield from self._pipelines(split)
             return
@@ -198,7 +186,7 @@ class _Search:
             options: Any = {"recompute": recompute, "stays_whole": stays_whole}
             passes = 1
             while True:
-                found = memory_without_pipeline(job, split, passes=passes, **options)
+                found = rules.memory_without_pipeline(job, split, passes=passes, **options)
                 yield Way(split=split, microbatches=passes, memory=found, **options)
                 if sum(found.values()) <= memory or passes == rows:
                     break
@@ -213,7 +201,7 @@ class _Search:
                 self._refused.setdefault((name, split.pipeline), error)
                 continue
             memories = [
-                memory_of_stages(self._job, split, nodes, schedule.stages, number=number, recompute=recompute)
+                rules.memory_of_stages(self._job, split, nodes, schedule.stages, number=number, recompute=recompute)
                 for nodes in schedule.order
             ]
             most = max(memories, key=lambda memory: sum(memory.values()))
@@ -224,7 +212,7 @@ class _Search:
 
         A batch of fewer rows has one micro-batch of each.
         """
-        rows, size = rows_of(self._job, split), split.pipeline
+        rows, size = rules.rows_of(self._job, split), split.pipeline
         if self._asked.microbatches:
             return [min(self._asked.microbatches, rows)]
         first = min(PipelineOptions().num_microbatches(size), rows)
@@ -260,7 +248,7 @@ class _Search:
 
     def _time_alone(self, way: Way) -> tuple[float, _Ranks]:
         options = {"passes": way.microbatches, "recompute": way.recompute, "stays_whole": way.stays_whole}
-        seconds, traffic = seconds_without_pipeline(self._job, way.split, **options)
+        seconds, traffic = rules.seconds_without_pipeline(self._job, way.split, **options)
         return 0.0, [(seconds, tuple(range(len(self._job.parts))), traffic)]
 
     def _time_pipeline(self, way: Way) -> tuple[float, _Ranks]:
@@ -268,13 +256,13 @@ class _Search:
         job, split, schedule, number = self._job, way.split, way.schedule, way.microbatches
         assert schedule is not None
         options = {"number": number, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
-        costs = stage_costs(job, split, schedule.stages, **options)
+        costs = rules.stage_costs(job, split, schedule.stages, **options)
         spans = simulate(schedule.program, costs, schedule.graph).spans
-        one = message(job, rows_of(job, split) / number)
+        one = rules.message(job, rules.rows_of(job, split) / number)
         ranks: _Ranks = []
         for rank, own in enumerate(schedule.parts_of_ranks):
             messages = SplitTraffic(*(schedule.num_sent[rank] * each for each in one))
-            traffic = messages.plus(gather_weights(job, own, split), reduce(job, own, split))
+            traffic = messages.plus(rules.gather_weights(job, own, split), rules.reduce(job, own, split))
             ranks.append((spans[rank][-1].end, own, traffic))
         busy = sum(span.end - span.start for each in spans.values() for span in each if span.op.lane == COMPUTE)
         return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
@@ -284,7 +272,7 @@ class _Search:
         key = split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
         if key not in self._equal_steps:
             parameters = [each for part in own for each in self._job.parts.parameters[part]]
-            self._equal_steps[key] = optimizer_step(self._job, parameters, split)
+            self._equal_steps[key] = rules.optimizer_step(self._job, parameters, split)
         return self._equal_steps[key]
 
 
