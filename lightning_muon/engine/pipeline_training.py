@@ -23,9 +23,8 @@ from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.pipeline.runtime import Shards, cut_once
+from lightning_muon.pipeline.runtime import cut_once
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
-from lightning_muon.sharding.shard_model import accumulate_all, unshard_all
 
 GIVE_ALL = (
     "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
@@ -86,7 +85,7 @@ class PipelineTraining:
         """
         self._mode, runtime = mode, self.runtime
         mode.copies = runtime.copies()
-        runtime.shards = Shards(gather=unshard_all, accumulate=accumulate_all, reduce=mode.reduce_part)
+        runtime.reduce = mode.reduce_part
         runtime.model.take_calls(runtime.forward)
         # The module keeps the runtime when the training is over.
         runtime.run_batch = self._run = weakref.WeakMethod(run)

@@ -21,6 +21,7 @@ from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
+from lightning_muon.sharding.shard_model import accumulate_all, unshard_all
 
 if TYPE_CHECKING:
     from lightning_muon.pipeline.runtime import PipelineRuntime
@@ -77,7 +78,7 @@ class BatchRun:
             PipelineKind.ACTIVATION: self._send_or_receive_activation,
             PipelineKind.GRADIENT: self._send_or_receive_gradient,
             PipelineKind.LOSS: self._send_or_receive_loss,
-            PipelineKind.UNSHARD: lambda op: self.runtime.shards.gather(self.runtime.modules_of(op.items[0])),
+            PipelineKind.UNSHARD: lambda op: unshard_all(self.runtime.modules_of(op.items[0])),
             PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
             PipelineKind.REDUCE_GRAD: self._reduce,
             PipelineKind.TIED: self._sum_tied,
@@ -223,7 +224,7 @@ class BatchRun:
             self._backward(op)
         elif (rest := self._weights.pop((stage, microbatch), None)) is not None:
             backward_weight(rest)
-            self.runtime.shards.accumulate(self.runtime.modules_of(stage))
+            accumulate_all(self.runtime.modules_of(stage))
 
     def _keep_gradients(self, op: Op, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Gradients of what a stage got are those of what the stage before returned."""
@@ -255,7 +256,7 @@ class BatchRun:
         _, count = self._totals
         if self.runtime.recorder is not None:
             self.runtime.recorder.started(op)
-        self.runtime.shards.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
+        self.runtime.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
 
     def _sum_tied(self, op: Op) -> None:
         """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -42,17 +42,6 @@ from lightning_muon.sharding.outputs import map_tensors, tensors_in
 from lightning_muon.sharding.weights import mesh_device
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """What a runtime asks of whoever has sharded the parts of a stage."""
-
-    gather: Callable[[Sequence[nn.Module]], None] = lambda _: None
-    # Adds what a part of a backward pass has left for modules to the sums of the passes before.
-    accumulate: Callable[[Sequence[nn.Module]], None] = lambda _: None
-    # Takes modules and a factor: makes of the gradients that backward passes have summed those of all data ranks.
-    reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
-
-
 class PipelineRuntime:
     """The stages of this rank.
 
@@ -74,7 +63,8 @@ class PipelineRuntime:
         self.model, self.group, self.device, self._options = model, group, device, options
         self._num_microbatches = options.num_microbatches(group.size)
         self.root: Any = model.root  # What users call.
-        self.shards = Shards()
+        # Takes modules and a factor: makes of the gradients that backward passes have summed those of all data ranks.
+        self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
         # The methods of who trains it: forward and backward of a batch; and the same for a loss that has a backward.
         self.run_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
