@@ -306,11 +306,16 @@ class TrainingEngine:
     def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
         """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
         self._require_reduced("clip_gradients (clip_grad_norm_)")
-        with self.explaining(), self._recording_norm():
+        recorder = None if self.pipeline is None else self.pipeline.recorder
+        if recorder is not None:
+            recorder.started(GRADIENT_NORM)
+        with self.explaining():
             self.finish_gradients()
             norm = self._clip_by_norm(parameters, max_norm)
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
+        if recorder is not None:
+            recorder.ended(GRADIENT_NORM)
         return norm
 
     def _clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
@@ -348,27 +353,13 @@ class TrainingEngine:
                 result = take_step(optimizer)
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
-            # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
-            free_unsharded(self.module)
-            self.mode.end_step()
+            self.weights_have_changed()
         if isinstance(optimizer, PlannedOptimizer):
             optimizer.nonfinite_elsewhere = None
         self.has_run = False
         if self._guard is not None:
             self._guard.end_step()
         return result
-
-    @contextmanager
-    def _recording_norm(self) -> Generator[None]:
-        """Tell the recorder of the pipeline, if there is one, when the norm of the gradients begins and ends; local."""
-        recorder = None if self.pipeline is None else self.pipeline.recorder
-        if recorder is not None:
-            recorder.started(GRADIENT_NORM)
-        try:
-            yield
-        finally:
-            if recorder is not None:
-                recorder.ended(GRADIENT_NORM)
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
@@ -379,7 +370,7 @@ class TrainingEngine:
 
     def weights_have_changed(self) -> None:
         """Let the next forward gather the weights of now; local."""
-        free_unsharded(self.module)
+        free_unsharded(self.module)  # FSDP2 keeps those of its root after a forward that no backward has followed.
         self.mode.end_step()
 
     def begin_evaluation(self) -> None:
@@ -492,12 +483,10 @@ class TrainingEngine:
             self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
             if self._guard is None:
                 parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
-                self._guard = SingleReductionGuard(parameters, self._has_gradient, type(self.module).__name__)
+                has_gradient = self.mode.layout.has_gradient
+                self._guard = SingleReductionGuard(parameters, has_gradient, type(self.module).__name__)
             self._guard.begin_backward()
         return self._guard
-
-    def _has_gradient(self, parameter: Tensor) -> bool:
-        return self.mode.layout.has_gradient(parameter)
 
     def _before_forward(self, *_: Any) -> None:
         with self.around_forward():

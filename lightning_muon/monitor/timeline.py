@@ -126,15 +126,7 @@ def record_step(optimizer: ParallelMuon) -> Recording:
 
 
 class StepRecorder:
-    """Records one step: the ops of an optimizer, and those of the pipeline around it.
-
-    Example, on every rank::
-
-        recorder = StepRecorder(optimizer, engine.pipeline)
-        with recorder.recording():
-            engine.run_pipeline(batch)
-            engine.step(optimizer, take_step)
-        timeline = recorder.result().timeline
+    """Records what one step runs inside of :meth:`recording`: the ops of an optimizer, and of the pipeline around it.
 
     Args:
         optimizer: What steps; any, but a ParallelMuon has taken a step before, so that it has a plan.

@@ -193,22 +193,18 @@ class TrainerStrategy(MuonStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
         engine = self._running_engine
-        if engine.pipeline is not None:
-            return self._run_pipeline(args[0])
+        if engine.pipeline is not None:  # It runs forward and backward of a batch; every rank gets the loss.
+            require_single_batches(self.lightning_module.trainer)
+            self.lightning_module.zero_grad()
+            loss = engine.run_pipeline(args[0])
+            self.lightning_module.log("train_loss", loss, prog_bar=True)
+            return loss
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
         output = super().training_step(*args, **kwargs)  # type: ignore[misc]
         if output is None:
             free_unsharded(self.lightning_module)
         return output
-
-    def _run_pipeline(self, batch: Any) -> Tensor:
-        """Forward and backward of a batch, in the place of ``training_step``; the loss, on every rank."""
-        require_single_batches(self.lightning_module.trainer)
-        self.lightning_module.zero_grad()
-        loss = self._running_engine.run_pipeline(batch)
-        self.lightning_module.log("train_loss", loss, prog_bar=True)
-        return loss
 
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
