@@ -12,7 +12,6 @@ import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
@@ -40,11 +39,6 @@ class LightningPackage:
     def fabric(self, path: str) -> ModuleType:
         """A module of the Fabric that belongs to the package."""
         return importlib.import_module(f"{_FABRIC[self.name]}.{path}")
-
-
-def timeout_of(strategy: Any) -> timedelta:
-    """How long collectives of ``strategy`` wait."""
-    return strategy._timeout
 
 
 def start_process_group(strategy: Any, package: LightningPackage, store: dist.Store | None) -> None:

@@ -27,6 +27,8 @@ TRAINERS = {
     "pytorch_lightning": LightningPackage("pytorch_lightning"),
 }
 FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
+# Where users find the classes that were made for a package, if not in ours.
+_HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}
 
 
 def register(package: ModuleType) -> None:
@@ -67,7 +69,12 @@ def _make_class(package: str, base: type[Any]) -> type[Any]:
         from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
 
         name, known, user = "ParallelMuonFabricStrategy", FABRICS[package], "Fabric"
-    body = {"__doc__": Ours.__doc__, "__module__": _module_of(package), "package": known, "user": user}
+    body = {
+        "__doc__": Ours.__doc__,
+        "__module__": _HOMES.get(package, "lightning_muon"),
+        "package": known,
+        "user": user,
+    }
     return type(name, (Ours, base), body)
 
 
@@ -79,18 +86,9 @@ def auto_resume_class(package: str) -> type[Any]:
 
     callbacks = importlib.import_module(f"{package}.callbacks")
     bases = (Ours, callbacks.OnExceptionCheckpoint, callbacks.ModelCheckpoint)
-    body = {"__doc__": Ours.__doc__, "__module__": _module_of(package), "package": TRAINERS[package]}
+    body = {"__doc__": Ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon"), "package": TRAINERS[package]}
     body[MONITOR_CANDIDATES] = add_steps
     return type("AutoResume", bases, body)
-
-
-def _module_of(package: str) -> str:
-    """Where users find a class that was made for a package."""
-    return (
-        "lightning_muon.integrations.lightning.pytorch_lightning"
-        if package == "pytorch_lightning"
-        else "lightning_muon"
-    )
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

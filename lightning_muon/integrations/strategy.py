@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_muon.comm.rendezvous import is_in_shared_store, store_of_attempt
-from lightning_muon.compat.lightning import LightningPackage, start_process_group, timeout_of
+from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
@@ -97,7 +97,7 @@ class MuonStrategy:
         store = None
         if is_in_shared_store() and not dist.is_initialized():
             environment = self.cluster_environment
-            store = store_of_attempt(environment.global_rank(), environment.world_size(), timeout_of(self))
+            store = store_of_attempt(environment.global_rank(), environment.world_size(), self.options.timeout)
         start_process_group(self, self.package, store)
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
