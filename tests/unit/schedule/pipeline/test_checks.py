@@ -15,10 +15,10 @@ from lightning_muon.schedule.pipeline import (
     check_order,
     make_order,
     order_from_csv,
-    program_from_csv,
     register_schedule,
     validate_pipeline,
 )
+from tests.support.pipeline_csv import program_from_csv
 
 
 @pytest.mark.parametrize(

@@ -27,13 +27,12 @@ from lightning_muon.schedule.pipeline import (
     make_order,
     peak_activations,
     placement,
-    program_from_csv,
-    program_to_csv,
     validate_pipeline,
 )
 from lightning_muon.schedule.pipeline.play import Run, play_order
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
+from tests.support.pipeline_csv import program_from_csv, program_to_csv
 from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK, fitting, problems
 
 

@@ -23,10 +23,9 @@ from lightning_muon.schedule.pipeline import (
     order_from_csv,
     order_to_csv,
     peak_activations,
-    program_from_csv,
-    program_to_csv,
     validate_pipeline,
 )
+from tests.support.pipeline_csv import program_from_csv, program_to_csv
 from tests.unit.schedule.pipeline.problems import fitting, timeline
 
 
