@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
@@ -9,11 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_DTYPES = (
-    *(torch.float32, torch.bfloat16, torch.float16, torch.float64),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-)
-_NUM_WORDS = 128  # Of the message that tells of sizes: room for some 20 tensors.
+_SIZES_BYTES = 4096  # Of the message that tells of sizes: room for some 100 tensors.
 
 
 class Size(NamedTuple):
@@ -63,9 +60,9 @@ class Link:
     def receive(self, key: Hashable) -> Arriving:
         """Take what the other rank sends with this key; waits only for sizes that are new."""
         if key not in self._known:
-            words = torch.empty(_NUM_WORDS, dtype=torch.int64, device=self._device)
-            self.receive_known([words]).wait()
-            self._known[key] = _decode(words.tolist())
+            octets = torch.empty(_SIZES_BYTES, dtype=torch.uint8, device=self._device)
+            self.receive_known([octets]).wait()
+            self._known[key] = _decode(octets)
         sizes = self._known[key]
         empty = [torch.empty(size.shape, dtype=size.dtype, device=self._device) for size in sizes]
         return self.receive_known(empty, [size.requires_grad for size in sizes])
@@ -101,21 +98,11 @@ class Arriving(NamedTuple):
 
 
 def _encode(sizes: Sequence[Size]) -> Tensor:
-    words = [len(sizes)]
-    for size in sizes:
-        if size.dtype not in _DTYPES:
-            raise ValueError(f"a stage returns a tensor of {size.dtype}; convert it to one of {_DTYPES}")
-        words += [_DTYPES.index(size.dtype), int(size.requires_grad), len(size.shape), *size.shape]
-    if len(words) > _NUM_WORDS:
+    content = pickle.dumps(list(sizes))
+    if len(content) > _SIZES_BYTES:
         raise ValueError(f"a stage returns {len(sizes)} tensors of {sizes}, too many for one message; pack them")
-    return torch.tensor([*words, *[0] * (_NUM_WORDS - len(words))], dtype=torch.int64)
+    return torch.frombuffer(bytearray(content.ljust(_SIZES_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def _decode(words: Sequence[int]) -> list[Size]:
-    sizes: list[Size] = []
-    place = 1
-    for _ in range(words[0]):
-        dtype, requires_grad, ndim = words[place : place + 3]
-        sizes.append(Size(tuple(words[place + 3 : place + 3 + ndim]), _DTYPES[dtype], bool(requires_grad)))
-        place += 3 + ndim
-    return sizes
+def _decode(octets: Tensor) -> list[Size]:
+    return pickle.loads(bytes(octets.tolist()))
