@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from lightning_muon.config import MuonConfig
+from lightning_muon.math.coefficients import steps_of
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
 
 SHAPES = {
@@ -93,8 +94,7 @@ def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
 def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return orthogonalize(
         matrix,
-        coefficients=MuonConfig.ns_coefficients,
-        num_steps=MuonConfig.ns_steps,
+        steps=steps_of(MuonConfig.ns_coefficients, MuonConfig.ns_steps),
         eps=MuonConfig.eps,
         compute_dtype=dtype,
     )

@@ -24,10 +24,11 @@ def test_the_defaults_are_valid_and_frozen() -> None:
     [("lr", -1e-3), ("lr", float("inf")), ("momentum", 1.0), ("eps", -1.0), ("betas", (0.9,)), ("ns_steps", 100),
      ("ns_steps", 2.5), ("adjust_lr_fn", "adamw"), ("ns_coefficients", (1, 2)), ("chunk_bytes", 0),
      ("lr", "1e-3"), ("lr", None), ("momentum", True), ("betas", ("0.9", 0.95)), ("ns_coefficients", (1, 2, "3")),
-     ("nesterov", "no"), ("error_if_nonfinite", 1), ("compute_dtype", "float16"), ("compute_dtype", torch.bfloat16),
+     ("nesterov", "no"), ("error_if_nonfinite", 1), ("compute_dtype", "float64"), ("wire_dtype", "float16"), ("compute_dtype", torch.bfloat16),
      ("wire_dtype", "bf16"), ("adamw_patterns", "*.x"), ("muon_patterns", (3,)), ("fused", ["*.qkv"]),
      ("fused", {"*": True}), ("fused", {"*": "4"}), ("fused", {"*": (2, 2.0)}), ("fused", {"*": ()}), ("fused", {3: 3}),
-     ("fused", {"*": 0}), ("ns_steps", True), ("ns_coefficients", (1.0, 2.0, float("nan"))),
+     ("fused", {"*": 0}), ("ns_steps", True), ("ns_coefficients", "deepseek_v4"), ("ns_coefficients", "jordans"), ("ns_coefficients", ((1, 2, 3),)),
+     ("ns_quality", "best"), ("ns_quality", (0.9, 1.0)), ("ns_quality", 0.9), ("ns_coefficients", (1.0, 2.0, float("nan"))),
      ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
      ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],
 )  # fmt: skip

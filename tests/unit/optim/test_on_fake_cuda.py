@@ -101,8 +101,7 @@ def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
     with mock.patch.dict(newton_schulz._PANEL_ROWS, cuda=32), mock.patch.dict(newton_schulz._LEAST_PANELED, cuda=64):
         newton_schulz.orthogonalize(
             torch.zeros(128, 256, device="cuda"),
-            coefficients=(3.4445, -4.7750, 2.0315),
-            num_steps=5,
+            steps=((3.4445, -4.7750, 2.0315),) * 5,
             eps=1e-7,
             compute_dtype=torch.bfloat16,
         )
