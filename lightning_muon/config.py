@@ -268,7 +268,9 @@ def _check_newton_schulz(group: Mapping[str, Any]) -> None:
     if isinstance(coefficients, str):
         check_one_of("ns_coefficients", coefficients, get_args(NsPreset))
         if _STEPS_OF_PRESET.get(coefficients, num_steps) != num_steps:
-            raise ValueError(f"{coefficients=} are for ns_steps={_STEPS_OF_PRESET[coefficients]}, got {num_steps}")
+            raise ValueError(
+                f"ns_coefficients={coefficients!r} has ns_steps={_STEPS_OF_PRESET[coefficients]}, got {num_steps}"
+            )
     elif isinstance(coefficients, tuple) and coefficients and all(_are_coefficients(each) for each in coefficients):
         if len(coefficients) != num_steps:
             raise ValueError(f"ns_coefficients has {len(coefficients)} steps, but ns_steps is {num_steps}")
