@@ -6,7 +6,9 @@
 GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only. "ceiling"
 is the rate of the product of two square matrices with the short side. The candidates take turns and the fastest of each
-counts, since other work on the machine only ever adds. A second table compares batches with one matrix after the other.
+counts, since other work on the machine only ever adds. A second table compares batches with one matrix after the other,
+a third one coefficients and methods with the default: measured, by FLOPs, and how far the singular values from 0.01 of
+the norm on are from 1.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from lightning_muon.config import MuonConfig
+from lightning_muon.math.coefficients import steps_of
+from lightning_muon.math.methods import NewtonSchulz
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
+from lightning_muon.math.symmetric import share_of_full_product
 
 SHAPES = {
     "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
@@ -28,6 +34,11 @@ SHAPES = {
 }
 BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": ["256x256", "512x512", "1024x1024"]}
 BATCH = 8
+WAYS = {
+    f"{preset} {num_steps} {method}": NewtonSchulz(steps_of(preset, num_steps), method)
+    for preset, num_steps in (("jordan", 5), ("polar_express", 5), ("cubic", 5))
+    for method in ("plain", "gram")
+}
 
 
 def main() -> None:
@@ -44,6 +55,11 @@ def main() -> None:
     for dtype in (getattr(torch, name) for name in arguments.dtypes):
         for rows, cols in map(parse_shape, BATCHED[device]):
             print(batch_row(torch.randn(BATCH, rows, cols, device=device), dtype, arguments.seconds), flush=True)
+    print(f"\n| shape | dtype | {' | '.join(WAYS)} |")
+    print(f"| --- | --- |{' --- |' * len(WAYS)}")
+    for dtype in (getattr(torch, name) for name in arguments.dtypes):
+        for rows, cols in map(parse_shape, arguments.shapes or SHAPES[device]):
+            print(ways_row(torch.randn(rows, cols, device=device), dtype, arguments.seconds), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,11 +106,33 @@ def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
     return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
 
 
+def ways_row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
+    """For each way its time and its FLOPs, of those of the default, and the largest error of a singular value."""
+    rows, cols = matrix.shape
+    share = share_of_full_product(min(rows, cols), matrix.device.type)
+    best = fastest(
+        {
+            name: partial(way.orthogonalize, matrix, eps=MuonConfig.eps, compute_dtype=dtype)
+            for name, way in WAYS.items()
+        },
+        seconds,
+    )
+    flops = {name: way.flops(rows, cols, dtype, symmetric=share) for name, way in WAYS.items()}
+    is_large = torch.linalg.svdvals(matrix) >= 0.01 * matrix.norm()
+    cells: list[str] = []
+    for name, way in WAYS.items():
+        found = torch.linalg.svdvals(way.orthogonalize(matrix, eps=MuonConfig.eps, compute_dtype=dtype).float())
+        error = (found[: int(is_large.sum())] - 1).abs().max()
+        cells.append(
+            f"{best[name] / best['jordan 5 plain']:.2f}, {flops[name] / flops['jordan 5 plain']:.2f}, {error:.2f}"
+        )
+    return f"| {rows} x {cols} | {name_of(dtype)} | {' | '.join(cells)} |"
+
+
 def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return orthogonalize(
         matrix,
-        coefficients=MuonConfig.ns_coefficients,
-        num_steps=MuonConfig.ns_steps,
+        steps=steps_of(MuonConfig.ns_coefficients, MuonConfig.ns_steps),
         eps=MuonConfig.eps,
         compute_dtype=dtype,
     )

@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon.math.coefficients import steps_of
 from lightning_muon.math.newton_schulz import lr_scale, newton_schulz_flops, orthogonalize
 from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
 from lightning_muon.schedule.assign import longest_first
@@ -160,7 +161,7 @@ def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> 
         adjust_lr="rms_norm",
         # Its own coefficients are other ones; as many steps of ours are as much work.
         newton_schulz_func=lambda matrix, epsilon: orthogonalize(
-            matrix, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=torch.bfloat16
+            matrix, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=torch.bfloat16
         ),
     ).step
 
@@ -174,7 +175,7 @@ def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype) -> Step:
 
     def step() -> None:
         for matrix in mine:
-            orthogonalize(matrix, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=dtype)
+            orthogonalize(matrix, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=dtype)
 
     return step
 
@@ -203,9 +204,7 @@ class RedundantMuon:
             self._update(param, gathered)
 
     def _update(self, param: nn.Parameter, whole: Tensor) -> None:
-        update = orthogonalize(
-            whole, coefficients=(3.4445, -4.7750, 2.0315), num_steps=5, eps=1e-7, compute_dtype=self.dtype
-        )
+        update = orthogonalize(whole, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=self.dtype)
         mesh = param.device_mesh
         mine = update.chunk(mesh.size(-1))[mesh.get_local_rank(mesh.ndim - 1)]
         local = param.to_local()

@@ -18,8 +18,18 @@ VERSION = "0.1.0"
 T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw"]
+# (a, b, c) of a Newton-Schulz step x <- a x + b x^3 + c x^5.
+Quintic = tuple[float, float, float]
+NsPreset = Literal["jordan", "polar_express", "you", "cans", "cubic", "deepseek_v4"]
+NsCoefficients = NsPreset | Quintic | tuple[Quintic, ...]
+NsMethod = Literal["plain", "gram"]
+# Where singular values of at least 0.01 of the norm may end: by name, or the least and the largest.
+NsQuality = Literal["reference", "fast"] | tuple[float, float]
+# Presets that were made for a number of steps.
+_STEPS_OF_PRESET: dict[str, int] = {"you": 5, "cans": 5, "cubic": 5, "deepseek_v4": 10}
 Algorithm = Literal["auto", "muon", "adamw"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
+ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["auto", "backward", "step", "off"]
@@ -129,9 +139,14 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay; a step multiplies the weights by ``1 - lr * weight_decay``.
         momentum: Decay of the exponential moving average of the gradients.
         nesterov: Orthogonalize the look-ahead ``lerp(grad, momentum_buffer, momentum)``, not the buffer itself.
-        ns_coefficients: ``(a, b, c)`` of the quintic Newton-Schulz polynomial (https://kellerjordan.github.io/posts/muon).
+        ns_coefficients: ``(a, b, c)`` of the quintic Newton-Schulz polynomial (https://kellerjordan.github.io/posts/muon),
+            one for each step, or a name: ``"polar_express"``, ``"you"``, ``"cans"``, ``"cubic"``, ``"deepseek_v4"``.
         eps: Lower bound of the Frobenius norm by which a matrix is divided before Newton-Schulz.
         ns_steps: Number of Newton-Schulz iterations.
+        ns_quality: Where singular values of at least 0.01 of the norm of a matrix must end. ``"reference"``: where
+            ``ns_coefficients`` and ``ns_steps`` take them, by the arithmetic of torch.optim.Muon, bit for bit.
+            ``"fast"``: between 0.65 and 1.35, or between two numbers ``(0.85, 1.15)``, by whatever is cheapest for each
+            matrix.
         adjust_lr_fn: ``"original"`` scales by ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by
             ``0.2 * sqrt(max(rows, cols))``.
         muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
@@ -144,7 +159,8 @@ class OptimizerConfig:
         fused: Pattern of a fused weight -> number of equal parts, or the sizes of the parts (Q, K, V); every part is
             orthogonalized on its own.
         compute_dtype: Of Newton-Schulz. ``"auto"``: bfloat16 where the device multiplies it faster, else float32.
-        wire_dtype: Of the matrices and updates that travel between ranks. ``"auto"``: the compute dtype.
+        wire_dtype: Of the matrices and updates that travel between ranks. ``"auto"``: the compute dtype, bfloat16 for
+            float16, in which small gradients would be zero.
         error_if_nonfinite: Skip the step on all ranks, weights and state untouched, when a gradient has a NaN or Inf.
         max_skipped_steps: So many steps in a row are skipped; the next one raises, with the names of the parameters.
     """
@@ -153,9 +169,10 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
-    ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    ns_coefficients: NsCoefficients = (3.4445, -4.7750, 2.0315)
     eps: float = 1e-7
     ns_steps: int = 5
+    ns_quality: NsQuality = "reference"
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
     muon_lr_factor: float | Literal["auto"] = "auto"
     betas: tuple[float, float] = (0.9, 0.999)
@@ -163,15 +180,15 @@ class OptimizerConfig:
     adamw_patterns: tuple[str, ...] = ()
     muon_patterns: tuple[str, ...] = ()
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
-    compute_dtype: DtypeName = "auto"
+    compute_dtype: ComputeDtypeName = "auto"
     wire_dtype: DtypeName = "auto"
     error_if_nonfinite: bool = True
     max_skipped_steps: int = 3
 
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
-        for key in ("compute_dtype", "wire_dtype"):
-            check_one_of(key, getattr(self, key), get_args(DtypeName))
+        check_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtypeName))
+        check_one_of("wire_dtype", self.wire_dtype, get_args(DtypeName))
         for key in ("adamw_patterns", "muon_patterns"):
             patterns = getattr(self, key)
             is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
@@ -238,14 +255,43 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     betas = group["betas"]
     if not (_are_numbers(betas, 2) and all(0.0 <= float(beta) < 1.0 for beta in betas)):
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
-    coefficients = group["ns_coefficients"]
-    if not (_are_numbers(coefficients, 3) and all(math.isfinite(coefficient) for coefficient in coefficients)):
-        raise ValueError(f"ns_coefficients must be three numbers (a, b, c), got {coefficients}")
-    if not (type(group["ns_steps"]) is int and 1 <= group["ns_steps"] < 100):
-        raise ValueError(f"ns_steps must be in [1, 99], got {group['ns_steps']}")
+    _check_newton_schulz(group)
     check_flag("nesterov", group.get("nesterov", True))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
+
+
+def _check_newton_schulz(group: Mapping[str, Any]) -> None:
+    coefficients, num_steps, quality = group["ns_coefficients"], group["ns_steps"], group.get("ns_quality", "reference")
+    if not (type(num_steps) is int and 1 <= num_steps < 100):
+        raise ValueError(f"ns_steps must be in [1, 99], got {num_steps}")
+    if isinstance(coefficients, str):
+        check_one_of("ns_coefficients", coefficients, get_args(NsPreset))
+        if _STEPS_OF_PRESET.get(coefficients, num_steps) != num_steps:
+            raise ValueError(
+                f"ns_coefficients={coefficients!r} has ns_steps={_STEPS_OF_PRESET[coefficients]}, got {num_steps}"
+            )
+    elif isinstance(coefficients, tuple) and coefficients and all(_are_coefficients(each) for each in coefficients):
+        if len(coefficients) != num_steps:
+            raise ValueError(f"ns_coefficients has {len(coefficients)} steps, but ns_steps is {num_steps}")
+    elif not _are_coefficients(coefficients):
+        raise ValueError(
+            f"ns_coefficients must be three numbers (a, b, c), three for each step, or a name, got {coefficients}"
+        )
+    if isinstance(quality, str):
+        check_one_of("ns_quality", quality, ("reference", "fast"))
+    elif not (_are_numbers(quality, 2) and 0 < quality[0] <= 0.999 and 1.001 <= quality[1] < math.inf):
+        raise ValueError(
+            "ns_quality must be 'reference', 'fast' or (least, largest), at most 0.999 and at least 1.001, "
+            f"got {quality!r}"
+        )
+    given = {"ns_coefficients": coefficients, "ns_steps": num_steps}
+    if quality != "reference" and any(value != getattr(OptimizerConfig, key) for key, value in given.items()):
+        raise ValueError(f"ns_quality={quality!r} chooses coefficients and steps: leave it out, or {given}")
+
+
+def _are_coefficients(value: Any) -> bool:
+    return _are_numbers(value, 3) and all(math.isfinite(each) for each in value)
 
 
 def check_fused(fused: object) -> None:

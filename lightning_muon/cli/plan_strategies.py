@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.config import Assignment, Dedupe, MuonConfig, from_arguments
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
@@ -75,15 +77,16 @@ class Setting:
 
     def exchange_groups(self, dedupe: Dedupe) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
         """The exchange groups that the optimizer makes of the trainable matrices."""
-        ranks = MeshRanks.of_shape(self.mesh)
+        ranks, newton_schulz = MeshRanks.of_shape(self.mesh), NewtonSchulzOptions.of(vars(self.config))
         parameters = [
-            ParameterToPlan(each, each.shape, ranks, (Replicate(), Shard(each.shard_dim)), self.config.ns_steps)
+            ParameterToPlan(each, each.shape, ranks, (Replicate(), Shard(each.shard_dim)), newton_schulz)
             for each in self.model.parameters
             if each.kind != "elementwise" and not each.frozen
         ]
         device_type = "cpu" if self.machine == "cpu" else "cuda"
-        options = {**vars(self.config), "dedupe": dedupe, "itemsize": self.wire_itemsize, "device_type": device_type}
-        return group_matrices(parameters, from_arguments(PlanOptions, options))
+        dtype = torch.float32 if self.config.compute_dtype == "float32" else torch.bfloat16
+        known = {"dedupe": dedupe, "itemsize": self.wire_itemsize, "device_type": device_type, "compute_dtype": dtype}
+        return group_matrices(parameters, from_arguments(PlanOptions, vars(self.config) | known))
 
 
 @dataclass(frozen=True, kw_only=True)

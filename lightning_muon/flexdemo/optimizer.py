@@ -16,7 +16,15 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.config import AdjustLr, DtypeName, from_arguments, takes_options
+from lightning_muon.config import (
+    AdjustLr,
+    ComputeDtypeName,
+    DtypeName,
+    NsCoefficients,
+    NsQuality,
+    from_arguments,
+    takes_options,
+)
 from lightning_muon.flexdemo.config import (
     REMOVED,
     SIGN_SGD,
@@ -94,15 +102,16 @@ class FlexDeMo(PlannedOptimizer):
         nesterov: bool = FlexDeMoConfig.nesterov,
         betas: tuple[float, float] = FlexDeMoConfig.betas,
         adamw_eps: float = FlexDeMoConfig.adamw_eps,
-        ns_coefficients: tuple[float, float, float] = FlexDeMoConfig.ns_coefficients,
+        ns_coefficients: NsCoefficients = FlexDeMoConfig.ns_coefficients,
         ns_steps: int = FlexDeMoConfig.ns_steps,
+        ns_quality: NsQuality = FlexDeMoConfig.ns_quality,
         eps: float = FlexDeMoConfig.eps,
         adjust_lr_fn: AdjustLr = FlexDeMoConfig.adjust_lr_fn,
         muon_lr_factor: float | Literal["auto"] = FlexDeMoConfig.muon_lr_factor,
         adamw_patterns: tuple[str, ...] = (),
         muon_patterns: tuple[str, ...] = (),
         fused: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused,
-        compute_dtype: DtypeName = FlexDeMoConfig.compute_dtype,
+        compute_dtype: ComputeDtypeName = FlexDeMoConfig.compute_dtype,
         wire_dtype: DtypeName = FlexDeMoConfig.wire_dtype,
         error_if_nonfinite: bool = FlexDeMoConfig.error_if_nonfinite,
         max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,

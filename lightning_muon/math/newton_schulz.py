@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import pairwise
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,64 +13,126 @@ from torch import Tensor
 with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
     from jaxtyping import Float
 
-from lightning_muon.config import AdjustLr
+from lightning_muon.config import AdjustLr, NsMethod
+from lightning_muon.math.coefficients import Quintic
+from lightning_muon.math.symmetric import add_square, addmm, gram_matrix, panels_of, symmetric_product
 
-Quintic = tuple[float, float, float]
-
-# Rows of a panel of a symmetric product, and the least matrix that is cut into panels. With 192 rows on an AVX-512
-# CPU the Gram matrix costs 0.87 (512 x 512), 0.73 (512 x 2048), 0.68 (1024 x 1024), 0.62 (2048 x 2048) of the full
-# product in bfloat16 (benchmarks/newton_schulz.py); below 512 nothing is won. On CUDA a product must be large to fill
-# the device: chosen, not measured.
-_PANEL_ROWS = {"cpu": 192, "cuda": 1024}
-_LEAST_PANELED = {"cpu": 512, "cuda": 4096}
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py); below 24 a batched product may add in another
 # order than a single one, and on a CPU what a matrix is batched with does not change its update. CUDA: chosen, since
 # launches dominate below 1024; not measured. There the bits may depend on the batch, so that ranks which repeat a
 # matrix must repeat its batch.
 _BATCHED = {"cpu": (32, 256), "cuda": (1, 1024)}
+# Share of the largest squared singular value that rounding may reach in a Gram matrix that is updated: at a tenth, the
+# singular values come out as those of the plain iteration (tests/unit/math/test_newton_schulz.py).
+_MOST_NOISE = 0.1
 
 
 def orthogonalize(
     matrix: Float[Tensor, "*batch rows cols"],
     *,
-    coefficients: Quintic,
-    num_steps: int,
+    steps: Sequence[Quintic],
     eps: float,
     compute_dtype: torch.dtype,
+    method: NsMethod = "plain",
 ) -> Float[Tensor, "*batch rows cols"]:
     """Replace the singular values of each matrix by values near 1.
 
-    Divides by the Frobenius norm and runs ``x <- a x + (b A + c A A) x`` with ``A = x x^T``. Tall matrices are
-    transposed first, so that ``A`` is always the small Gram matrix. One matrix gives bit for bit the result of
-    ``torch.optim.Muon`` when ``compute_dtype`` is bfloat16 (on CUDA, where matrices are cut into panels from a short
-    side of 4096 on, up to the rounding of products).
+    Divides by the Frobenius norm and runs ``x <- (a I + b A + c A A) x`` with ``A = x x^T`` and ``(a, b, c)`` of each
+    step. Tall matrices are transposed first, so that ``A`` is always the small Gram matrix.
 
     The norm is at least ``eps``, so that a zero matrix stays zero. Every product runs in ``compute_dtype``, that of the
-    result. With the default coefficients and five steps every singular value that was above 0.01 of the norm ends in
-    about [0.7, 1.2] (tests/unit/math/test_newton_schulz.py).
+    result.
+
+    Args:
+        matrix: Momentum.
+        steps: Coefficients of each step.
+        eps: Least norm.
+        compute_dtype: bfloat16, float16 or float32.
+        method: ``"plain"`` multiplies the whole matrix in each step. With the coefficients of torch.optim.Muon and
+            bfloat16 one matrix has the bits of it (on CUDA, where matrices are cut into panels from a short side of
+            4096 on, up to the rounding of products). ``"gram"`` iterates on ``A`` and multiplies the matrix at the end
+            and wherever rounding would grow: cheaper for matrices with unequal sides, equal up to rounding.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
-    a, b, c = coefficients
     is_tall = matrix.size(-2) > matrix.size(-1)
-    x = matrix.to(compute_dtype, copy=True).reshape(-1, *matrix.shape[-2:])
+    # Small gradients are zero in float16 until they are divided by their norm.
+    dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype
+    x = matrix.to(dtype, copy=True).reshape(-1, *matrix.shape[-2:])
     if x.size(0) == 1:
         # A batched product of one matrix adds in another order than that of two.
         x = x[0]
     if is_tall:
         x = x.mT
-    x.div_(_frobenius_norm(x).clamp(min=eps))
-    panels = _panels(x)
+    x = x.div_(_frobenius_norm(x).clamp(min=eps)).to(compute_dtype)
+    x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps)
+    return (x.mT if is_tall else x).reshape(matrix.shape)
+
+
+def _iterate(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
+    panels = panels_of(x)
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, following = torch.empty_like(gram), x.new_empty(x.shape)
-    for _ in range(num_steps):
-        _gram_matrix(x, panels, out=gram)
-        _add_square(gram, b, c, panels, out=polynomial)
-        _addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
+    for a, b, c in steps:
+        gram_matrix(x, panels, out=gram)
+        if c:
+            add_square(gram, b, c, panels, out=polynomial)
+            addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
+        else:
+            addmm(x, gram, x, beta=a, alpha=b, out=following)
         # The transposed copy of a tall matrix is slower to write to than contiguous memory.
         x, following = following, (x if x.is_contiguous() else torch.empty_like(following))
-    return (x.mT if is_tall else x).reshape(matrix.shape)
+    return x
+
+
+def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
+    """As :func:`_iterate`, up to rounding: each step makes ``P A P`` of ``A``, and ``P x`` of ``x`` only at the end."""
+    panels, restarts = panels_of(x), gram_restarts(tuple(steps), x.dtype)
+    gram = x.new_empty((*x.shape[:-1], x.size(-2)))
+    polynomial, product, spare = (torch.empty_like(gram) for _ in range(3))
+    following = x.new_empty(x.shape)
+    gram_matrix(x, panels, out=gram)
+    is_first = True  # Since the Gram matrix was computed from x.
+    for index, (a, b, c) in enumerate(steps, 1):
+        if c:
+            add_square(gram, b, c, panels, out=polynomial)
+        else:
+            torch.mul(gram, b, out=polynomial)
+        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        ends = index in restarts or index == len(steps)
+        if not ends:
+            symmetric_product(polynomial, gram, panels, out=spare)
+            symmetric_product(spare, polynomial, panels, out=gram)
+        if is_first:
+            product, polynomial = polynomial, product
+        else:
+            symmetric_product(polynomial, product, panels, out=spare)
+            product, spare = spare, product
+        is_first = ends
+        if ends:
+            torch.matmul(product, x, out=following)
+            x, following = following, (x if x.is_contiguous() else torch.empty_like(following))
+        if index in restarts:
+            gram_matrix(x, panels, out=gram)
+    return x
+
+
+@cache
+def gram_restarts(steps: tuple[Quintic, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """After how many steps the Gram matrix is computed from the matrix again.
+
+    Rounding is relative to the largest eigenvalue, and each step multiplies it by at most ``a^2`` where eigenvalues are
+    small. A restart comes before the noise passes a tenth of the largest eigenvalue.
+    """
+    rounding = torch.finfo(dtype).eps / 2
+    noise, restarts = rounding, list[int]()
+    for index, (a, _, _) in enumerate(steps[:-1], 1):
+        noise *= a * a
+        if noise > _MOST_NOISE:
+            restarts.append(index)
+            noise = rounding
+    return tuple(restarts)
 
 
 def worth_batching(rows: int, cols: int, device_type: str) -> bool:
@@ -94,53 +156,6 @@ def _frobenius_norm(x: Tensor) -> Tensor:
         # One by one, as torch.optim.Muon takes it: a reduction over two of three dimensions has other bits.
         return torch.stack([_frobenius_norm(member) for member in x.unbind()]).view(-1, 1, 1)
     return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-
-
-def _panels(x: Tensor) -> list[tuple[int, int]]:
-    """Row ranges in which symmetric products with the rows of ``x`` are computed; none if they are not cut."""
-    num_rows, device_type = x.size(-2), x.device.type
-    if x.ndim == 3 or num_rows < _LEAST_PANELED.get(device_type, num_rows + 1):
-        return []
-    # The last panel takes a short rest of rows too: products with three rows or fewer may add in another order.
-    height = _PANEL_ROWS[device_type]
-    stops = [*range(height, num_rows - height // 3, height), num_rows]
-    return list(pairwise([0, *stops]))
-
-
-def _gram_matrix(x: Tensor, panels: Sequence[tuple[int, int]], *, out: Tensor) -> None:
-    """``x x^T``; with panels only what is on and below the diagonal is computed, and mirrored."""
-    if not panels:
-        torch.matmul(x, x.mT, out=out)
-    for start, stop in panels:
-        torch.mm(x[start:stop], x[:stop].mT, out=out[start:stop, :stop])
-        _mirror_(out, start, stop)
-
-
-def _add_square(gram: Tensor, b: float, c: float, panels: Sequence[tuple[int, int]], *, out: Tensor) -> None:
-    """``b A + c A A`` for a symmetric ``A``, by panels as well where that gives the bits of the full product."""
-    # The CPU's float32 product rounds c A first, so that its result is not quite symmetric.
-    if not panels or (gram.device.type == "cpu" and gram.dtype == torch.float32):
-        _addmm(gram, gram, gram, beta=b, alpha=c, out=out)
-        return
-    for start, stop in panels:
-        panel = gram[start:stop, :stop]
-        _addmm(panel, gram[start:stop], gram[:, :stop], beta=b, alpha=c, out=out[start:stop, :stop])
-        _mirror_(out, start, stop)
-
-
-def _mirror_(square: Tensor, start: int, stop: int) -> None:
-    """Copy the rows ``start:stop`` left of the diagonal block to above it."""
-    if start and square.is_cuda:
-        square[:start, start:stop].copy_(square[start:stop, :start].mT)
-    elif start:
-        # Transposing contiguous memory is up to 14 times as fast as transposing views on a CPU.
-        square[:start, start:stop] = square[start:stop, :start].contiguous().mT.contiguous()
-
-
-def _addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
-    """``beta * bias + alpha * left @ right`` for a matrix and for a batch of them."""
-    product = torch.addmm if bias.ndim == 2 else torch.baddbmm
-    product(bias, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr) -> float:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
-from lightning_muon.math.newton_schulz import lr_scale, orthogonalize, worth_batching
+from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import lr_scale, worth_batching
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, number
 from lightning_muon.optim.executor import make_executor
 from lightning_muon.optim.parameters import Gradients, States
@@ -253,13 +254,9 @@ class MatrixStep:
         updates: dict[MatrixJob, Tensor] = {}
         for jobs, stack in batches:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
-            update = orthogonalize(
-                stack.view(len(jobs), matrix.rows, matrix.cols),
-                coefficients=group["ns_coefficients"],
-                num_steps=group["ns_steps"],
-                eps=group["eps"],
-                compute_dtype=self._compute_dtype,
-            )
+            choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, self._compute_dtype, device.type)
+            whole = stack.view(len(jobs), matrix.rows, matrix.cols)
+            update = choice.orthogonalize(whole, eps=group["eps"], compute_dtype=self._compute_dtype)
             updates.update(zip(jobs, update.reshape(stack.shape).unbind(), strict=True))
         transfer.pack_updates(updates)
         return ()
@@ -323,6 +320,6 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob
         matrix, group = job.matrix, job.parameter.group
         key: Any = job
         if worth_batching(matrix.rows, matrix.cols, device_type):
-            key = (matrix.box.shape, matrix.rows, tuple(group["ns_coefficients"]), group["ns_steps"], group["eps"])
+            key = (matrix.box.shape, matrix.rows, NewtonSchulzOptions.of(group), group["eps"])
         batches.setdefault(key, []).append(job)
     return list(batches.values())

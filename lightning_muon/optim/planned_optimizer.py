@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.agreement import StepAgreement, together
 from lightning_muon.comm.groups import PrivateGroups, require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of
-from lightning_muon.config import DtypeName, MuonConfig, OptimizerConfig, from_arguments
+from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.optim import gradients, parameters
@@ -29,7 +29,7 @@ from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor
 from lightning_muon.params.routing import Route, require_muon, routing_table
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,9 +344,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
         device = self._layout.local(bound[0].tensor).device
         compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
-        wire_dtype = compute_dtype if options.wire_dtype == "auto" else _DTYPES[options.wire_dtype]
+        wire_dtype = _DTYPES.get(options.wire_dtype, compute_dtype)
+        if options.wire_dtype == "auto" and compute_dtype == torch.float16:
+            wire_dtype = torch.bfloat16
         plan_options = from_arguments(
-            PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "device_type": device.type}
+            PlanOptions,
+            vars(options)
+            | {"itemsize": wire_dtype.itemsize, "device_type": device.type, "compute_dtype": compute_dtype},
         )
         settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()} {plan_options}"
         require_equal_parameters(bound, meshes, settings)
@@ -402,7 +406,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached = True
 
 
-def resolve_compute_dtype(name: DtypeName, device: torch.device) -> torch.dtype:
+def resolve_compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:
     """Dtype of Newton-Schulz; ``"auto"`` is bfloat16 where ``device`` multiplies it faster than float32."""
     if name != "auto":
         return _DTYPES[name]

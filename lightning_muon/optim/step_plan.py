@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.optim.parameters import COMPARED, BoundParameter, MeshMembers, ParamGroup
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
@@ -189,7 +190,9 @@ def _exchange_groups(
     for each in matrices:
         mesh, placements = each.layout.mesh_and_placements(each.tensor)
         shape = tuple(each.tensor.shape)
-        to_plan.append(exchange.ParameterToPlan(each.route, shape, ranks[mesh], placements, each.group["ns_steps"]))
+        to_plan.append(
+            exchange.ParameterToPlan(each.route, shape, ranks[mesh], placements, NewtonSchulzOptions.of(each.group))
+        )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
     planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
     axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]

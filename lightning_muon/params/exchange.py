@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from lightning_muon.config import ExchangeOptions
-from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
@@ -33,6 +34,7 @@ class PlanOptions(ExchangeOptions):
 
     itemsize: int  # Bytes of an element on the wire.
     device_type: str  # Where Newton-Schulz runs.
+    compute_dtype: torch.dtype  # Of Newton-Schulz.
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,7 @@ class ParameterToPlan:
     shape: tuple[int, ...]
     mesh: MeshRanks
     placements: tuple[AxisPlacement, ...]
-    ns_steps: int
+    newton_schulz: NewtonSchulzOptions
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,9 +184,9 @@ def group_matrices(
 
     @cache
     def flops_and_ranks(
-        mesh: MeshRanks, sharded: tuple[int, ...], rows: int, cols: int, ns_steps: int
+        mesh: MeshRanks, sharded: tuple[int, ...], rows: int, cols: int, newton_schulz: NewtonSchulzOptions
     ) -> tuple[int, ExchangeRanks]:
-        flops = newton_schulz_flops(rows, cols, ns_steps)
+        flops = newton_schulz.flops(rows, cols, options.compute_dtype, options.device_type)
         is_shared = options.dedupe == "always"
         if options.dedupe == "auto":
             replica_ranks = math.prod(mesh.shape[axis] for axis in sharded)
@@ -200,7 +202,7 @@ def group_matrices(
 
     for index, (each, sharded, matrices) in enumerate(found):
         for matrix in matrices:
-            flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.ns_steps)
+            flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.newton_schulz)
             pieces = shards_of(each.shape, each.placements, ranks).pieces(matrix)
             spec = MatrixSpec(name=matrix.name, rows=matrix.rows, cols=matrix.cols, flops=flops, shards=pieces.on_ranks)
             groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, spec))

@@ -1,5 +1,6 @@
 """ParallelMuon on 1 to 4 ranks against Muon on full matrices in one process."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
+from lightning_muon.math.coefficients import steps_of
 from tests.distributed.sharding.training import mesh_of
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
@@ -101,6 +103,22 @@ def test_replicas_divide_the_work_and_agree(gloo: ProcessPool, mesh_shape: tuple
 def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool, options: dict[str, object]) -> None:
     result = gloo.run(_train_on_mesh, (3,), 0, FLOAT32 | options, world_size=3)[0]
     assert _largest_difference(result, _reference(**options)) <= EXACT
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    # Gram iterations, which "fast" takes for unequal sides, add in another order; each step is off by some 1e-6.
+    custom = tuple((3.0 - 0.2 * step, -3.0, 1.1) for step in range(4))
+    for options, steps, tolerance in (
+        ({"ns_coefficients": "polar_express", "ns_steps": 6}, steps_of("polar_express", 6), EXACT),
+        ({"ns_coefficients": "cubic"}, steps_of("cubic", 5), 5 * EXACT),
+        ({"ns_coefficients": custom, "ns_steps": 4}, custom, EXACT),
+        ({"ns_quality": "fast"}, steps_of("cubic", 5), 50 * EXACT),
+        ({"ns_quality": (0.95, 1.05)}, steps_of("you", 5), 50 * EXACT),
+    ):
+        expected = _reference(steps=steps)
+        for result in gloo.run(_train_on_mesh, mesh_shape, 0, FLOAT32 | options, world_size=math.prod(mesh_shape)):
+            assert _largest_difference(result, expected) <= tolerance
 
 
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:

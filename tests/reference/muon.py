@@ -1,7 +1,7 @@
 """Muon and AdamW on full tensors in one process, written for reading: what every distributed path is compared with."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,14 +10,17 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalized(
-    matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.float32
+    matrix: Tensor,
+    *,
+    steps: Sequence[tuple[float, float, float]] = (COEFFICIENTS,) * 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Newton-Schulz as in https://kellerjordan.github.io/posts/muon, in ``dtype``."""
-    a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
     x = x.T if matrix.shape[0] > matrix.shape[1] else x
     x = x / x.norm().clamp(min=eps)
-    for _ in range(num_steps):
+    for a, b, c in steps:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if matrix.shape[0] > matrix.shape[1] else x
@@ -37,12 +40,13 @@ class ReferenceMuon:
         nesterov: bool = True,
         adjust_lr_fn: str = "match_rms_adamw",
         dtype: torch.dtype = torch.float32,
+        steps: Sequence[tuple[float, float, float]] = (COEFFICIENTS,) * 5,
     ) -> None:
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
         self.momentum, self.nesterov = momentum, nesterov
-        self.adjust_lr_fn, self.dtype = adjust_lr_fn, dtype
+        self.adjust_lr_fn, self.dtype, self.steps = adjust_lr_fn, dtype, steps
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
@@ -63,5 +67,5 @@ class ReferenceMuon:
         scale = 0.2 * math.sqrt(max(rows, cols))
         if self.adjust_lr_fn == "original":
             scale = math.sqrt(max(1, rows / cols))
-        update = orthogonalized(ahead, dtype=self.dtype)
+        update = orthogonalized(ahead, steps=self.steps, dtype=self.dtype)
         target.add_(update.reshape(target.shape), alpha=-rate * scale)

@@ -4,10 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.groups import PrivateGroups
+from lightning_muon.config import OptimizerConfig
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
@@ -28,7 +30,7 @@ def plan_for(
 
     Collective over the meshes of the tensors; every rank of them must call it.
     """
-    layout, of_all = Layout(mesh), dict(group or {"ns_steps": 5})
+    layout, of_all = Layout(mesh), {**vars(OptimizerConfig()), **(group or {})}
     parameters = [
         BoundParameter(tensor, of_all, route_by_shape(f"w{index}", tuple(tensor.shape)), layout)
         for index, tensor in enumerate(
@@ -37,8 +39,9 @@ def plan_for(
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], layout)
     require_equal_parameters(parameters, meshes, "")
-    given = {"itemsize": 4, "device_type": "cpu", "chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step"}
-    made = PlanOptions(**{"assignment": "lpt", "dedupe": "always", **given, **options})
+    given = {"chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
+    machine = {"itemsize": 4, "device_type": "cpu", "compute_dtype": torch.float32}
+    made = PlanOptions(**{**machine, **given, **options})
     return make_step_plan(
         parameters, meshes, PrivateGroups(), options=made, make_part=lambda done, _: layout.step_part(done)
     )

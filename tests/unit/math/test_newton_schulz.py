@@ -8,7 +8,7 @@ from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
 from tests.reference.muon import orthogonalized
 
-OPTIONS = {"coefficients": MuonConfig.ns_coefficients, "num_steps": 5, "eps": 1e-7}
+OPTIONS = {"steps": (MuonConfig.ns_coefficients,) * 5, "eps": 1e-7}
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (1, 1)]
 # From a short side of 512 on symmetric products are computed by panels of 192 rows; the last one may be lower.
 PANELED = [(512, 512), (600, 512), (512, 640), (577, 700), (900, 769)]

@@ -18,7 +18,7 @@ from lightning_muon.comm.groups import ALONE
 from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
-from lightning_muon.math import newton_schulz
+from lightning_muon.math import newton_schulz, symmetric
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Simulation
@@ -98,11 +98,10 @@ def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
 
 
 def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
-    with mock.patch.dict(newton_schulz._PANEL_ROWS, cuda=32), mock.patch.dict(newton_schulz._LEAST_PANELED, cuda=64):
+    with mock.patch.dict(symmetric._PANEL_ROWS, cuda=32), mock.patch.dict(symmetric._LEAST_PANELED, cuda=64):
         newton_schulz.orthogonalize(
             torch.zeros(128, 256, device="cuda"),
-            coefficients=(3.4445, -4.7750, 2.0315),
-            num_steps=5,
+            steps=((3.4445, -4.7750, 2.0315),) * 5,
             eps=1e-7,
             compute_dtype=torch.bfloat16,
         )

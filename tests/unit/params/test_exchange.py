@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from lightning_muon.config import MuonConfig
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
@@ -22,8 +25,16 @@ from lightning_muon.schedule.muon import plan_step
 from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 LOCAL = MeshRanks.of_shape(())
+NEWTON_SCHULZ = NewtonSchulzOptions.of(vars(MuonConfig()))
 OPTIONS = PlanOptions(
-    itemsize=4, device_type="cpu", chunk_bytes=100, assignment="lpt", dedupe="always", look_ahead=2, overlap="step"
+    itemsize=4,
+    device_type="cpu",
+    compute_dtype=torch.float32,
+    chunk_bytes=100,
+    assignment="lpt",
+    dedupe="always",
+    look_ahead=2,
+    overlap="step",
 )
 
 
@@ -34,7 +45,7 @@ def test_every_rank_comes_to_the_same_owners() -> None:
     for rank in range(6):
         mesh = MeshRanks.of_shape((2, 3), rank)
         parameters = [
-            ParameterToPlan(route_by_shape(f"w{i}", shape), shape, mesh, places, 5)
+            ParameterToPlan(route_by_shape(f"w{i}", shape), shape, mesh, places, NEWTON_SCHULZ)
             for i, (shape, places) in enumerate([*placements.items()] * 2)
         ]
         found.append(plan_exchanges(parameters, OPTIONS))

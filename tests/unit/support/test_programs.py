@@ -18,9 +18,7 @@ from tests.support.warm_python import warm_python
 
 def test_shapes_in_the_annotations_of_the_maths_are_checked() -> None:
     with pytest.raises(jaxtyping.TypeCheckError):
-        newton_schulz.orthogonalize(
-            torch.zeros(3), coefficients=(1.0, 1.0, 1.0), num_steps=1, eps=1e-7, compute_dtype=torch.float32
-        )
+        newton_schulz.orthogonalize(torch.zeros(3), steps=((1.0, 1.0, 1.0),), eps=1e-7, compute_dtype=torch.float32)
 
 
 def test_a_test_that_hangs_is_ended_by_its_time_limit(tmp_path: Path, request: pytest.FixtureRequest) -> None:

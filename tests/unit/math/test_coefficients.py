@@ -1,0 +1,68 @@
+"""Presets of coefficients: published values, and where they take singular values."""
+
+import pytest
+import torch
+
+from lightning_muon.math.coefficients import band, best_quintic, polar_express, steps_of
+from lightning_muon.math.newton_schulz import orthogonalize
+
+# From the listing in arXiv:2505.16932, before the division by powers of 1.01.
+_PUBLISHED = [
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+]
+# Name, steps -> where the singular values from 0.01 to 1 end without rounding.
+_BANDS = {
+    ("jordan", 5): (0.68, 1.14),
+    ("polar_express", 5): (0.86, 1.13),
+    ("you", 5): (0.97, 1.04),
+    ("cans", 5): (0.88, 1.13),
+    ("cubic", 5): (0.77, 1.31),
+    ("deepseek_v4", 10): (0.999, 1.001),
+}
+
+
+def test_remez_finds_the_published_polar_express() -> None:
+    found = [(1.01 * a, 1.01**3 * b, 1.01**5 * c) for a, b, c in polar_express(7)]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(_PUBLISHED), rtol=1e-6, atol=0)
+    # What is left is so near 1 that the step is the Pade approximation.
+    assert polar_express(8)[-1] == pytest.approx((1.875, -1.25, 0.375), rel=0.02)
+
+
+@pytest.mark.parametrize(("lower", "upper"), [(1e-3, 1.0), (0.3, 1.7), (0.99, 1.01)])
+def test_best_quintic_errs_alike_at_four_points(lower: float, upper: float) -> None:
+    a, b, c = best_quintic(lower, upper)
+    x = torch.linspace(lower, upper, 100_001, dtype=torch.float64)
+    error = a * x + b * x**3 + c * x**5 - 1
+    largest = error.abs().max()
+    # The ends and two points between them, with signs in turn: no other polynomial of the degree is nearer.
+    turns = (error.sign() * (error.abs() > (1 - 1e-4) * largest)).unique_consecutive()
+    assert [sign for sign in turns.tolist() if sign] == [-1, 1, -1, 1]
+
+
+@pytest.mark.parametrize("preset", _BANDS, ids=str)
+@pytest.mark.parametrize("condition", [1e0, 1e2, 1e4, 1e6])
+def test_singular_values_end_in_the_band_of_a_preset(preset: tuple[str, int], condition: float) -> None:
+    low, high = _BANDS[preset]
+    steps = steps_of(*preset)
+    least, largest = band(steps, 0.01)
+    assert low <= least and largest <= high
+    torch.manual_seed(0)
+    left, right = (torch.linalg.qr(torch.randn(size, 24, dtype=torch.float64))[0] for size in (24, 60))
+    singular = torch.logspace(0, -torch.tensor(condition).log10().item(), 24, dtype=torch.float64)
+    singular = singular / singular.norm()
+    whole = orthogonalize(left * singular @ right.T, steps=steps, eps=1e-7, compute_dtype=torch.float64)
+    found = (left.T @ whole @ right).diag()
+    large = found[singular >= 0.01]
+    assert low <= large.min() and large.max() <= high
+    assert found.min() >= 0 and found.max() < 1.35  # Small ones grow as far as they come.
+
+
+def test_one_triple_or_one_for_each_step() -> None:
+    assert steps_of((2.0, -1.5, 0.5), 3) == ((2.0, -1.5, 0.5),) * 3
+    assert steps_of(((2.0, -1.5, 0.5), (1.0, 0.0, 0.0)), 2) == ((2.0, -1.5, 0.5), (1.0, 0.0, 0.0))

@@ -1,0 +1,93 @@
+"""Methods of orthogonalization: the same singular values, and the cheapest one for each shape."""
+
+import pytest
+import torch
+
+from lightning_muon.math.coefficients import band, steps_of
+from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import gram_restarts, newton_schulz_flops, orthogonalize
+
+_SAFE = [("jordan", 5), ("you", 5), ("polar_express", 5), ("polar_express", 8), ("cubic", 5), ("deepseek_v4", 10)]
+# How far singular values of at least 0.01 are from those of exact arithmetic, and their vectors from theirs.
+_ROUNDING = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
+
+
+@pytest.mark.parametrize("dtype", _ROUNDING, ids=str)
+@pytest.mark.parametrize("preset", _SAFE, ids=str)
+def test_gram_has_the_singular_values_of_plain(preset: tuple[str, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    for rows, cols, num_decades in ((48, 48, 1), (24, 96, 3), (96, 24, 0), (13, 7, 2)):
+        short = min(rows, cols)
+        left, right = (torch.linalg.qr(torch.randn(size, short, dtype=torch.float64))[0] for size in (rows, cols))
+        singular = torch.logspace(0, -num_decades, short, dtype=torch.float64)
+        singular = singular / singular.norm()
+        exact = singular
+        for a, b, c in steps_of(*preset):
+            exact = a * exact + b * exact**3 + c * exact**5
+        matrix = (left * singular @ right.T).float()
+        found = orthogonalize(matrix, steps=steps_of(*preset), eps=1e-7, compute_dtype=dtype, method="gram").double()
+        is_large = singular >= 0.01
+        turned = left.T @ found @ right
+        torch.testing.assert_close(turned.diag()[is_large], exact[is_large], rtol=0, atol=_ROUNDING[dtype])
+        assert (turned - turned.diag().diag()).norm() / short**0.5 < _ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64), (600, 700)], ids=str)
+def test_gram_in_panels_and_batches_agrees_with_plain(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    batch, steps = torch.randn(3, *shape), steps_of("polar_express", 5)
+    plain = orthogonalize(batch, steps=steps, eps=1e-7, compute_dtype=torch.float32)
+    whole = orthogonalize(batch, steps=steps, eps=1e-7, compute_dtype=torch.float32, method="gram")
+    alone = [orthogonalize(each, steps=steps, eps=1e-7, compute_dtype=torch.float32, method="gram") for each in batch]
+    torch.testing.assert_close(whole, plain, rtol=0, atol=2e-4)
+    torch.testing.assert_close(torch.stack(alone), whole, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("method", ["plain", "gram"])
+def test_odd_matrices_are_as_documented(method: str) -> None:
+    for preset in _SAFE:
+        way = NewtonSchulz(steps_of(*preset), method)  # pyright: ignore[reportArgumentType]
+        for dtype in (torch.float32, torch.bfloat16):
+            assert not way.orthogonalize(torch.zeros(5, 9), eps=1e-7, compute_dtype=dtype).any()
+            ones = way.orthogonalize(torch.ones(6, 4), eps=1e-7, compute_dtype=dtype).float()  # Rank one.
+            low, high = band(way.steps, 0.9)
+            assert low - 0.05 <= torch.linalg.matrix_norm(ones, 2) <= high + 0.05
+            row = way.orthogonalize(torch.randn(1, 1000), eps=1e-7, compute_dtype=dtype).float()
+            assert low - 0.05 <= row.norm() <= high + 0.05
+            assert way.orthogonalize(torch.full((3, 4), torch.nan), eps=1e-7, compute_dtype=dtype).isnan().all()
+        like = torch.randn(4, 6)
+        small, large = (
+            way.orthogonalize(like * scale, eps=1e-38, compute_dtype=torch.float32) for scale in (1e-15, 1e15)
+        )
+        torch.testing.assert_close(small, large, rtol=0, atol=1e-3)
+
+
+def test_restarts_come_where_rounding_grows() -> None:
+    jordan, express = steps_of("jordan", 5), steps_of("polar_express", 5)
+    assert gram_restarts(jordan, torch.float32) == gram_restarts(express, torch.float32) == ()
+    assert gram_restarts(jordan, torch.float16) == (3,)
+    assert gram_restarts(express, torch.float16) == (2,)
+    assert gram_restarts(express, torch.bfloat16) == (1, 3)
+
+
+def test_flops_are_those_of_the_products() -> None:
+    jordan, cubic, dtype = steps_of("jordan", 5), steps_of("cubic", 5), torch.float16
+    unit = 2 * 100**3
+    for cols, counts in ((100, (15, 18, 10, 13)), (400, (45, 30, 40, 25))):
+        ways = [NewtonSchulz(steps, method) for steps in (jordan, cubic) for method in ("plain", "gram")]
+        assert [way.flops(100, cols, dtype) / unit for way in ways] == list(counts)
+    assert NewtonSchulz(jordan).flops(30, 20, dtype) == newton_schulz_flops(30, 20, 5)
+    # With symmetric products by half.
+    assert NewtonSchulz(jordan).flops(100, 400, dtype, symmetric=0.5) / unit == 32.5
+    assert NewtonSchulz(jordan, "gram").flops(100, 400, dtype, symmetric=0.5) / unit == 19
+
+
+def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
+    fast = NewtonSchulzOptions("fast", (3.4445, -4.7750, 2.0315), 5)
+    cubic, dtype = steps_of("cubic", 5), torch.float32
+    assert fast.choice(256, 256, dtype, "cpu") == NewtonSchulz(cubic, "plain")
+    assert fast.choice(1024, 256, dtype, "cpu") == NewtonSchulz(cubic, "gram")
+    narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
+    assert narrow.choice(256, 1024, dtype, "cuda") == NewtonSchulz(steps_of("you", 5), "gram")
+    as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
+    assert as_given.choice(256, 1024, dtype, "cpu") == NewtonSchulz(((2.0, -1.5, 0.5),) * 3)
