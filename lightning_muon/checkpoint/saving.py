@@ -35,6 +35,7 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 
     lightning-muon convert THIS_DIRECTORY FILE
 """
+NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -123,9 +124,15 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
 def numbered_optimizer_state(
     state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
+    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``.
+
+    Each group also has the names, by which a stage of a pipeline finds its own, and ``lightning-muon convert`` shards.
+    """
     numbers = {name: index for index, name in enumerate(names_in_groups(module, optimizer))}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], NAMES: list(group["params"])}
+        for group in state["param_groups"]
+    ]
     return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 

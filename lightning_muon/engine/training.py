@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
@@ -110,7 +109,7 @@ class TrainingEngine:
         module = self.module
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
-        self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
+        self._replaced.update({p: name for name, p in module.named_parameters()})
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
         self.mode.prepare(module)
