@@ -30,6 +30,7 @@ from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
@@ -216,9 +217,13 @@ class Checkpoint:
             set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        named = named_optimizer_state(self.whole(key), module, optimizer)
+        whole = self.whole(key)
+        state = optimizer.translated(whole) if isinstance(optimizer, ParallelMuon) else whole
+        named = named_optimizer_state(state, module, optimizer)
         # What the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
+        if state is not whole:
+            _begin_others(named["state"], own)
         _check_entries(named["state"], own)
         # torch takes the sizes of now for those of what it broadcasts. All ranks have the file.
         are_as_before = all(
@@ -305,6 +310,12 @@ def _first_failure(problem: BaseException) -> str:
 def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
     """A state of its own: two parameters of this rank must not share one."""
     return {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in entries.items()}
+
+
+def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let parameters without a state, which had no gradient in a program with another optimizer, begin with zeros."""
+    for name in own.keys() - states.keys():
+        states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in own[name].items()}
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
