@@ -84,7 +84,7 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
     """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
-    return numbered_optimizer_state(state, module, optimizer) if whole and state else state
+    return numbered_optimizer_state(state, names_in_groups(module, optimizer)) if whole and state else state
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
@@ -121,14 +121,12 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
     return whole
 
 
-def numbered_optimizer_state(
-    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``.
+def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """State by name -> state by position in the param groups, whose ``names`` are in order: that of ``state_dict()``.
 
     Each group also has the names, by which a stage of a pipeline finds its own, and ``lightning-muon convert`` shards.
     """
-    numbers = {name: index for index, name in enumerate(names_in_groups(module, optimizer))}
+    numbers = {name: index for index, name in enumerate(names)}
     groups = [
         {**group, "params": [numbers[name] for name in group["params"]], NAMES: list(group["params"])}
         for group in state["param_groups"]

@@ -364,6 +364,9 @@ class TrainerStrategy(MuonStrategy):
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
         assert self._checkpoint is not None
         opened, num_saved = self._checkpoint, len(checkpoint["optimizer_states"])
+        if num_saved == 0:  # Weights alone, as `lightning-muon convert` makes them of safetensors.
+            self._checkpoint = None
+            return
         if num_saved != len(self.optimizers):
             raise ValueError(
                 f"{opened.path} has the states of {num_saved} optimizers, configure_optimizers {len(self.optimizers)}"
