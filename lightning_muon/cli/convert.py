@@ -7,6 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
@@ -94,7 +95,8 @@ def run(arguments: argparse.Namespace) -> None:
             return
         shards = {f"optimizer_{number}": _named(state) for number, state in enumerate(states) if is_run}
         shards["state_dict"] = content.pop("state_dict")
-        write_shards(shards, draft, about, {metadata_name: lambda file: torch.save(content, file)})
+        write_rest: Any = partial(torch.save, content)
+        write_shards(shards, draft, about, {metadata_name: write_rest})
 
 
 def _require_target(target: Path, arguments: argparse.Namespace, to: str) -> Path | None:
