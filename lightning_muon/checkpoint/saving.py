@@ -48,6 +48,7 @@ class State:
     # Key -> an optimizer and the module that it steps, which comes first.
     optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
+    about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
 
 
 def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
@@ -65,7 +66,7 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
 
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
-    write_checkpoint(path, content, together(rest), metadata_name=metadata_name)
+    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=state.about)
 
 
 def weights_to_save(
@@ -141,16 +142,21 @@ def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def write_checkpoint(
-    path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
+    path: Path,
+    content: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    *,
+    metadata_name: str | None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
 
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
-    everything.
+    everything. ``about`` goes to the manifest.
     """
     # Of a Trainer, unless it saves weights alone.
     is_whole_run = "loops" in rest or "global_step" not in rest
-    about = describe_save(step=rest.get("global_step"), weights_only=not is_whole_run)
+    about = describe_save(**(about or {}), step=rest.get("global_step"), weights_only=not is_whole_run)
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
             on_first_rank(lambda: write_file({**content, **rest}, draft, about))

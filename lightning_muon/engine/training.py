@@ -427,6 +427,12 @@ class TrainingEngine:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
         return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)
 
+    def description(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the run: axes of the mesh, and plans of the optimizers; local."""
+        mesh = self.meshes.user
+        plans = [each.plan_fingerprint for each in self.optimizers if isinstance(each, PlannedOptimizer)]
+        return {"mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), "plans": plans}
+
     # ---- errors and the end
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -148,8 +149,14 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     assert model.hparams["rate"] == Fraction(1, 100)
 
 
-def test_weights_go_through_all_formats(trained: tuple[Path, dict[str, Any], float], tmp_path: Path) -> None:
+def test_weights_go_through_all_formats(
+    trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory, weights, _ = trained
+    main(["verify", str(directory)])
+    assert re.search(
+        r"written, step 4, mesh replicate 1 x shard 2, plan [0-9a-f]{16}$", capsys.readouterr().out.strip()
+    )
     places = [tmp_path / name for name in ("safe", "one.ckpt", "shards.ckpt", "again", "end.ckpt")]
     kinds = ("safetensors", "file", "shards", "safetensors", "file")
     for source, target, kind in zip([directory, *places], places, kinds, strict=False):
