@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,9 +27,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
-from lightning_muon.checkpoint.saving import State, names_in_groups
+from lightning_muon.checkpoint.saving import NAMES, State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
@@ -210,12 +213,17 @@ class Checkpoint:
         state[key]["state"] = {
             name: _cloned(loaded[renamed[name]]) if name in renamed else loaded[name] for name in states
         }
-        set_optimizer_state_dict(module, optimizer, state[key])
+        with _all_trained(module, state[key]["state"]):
+            set_optimizer_state_dict(module, optimizer, state[key])
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        named = named_optimizer_state(self.whole(key), module, optimizer)
+        whole = self.whole(key)
+        state = optimizer.translated(whole) if isinstance(optimizer, ParallelMuon) else whole
+        named = named_optimizer_state(state, module, optimizer)
         # What the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
+        if state is not whole:
+            _begin_others(named["state"], own)
         _check_entries(named["state"], own)
         # torch takes the sizes of now for those of what it broadcasts. All ranks have the file.
         are_as_before = all(
@@ -224,7 +232,8 @@ class Checkpoint:
             for entry in state.keys() & _of_nodes(optimizer)
         )
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before and not is_stage(module))
-        set_optimizer_state_dict(module, optimizer, named, options=options)
+        with _all_trained(module, named["state"]):
+            set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
         """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
@@ -249,20 +258,46 @@ class Checkpoint:
 def named_optimizer_state(
     state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is."""
-    if any(isinstance(name, str) for group in state["param_groups"] for name in group["params"]):
+    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is.
+
+    A file without names, or with those of another model, has the parameters of ``optimizer`` in their order.
+    """
+    saved, ours = state["param_groups"], optimizer.param_groups
+    if any(isinstance(name, str) for group in saved for name in group["params"]):
         return dict(state)
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    ours = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != ours:
-        raise ValueError(f"the checkpoint has param groups of {saved} parameters, the optimizer of {ours}")
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    names = dict(zip(numbers, names_in_groups(module, optimizer), strict=True))
+    remaining = iter(names_in_groups(module, optimizer))
+    own_names = [[next(remaining) for _ in group["params"]] for group in ours]
+    names = [group.get(NAMES, ()) for group in saved]
+    renamed = {copy: name for copy, name in names_of_copies(module).items() if copy not in set(chain(*names))}
+    pairs = zip_longest(own_names, names, fillvalue=())
+    if not all({renamed.get(name, name) for name in own} <= set(known) for own, known in pairs):
+        names = own_names
+    sizes, wanted = ([len(group["params"]) for group in saved], list(map(len, names)))
+    if sizes != wanted:
+        raise ValueError(f"the checkpoint has param groups of {sizes} parameters, the optimizer of {wanted}")
+    numbers = chain.from_iterable(group["params"] for group in saved)
+    states = {name: state["state"][n] for n, name in zip(numbers, chain(*names), strict=True) if n in state["state"]}
+    states |= {copy: _cloned(states[name]) for copy, name in renamed.items() if name in states}
     groups = [
-        {**ours, **of_version_0_1(group), **group, "params": [names[number] for number in group["params"]]}
-        for ours, group in zip(optimizer.param_groups, state["param_groups"], strict=True)
+        {**group, **of_version_0_1(old), **old, "params": params}
+        for group, old, params in zip(ours, saved, own_names, strict=True)
     ]
-    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": groups}
+    for group in groups:
+        group.pop(NAMES, None)
+    return {"state": states, "param_groups": groups}
+
+
+@contextmanager
+def _all_trained(module: nn.Module, states: Collection[str]) -> Generator[None]:
+    """Inside, all parameters that have a state require gradients: torch leaves out the states of others. Local."""
+    frozen = [p for name, p in module.named_parameters() if not p.requires_grad and clean_name(name) in states]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 def _first_failure(problem: BaseException) -> str:
@@ -275,6 +310,12 @@ def _first_failure(problem: BaseException) -> str:
 def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
     """A state of its own: two parameters of this rank must not share one."""
     return {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in entries.items()}
+
+
+def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let parameters without a state, which had no gradient in a program with another optimizer, begin with zeros."""
+    for name in own.keys() - states.keys():
+        states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in own[name].items()}
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:

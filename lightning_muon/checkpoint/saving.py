@@ -35,6 +35,7 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 
     lightning-muon convert THIS_DIRECTORY FILE
 """
+NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -47,6 +48,7 @@ class State:
     # Key -> an optimizer and the module that it steps, which comes first.
     optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
+    about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
 
 
 def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
@@ -64,7 +66,7 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
 
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
-    write_checkpoint(path, content, together(rest), metadata_name=metadata_name)
+    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=state.about)
 
 
 def weights_to_save(
@@ -83,7 +85,7 @@ def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer,
     """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
-    return numbered_optimizer_state(state, module, optimizer) if whole and state else state
+    return numbered_optimizer_state(state, names_in_groups(module, optimizer)) if whole and state else state
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
@@ -120,12 +122,16 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
     return whole
 
 
-def numbered_optimizer_state(
-    state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, Any]:
-    """State by name -> state by position in the param groups, the format of ``Optimizer.state_dict``."""
-    numbers = {name: index for index, name in enumerate(names_in_groups(module, optimizer))}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """State by name -> state by position in the param groups, whose ``names`` are in order: that of ``state_dict()``.
+
+    Each group also has the names, by which a stage of a pipeline finds its own, and ``lightning-muon convert`` shards.
+    """
+    numbers = {name: index for index, name in enumerate(names)}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], NAMES: list(group["params"])}
+        for group in state["param_groups"]
+    ]
     return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
@@ -136,16 +142,21 @@ def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
 
 
 def write_checkpoint(
-    path: Path, content: Mapping[str, Any], rest: Mapping[str, Any], *, metadata_name: str | None
+    path: Path,
+    content: Mapping[str, Any],
+    rest: Mapping[str, Any],
+    *,
+    metadata_name: str | None,
+    about: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
 
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
-    everything.
+    everything. ``about`` goes to the manifest.
     """
     # Of a Trainer, unless it saves weights alone.
     is_whole_run = "loops" in rest or "global_step" not in rest
-    about = describe_save(step=rest.get("global_step"), weights_only=not is_whole_run)
+    about = describe_save(**(about or {}), step=rest.get("global_step"), weights_only=not is_whole_run)
     with replacing(path, whole=metadata_name is None) as (draft,):
         if metadata_name is None:
             on_first_rank(lambda: write_file({**content, **rest}, draft, about))

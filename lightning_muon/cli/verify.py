@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, damages, describe
 from lightning_muon.checkpoint.newest import newest_first
@@ -33,11 +35,17 @@ def run(arguments: argparse.Namespace) -> None:
                 print(f"{checkpoint}: cannot be checked, it has no hashes (another program wrote it)")  # noqa: T201
             else:
                 about = describe(checkpoint) or {}
-                step = f", step {about['step']}" if about.get("step") is not None else ""
-                print(f"{checkpoint}: as it was written{step}")  # noqa: T201
+                print(f"{checkpoint}: as it was written{_described(about)}")  # noqa: T201
             is_good = is_good and bad == []
     if not is_good:
         sys.exit(1)
+
+
+def _described(about: Mapping[str, Any]) -> str:
+    """What the manifest says of the run, if it does."""
+    mesh = " x ".join(f"{axis} {size}" for axis, size in about.get("mesh", {}).items())
+    facts = {"step": about.get("step"), "mesh": mesh, "plan": ", ".join(filter(None, about.get("plans", [])))}
+    return "".join(f", {name} {fact}" for name, fact in facts.items() if fact not in (None, ""))
 
 
 def _checkpoints(path: Path) -> list[Path]:

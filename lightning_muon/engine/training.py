@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
@@ -110,7 +109,7 @@ class TrainingEngine:
         module = self.module
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
-        self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
+        self._replaced.update({p: name for name, p in module.named_parameters()})
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
         self.mode.prepare(module)
@@ -418,6 +417,12 @@ class TrainingEngine:
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
         return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)
+
+    def description(self) -> dict[str, Any]:
+        """What the manifest of a checkpoint says of the run: axes of the mesh, and plans of the optimizers; local."""
+        mesh = self.meshes.user
+        plans = [each.plan_fingerprint for each in self.optimizers if isinstance(each, PlannedOptimizer)]
+        return {"mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), "plans": plans}
 
     # ---- errors and the end
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from lightning_muon.config import (
     MEASURED_MUON_LR_FACTOR,
@@ -26,6 +27,7 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
+from lightning_muon.optim.foreign_states import translated
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
@@ -109,6 +111,15 @@ class ParallelMuon(PlannedOptimizer):
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
         return "\n".join([super().summary(), *(_decisions(self._bound.plan) if self._bound is not None else ())])
+
+    def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A state as this optimizer has it, by :func:`~lightning_muon.optim.foreign_states.translated`; local."""
+        bound = iter(self._bind_parameters())
+        return translated(state_dict, [[next(bound) for _ in group["params"]] for group in self.param_groups])
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(dict(self.translated(state_dict)))
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
         for line in _decisions(plan):

@@ -172,6 +172,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return True
 
     @property
+    def plan_fingerprint(self) -> str | None:
+        """Of owners and buckets; ``None`` before the first step. Local."""
+        return None if self._bound is None else self._bound.plan.fingerprint
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that were not taken because a gradient had a NaN or an Inf."""
         return self._finite_check.skipped_steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +92,18 @@ class StepPlan:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.layout.local(self.parameters[0].tensor).device
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for plans with equal matrices, owners and buckets."""
+        facts = [
+            (
+                [(job.matrix.name, owners) for job, owners in zip(group.jobs, group.plan.owners, strict=True)],
+                group.plan.buckets,
+            )
+            for group in self.exchange_groups
+        ]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
     def names(self) -> dict[Tensor, str]:

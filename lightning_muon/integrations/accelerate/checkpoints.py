@@ -48,7 +48,7 @@ def _write(
     engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
 ) -> None:
     """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
-    about = describe_save()
+    about = describe_save(**engine.description())
 
     def write(path: Path, key: str, state: Any) -> None:
         if whole:

@@ -257,6 +257,7 @@ class FabricStrategy(MuonStrategy):
                 engine = _engine_with(self._engines, value)
                 own = value.module if isinstance(value, Entry) else value
                 result.modules[key] = (own, []) if engine is None else (engine.module, engine.optimizers)
+                result.about |= {} if engine is None else engine.description()
             elif isinstance(value, torch.optim.Optimizer):
                 engine, current = self._engine_of(value)
                 result.optimizers[key] = (engine.module, current)

@@ -316,9 +316,9 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        place, rest = Path(self.broadcast(filepath)), dict(checkpoint)
+        place, rest, about = Path(self.broadcast(filepath)), dict(checkpoint), self._running_engine.description()
         if whole:
-            write_checkpoint(place, {}, rest, metadata_name=None)
+            write_checkpoint(place, {}, rest, metadata_name=None, about=about)
             return
         if not self._has_saved:
             self._has_saved = True
@@ -328,7 +328,7 @@ class TrainerStrategy(MuonStrategy):
             )
         states = enumerate(rest.pop("optimizer_states", []))
         content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
-        write_checkpoint(place, content, rest, metadata_name=metadata_filename(self.package))
+        write_checkpoint(place, content, rest, metadata_name=metadata_filename(self.package), about=about)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
@@ -360,6 +360,9 @@ class TrainerStrategy(MuonStrategy):
         """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
         assert self._checkpoint is not None
         opened, num_saved = self._checkpoint, len(checkpoint["optimizer_states"])
+        if num_saved == 0:  # Weights alone, as `lightning-muon convert` makes them of safetensors.
+            self._checkpoint = None
+            return
         if num_saved != len(self.optimizers):
             raise ValueError(
                 f"{opened.path} has the states of {num_saved} optimizers, configure_optimizers {len(self.optimizers)}"

@@ -20,7 +20,7 @@ from lightning_muon.checkpoint.nodes import (
     show_own,
     steps_left_out,
 )
-from lightning_muon.checkpoint.saving import full_weights, numbered_optimizer_state
+from lightning_muon.checkpoint.saving import full_weights, names_in_groups, numbered_optimizer_state
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication
 from tests.support.processes import ProcessPool
@@ -43,7 +43,7 @@ def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     state = {names[parameter]: state for parameter, state in optimizer.state.items()}
     named: dict[str, Any] = {"state": state, "param_groups": groups}
-    numbered = numbered_optimizer_state(named, module, optimizer)
+    numbered = numbered_optimizer_state(named, names_in_groups(module, optimizer))
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
     for number, own in optimizer.state_dict()["state"].items():
         assert all(torch.equal(numbered["state"][number][key], value) for key, value in own.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.cli import convert as convert_module
 from lightning_muon.cli.main import main
+from lightning_muon.compat.torch import load_whole
 from lightning_muon.sharding.weights import full_state_dict
+from tests.distributed.pipeline.models import causal_lm
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
 from tests.support.processes import ProcessPool
 
@@ -110,20 +112,29 @@ def test_what_cannot_be_converted_is_explained(
         ((directory, str(file)), "exists; --force overwrites it"),
         ((str(damaged), str(file), "--force"), r"is damaged:\n.*__1_0.distcp is missing"),
         ((str(gone), str(file), "--force", "--trust-pickle"), r"meta\.pt cannot be read"),
+        ((directory, str(tmp_path / "new"), "--to", "shards"), "is shards already"),
+        (
+            (directory, str(tmp_path / "new"), "--key", "model"),
+            r"has no 'model'; .*it has \['optimizer_0', 'state_dict'\]",
+        ),
+        (
+            (directory, str(tmp_path / "new"), "--to", "safetensors", "--config", str(tmp_path)),
+            "there is no .*config.json",
+        ),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["convert", *words])
     with monkeypatch.context() as context:
-        context.setattr(convert_module.torch, "save", _disk_full)
+        context.setattr(torch, "save", _disk_full)
         with pytest.raises(SystemExit, match="disk full"):
             main(["convert", directory, str(file), "--force"])
-    assert file.read_text() == "mine" and not list(tmp_path.glob(".one*"))
+    assert file.read_text() == "mine" and not list(tmp_path.glob(".*"))
     main(["convert", directory, str(file), "--force"])
     assert Model.load_from_checkpoint(file).hparams["num_blocks"] == 2
 
 
-def _disk_full(content: Any, path: Path) -> None:
-    path.write_text("half")
+def _disk_full(content: Any, file: Any) -> None:
+    file.write(b"half")
     raise OSError("disk full")
 
 
@@ -136,3 +147,95 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     main(["convert", str(directory), str(file), "--trust-pickle"])
     model = Model.load_from_checkpoint(file, weights_only=False)
     assert model.hparams["rate"] == Fraction(1, 100)
+
+
+def test_weights_go_through_all_formats(
+    trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, weights, _ = trained
+    main(["verify", str(directory)])
+    assert re.search(
+        r"written, step 4, mesh replicate 1 x shard 2, plan [0-9a-f]{16}$", capsys.readouterr().out.strip()
+    )
+    places = [tmp_path / name for name in ("safe", "one.ckpt", "shards.ckpt", "again", "end.ckpt")]
+    kinds = ("safetensors", "file", "shards", "safetensors", "file")
+    for source, target, kind in zip([directory, *places], places, kinds, strict=False):
+        main(["convert", str(source), str(target), "--to", kind, "--prefix", ""])
+        main(["verify", str(target)])
+    content = torch.load(places[-1], weights_only=True)["state_dict"]
+    assert content.keys() == weights.keys() - {"_extra_state"}
+    assert all(torch.equal(content[name], value) for name, value in weights.items() if name in content)
+
+
+def test_a_run_goes_on_from_one_file_and_from_shards_again(
+    gloo: ProcessPool, trained: tuple[Path, dict[str, Any], float], tmp_path: Path
+) -> None:
+    directory, weights, _ = trained
+    file, shards = tmp_path / "one.ckpt", tmp_path / "shards.ckpt"
+    main(["convert", str(directory), str(file), "--optimizers"])
+    main(["convert", str(file), str(shards), "--optimizers"])
+    before, after = (load_whole(path, "optimizer_0") for path in (directory, shards))
+    assert before["param_groups"] == after["param_groups"] and before["state"].keys() == after["state"].keys()
+    for name, state in before["state"].items():
+        assert all(torch.equal(after["state"][name][key], value) for key, value in state.items()), name
+    num_steps = torch.load(file, weights_only=True)["global_step"]
+    results = gloo.run(_begun, [str(file), str(shards)], world_size=2)[0]
+    for found, begun_at in results:
+        assert begun_at == num_steps
+        assert all(torch.equal(found[name], weights[name]) for name in found)
+
+
+def _begun(paths: list[str]) -> list[tuple[dict[str, Any], int]]:
+    """Weights and step with which runs begin."""
+    package, found = load(PACKAGES[0]), list[tuple[dict[str, Any], int]]()
+
+    def note(fitter: Any, model: Any) -> None:
+        state = {name: value.clone() for name, value in full_state_dict(model).items() if name != "_extra_state"}
+        found.append((state, fitter.global_step))
+
+    for path in paths:
+        fitter = trainer(package, max_epochs=2, callbacks=[package.callbacks.LambdaCallback(on_train_start=note)])
+        fitter.fit(Model(num_blocks=2), loader(), ckpt_path=path)
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_loads_what_was_trained(gloo: ProcessPool, tmp_path: Path, tied: bool) -> None:
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    model = causal_lm("llama", num_layers=1, tied=tied)
+    model.config.save_pretrained(tmp_path / "model")
+    torch.save({"state_dict": {f"net.{key}": value for key, value in model.state_dict().items()}}, tmp_path / "f.ckpt")
+    target = tmp_path / "folder"
+    main(["convert", str(tmp_path / "f.ckpt"), str(target), "--to", "safetensors", "--config", str(tmp_path / "model")])
+    main(["verify", str(target)])
+    loaded = auto.from_pretrained(target)
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    main(["convert", str(target), str(tmp_path / "back"), "--to", "shards", "--prefix", "net."])
+    weights, num_steps = gloo.run(_fine_tuned, str(tmp_path / "back"), tied, world_size=2)[0]
+    assert num_steps == 0 and all(
+        torch.equal(weights[f"net.{key}"], value) for key, value in model.state_dict().items()
+    )
+
+
+def _fine_tuned(path: str, tied: bool) -> tuple[dict[str, Any], int]:
+    """Weights and step with which ``fit`` begins, from weights of transformers."""
+    package, found = load(PACKAGES[0]), list[tuple[dict[str, Any], int]]()
+
+    class Wrapper(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = causal_lm("llama", num_layers=1, tied=tied, seed=1)
+
+        def on_train_start(self) -> None:
+            state = {name: value.clone() for name, value in full_state_dict(self).items()}
+            found.append((state, self.trainer.global_step))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(input_ids=batch[0], labels=batch[0]).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    trainer(package, max_steps=1).fit(Wrapper(), loader(), ckpt_path=path)
+    return found[0]
