@@ -111,7 +111,7 @@ class TrainerStrategy(MuonStrategy):
             is_loop_of_user=False,
             sees_every_backward=module.automatic_optimization,
         )
-        self._first_callback = first_callback(self.package, self.finish_parameters)
+        self._first_callback = first_callback(self.package, self.finish_parameters, self.on_exception)
         trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)
