@@ -153,7 +153,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._message = ""
+        self.stop_reason = ""  # Why communication was broken off on this rank.
         self._has_failed = False
         self._has_left = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
@@ -225,11 +225,11 @@ class Watchdog:
         if isinstance(error, BaseException):
             printed = error.args
             self.failed(error)
-            if self._message and printed != (self._message,):
+            if self.stop_reason and printed != (self.stop_reason,):
                 self._write_message()
 
     def _write_message(self) -> None:
-        sys.stderr.write(f"lightning_muon: {self._message}\n")
+        sys.stderr.write(f"lightning_muon: {self.stop_reason}\n")
         sys.stderr.flush()
 
     @contextmanager
@@ -241,8 +241,8 @@ class Watchdog:
             raise
         except BaseException as error:
             self.failed(error)
-            if self._message and isinstance(error, Exception) and error.args != (self._message,):
-                raise RuntimeError(self._message) from error
+            if self.stop_reason and isinstance(error, Exception) and error.args != (self.stop_reason,):
+                raise RuntimeError(self.stop_reason) from error
             raise
 
     def failed(self, error: BaseException) -> None:
@@ -258,13 +258,13 @@ class Watchdog:
                 self._store.set(f"quiet{self._rank}", "")
                 self._wait_until_quiet(or_told=True)
                 # Who knows a cause tells it before it is quiet.
-                self._message = self._told() or self._reason_of_those_that_left()
-            if not self._message:
+                self.stop_reason = self._told() or self._reason_of_those_that_left()
+            if not self.stop_reason:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
                 self._store.set(f"quiet{self._rank}", "")
-        if asks and self._message:  # What the backend says of closed connections is not the reason.
-            error.args = (self._message,)
+        if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
+            error.args = (self.stop_reason,)
         self._stop_watching()
 
     def _wait_until_quiet(self, *, or_told: bool = False) -> None:
@@ -293,7 +293,7 @@ class Watchdog:
     def resume(self) -> None:
         """Watch again after :meth:`failed`, once the program has caught the exception; local, on every rank alike."""
         # Where this rank was told to stop, its communication is broken.
-        if self._thread is None or not self._has_failed or self._message:
+        if self._thread is None or not self._has_failed or self.stop_reason:
             return
         self._thread.join(timeout=2 * self._interval)
         self._thread, self._has_failed = None, False
@@ -307,7 +307,7 @@ class Watchdog:
     def _wait_for_all(self, barrier: Barrier) -> None:
         """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it."""
         if self._stopped.is_set():
-            raise RuntimeError(self._message)
+            raise RuntimeError(self.stop_reason)
         name, arrived, size = barrier.name, f"arrived {barrier.name} {barrier[2:]}", len(barrier.ranks)
         self._num_barriers[name] += 1
         self._barrier = barrier
@@ -315,7 +315,7 @@ class Watchdog:
         num_arrived = self._store.add(arrived, 1)
         while num_arrived < size:
             if self._stopped.wait(_POLL_SECONDS):
-                raise RuntimeError(self._message)
+                raise RuntimeError(self.stop_reason)
             if time.monotonic() > deadline:
                 self._store.add(arrived, -size)  # Ranks that come later must not pass.
                 self._publish(beat=1)
@@ -490,7 +490,7 @@ class Watchdog:
         message = self._told()
         if not message:
             return False
-        self._message = message
+        self.stop_reason = message
         self._stopped.set()
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)

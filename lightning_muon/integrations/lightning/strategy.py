@@ -296,7 +296,7 @@ class TrainerStrategy(MuonStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
-        require_all_ranks(self.lightning_module.trainer)
+        require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
         return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
