@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from types import MethodType
@@ -132,15 +133,13 @@ def first_callback(
         handlers = signal_handlers(package)
         if signals or not handlers or not dist.is_initialized():
             return
-        end = handlers.get(signal.SIGTERM)
-
-        def interrupt(number: int, frame: Any) -> None:
-            received[0] = signal.SIGINT
-            end(signal.SIGTERM, frame)
-
-        if end is not None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            handlers[signal.SIGINT] = interrupt
+        if signal.SIGTERM in handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handlers[signal.SIGINT] = partial(interrupt, handlers[signal.SIGTERM])
         signals.append(SharedSignals(handlers))
+
+    def interrupt(end: Callable[[int, Any], Any], _: int, frame: Any) -> None:
+        received[0] = signal.SIGINT
+        end(signal.SIGTERM, frame)
 
     def after_batch(trainer: Any, _: Any, *batch: Any) -> None:
         # Gradients of an accumulated batch are in no checkpoint.
@@ -148,10 +147,10 @@ def first_callback(
         for each in signals:
             each.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
 
-    def fail(trainer: Any, _: Any, exception: BaseException) -> None:
+    def fail(trainer: Any, _: Any, exception: Any) -> None:
         close()
         if isinstance(exception, told_to_end):
-            exception.code = 128 + received[0] if exception.code is None else exception.code
+            exception.code = 128 + received[0]
             save_last(trainer, package)
         else:
             tell_others(exception)
