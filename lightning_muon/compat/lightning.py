@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 PackageName = Literal["lightning.pytorch", "pytorch_lightning"]
 # The method of ModelCheckpoint that has the metrics to choose by.
 MONITOR_CANDIDATES = "_monitor_candidates"
+# Its methods that say whether there is nothing new to save, and that save one of the ``save_top_k`` checkpoints.
+SKIPS_SAVING, SAVE_TOP_K = "_should_skip_saving_checkpoint", "_save_topk_checkpoint"
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import socket
+import struct
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
@@ -82,6 +84,30 @@ def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedel
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this process belongs to."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def gloo_endpoints(store: dist.Store, group: dist.ProcessGroup) -> list[tuple[str, int]]:
+    """Address and port at which each rank of ``group`` listens for the others; empty if not all of them use gloo.
+
+    The ranks wrote them into the ``store`` of the default group, or a clone of it, when they made the group. Local.
+    """
+    world = dist.group.WORLD
+    backends = [entry.split(":") for entry in dist.get_backend_config(group).split(",")]
+    device = next((device for device, backend in backends if backend == "gloo"), "")
+    prefix = f"{'' if group is world else f'{group.group_name}//'}{device}//0/"
+    keys = [f"{prefix}{rank}" for rank in range(group.size())]
+    return [_endpoint(entry) for entry in store.multi_get(keys)] if device and store.check(keys) else []
+
+
+def _endpoint(entry: bytes) -> tuple[str, int]:
+    """What gloo says of a rank: the size and text of its host's name, the size of a ``sockaddr``, the ``sockaddr``."""
+    (size,) = struct.unpack_from("=Q", entry)
+    start = 16 + size
+    (family,) = struct.unpack_from("=H", entry, start)
+    (port,) = struct.unpack_from("!H", entry, start + 2)
+    is_ipv6 = family == socket.AF_INET6
+    address = entry[start + 8 : start + 24] if is_ipv6 else entry[start + 4 : start + 8]
+    return socket.inet_ntop(socket.AF_INET6 if is_ipv6 else socket.AF_INET, address), port
 
 
 def collective_counts() -> dict[str, int]:

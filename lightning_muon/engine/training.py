@@ -447,6 +447,11 @@ class TrainingEngine:
             self._watchdog.failed(error)
         self.show_own_weights()
 
+    @property
+    def stop_reason(self) -> str:
+        """Why communication was broken off on this rank; empty if it was not."""
+        return "" if self._watchdog is None else self._watchdog.stop_reason
+
     def program_ends(self) -> None:
         """Tell the other ranks if an exception ends the program; :meth:`close` follows. Local."""
         if self._watchdog is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,6 +15,8 @@ import torch.distributed as dist
 
 from lightning_muon.compat.torch import default_store
 
+_log = logging.getLogger(__name__)
+_SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers pass it on once more.
 _SECONDS_TO_ANSWER = 30.0  # Until a rank that has not said which batch it is in is given up.
 
 
@@ -24,7 +27,8 @@ class SharedSignals:
     checkpoint), must not run wherever its rank is at that moment, between other collectives than those of other ranks.
 
     A thread of each rank looks into the store of the default process group. A rank that gets a signal says so there;
-    then every rank says which batch it is in, and the handler runs at the end of the last one of these.
+    then every rank says which batch it is in, and the handler runs at the end of the last one of these. A second Ctrl-C
+    is not waited with: it raises ``KeyboardInterrupt``.
 
     Made by the main thread of every rank, at the same batch.
     """
@@ -38,6 +42,7 @@ class SharedSignals:
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
         self._received: list[int] = []  # Signals of this rank that nobody has answered yet.
         self._num_answered = 0
+        self._pressed: float | None = None  # When Ctrl-C came first.
         self._lock = threading.Lock()
         self._batch = 0  # The one that this rank is in.
         self._announced: int | None = None  # The signal that all ranks are about to answer.
@@ -46,12 +51,12 @@ class SharedSignals:
             signal.signal(number, self._receive)
         threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True).start()
 
-    def batch_has_ended(self) -> None:
-        """Answer a signal if its time has come. Every rank must call it after each of its batches."""
+    def batch_has_ended(self, *, may_answer: bool = True) -> None:
+        """Answer a signal if its time has come. Every rank must call it after each of its batches, and alike."""
         with self._lock:
             self._batch += 1
             number = self._announced
-        if number is None or self._batch <= max(self._batches_of_ranks()):
+        if number is None or not may_answer or self._batch <= max(self._batches_of_ranks()):
             return
         with self._lock:
             while number in self._received:
@@ -62,14 +67,32 @@ class SharedSignals:
 
     def close(self) -> None:
         """Look for no more signals; who has made this puts the handlers back. Local."""
-        self._closed.set()
+        if not self._closed.is_set():
+            self._closed.set()
+            # A rank that has seen a signal meanwhile asks for the last batch of this one.
+            with suppress(RuntimeError), self._lock:
+                self._say_batch()
 
-    def _receive(self, number: int, _: Any) -> None:
+    def _receive(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:
             self._received.append(number)
+            if number == signal.SIGINT:
+                self._press(frame)
         else:  # A forked process has inherited the handler, but neither thread nor batches.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+    def _press(self, frame: Any) -> None:
+        now = time.monotonic()
+        if self._pressed is not None and now - self._pressed > _SECONDS_OF_ONE_PRESS:
+            signal.default_int_handler(signal.SIGINT, frame)
+        if self._pressed is None:
+            self._pressed = now
+            if self._rank == 0:
+                _log.warning("Ctrl-C: all ranks end after the same batch; press it again to end at once")
+
+    def _say_batch(self) -> None:
+        self._store.set(f"signal{self._num_answered} batch{self._rank}", str(self._batch))
 
     def _watch(self) -> None:
         """Body of the thread: pass signals on, and say which batch this rank is in."""
@@ -80,7 +103,7 @@ class SharedSignals:
                 if self._received:
                     self._store.compare_set(key, "", str(self._received[0]))
                 if self._announced is None and self._store.check([key]):
-                    self._store.set(f"{key} batch{self._rank}", str(self._batch))
+                    self._say_batch()
                     self._announced = int(self._store.get(key))
 
     def _batches_of_ranks(self) -> list[int]:

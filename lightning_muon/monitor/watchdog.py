@@ -12,8 +12,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_muon.compat.torch import collective_counts, default_store, process_groups
+from lightning_muon.compat.torch import collective_counts, default_store, gloo_endpoints, process_groups
 from lightning_muon.monitor.processes import (
     TORCH_DISTRIBUTED,
     describe_process,
@@ -35,7 +35,6 @@ from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Ta
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
-_SECONDS_TO_RAISE = 3.0  # Broken communication raises at once, if it can be broken from here.
 _SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
@@ -154,7 +153,7 @@ class Watchdog:
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self._message = ""
+        self.stop_reason = ""  # Why communication was broken off on this rank.
         self._has_failed = False
         self._has_left = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
@@ -165,11 +164,8 @@ class Watchdog:
             return
         store: Any = default_store()
         self._timeout = store.timeout.total_seconds()
-        served = store
-        while isinstance(served, dist.PrefixStore):
-            served = served.underlying_store
-        self._ports = {served.port} if isinstance(served, dist.TCPStore) else set[int]()
         # A connection of its own: the main thread may wait in the store.
+        self._connections = GlooConnections(store.clone())
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
@@ -218,7 +214,7 @@ class Watchdog:
         with suppress(RuntimeError):
             self._publish(beat=0)
             if is_open:
-                self._store.add("quiet", 1)
+                self._store.set(f"quiet{self._rank}", "")
             if self._has_failed and self._rank == 0:
                 self._wait_until_quiet()
                 time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
@@ -229,11 +225,11 @@ class Watchdog:
         if isinstance(error, BaseException):
             printed = error.args
             self.failed(error)
-            if self._message and printed != (self._message,):
+            if self.stop_reason and printed != (self.stop_reason,):
                 self._write_message()
 
     def _write_message(self) -> None:
-        sys.stderr.write(f"lightning_muon: {self._message}\n")
+        sys.stderr.write(f"lightning_muon: {self.stop_reason}\n")
         sys.stderr.flush()
 
     @contextmanager
@@ -245,8 +241,8 @@ class Watchdog:
             raise
         except BaseException as error:
             self.failed(error)
-            if self._message and isinstance(error, Exception) and error.args != (self._message,):
-                raise RuntimeError(self._message) from error
+            if self.stop_reason and isinstance(error, Exception) and error.args != (self.stop_reason,):
+                raise RuntimeError(self.stop_reason) from error
             raise
 
     def failed(self, error: BaseException) -> None:
@@ -259,23 +255,27 @@ class Watchdog:
             self._publish(beat=0)
             if asks:
                 # The others stand still a little later; one of them says why, or none is left that could.
-                self._store.add("quiet", 1)
+                self._store.set(f"quiet{self._rank}", "")
                 self._wait_until_quiet(or_told=True)
                 # Who knows a cause tells it before it is quiet.
-                self._message = self._told() or self._reason_of_those_that_left()
-            if not self._message:
+                self.stop_reason = self._told() or self._reason_of_those_that_left()
+            if not self.stop_reason:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
-                self._store.add("quiet", 1)
-        if asks and self._message:  # What the backend says of closed connections is not the reason.
-            error.args = (self._message,)
+                self._store.set(f"quiet{self._rank}", "")
+        if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
+            error.args = (self.stop_reason,)
         self._stop_watching()
 
     def _wait_until_quiet(self, *, or_told: bool = False) -> None:
         """Wait some seconds at most for all ranks to have nothing more to tell."""
         deadline = time.monotonic() + self._patience + 6 * self._interval
-        while self._store.add("quiet", 0) < self._size and time.monotonic() < deadline:
-            if or_told and self._told():
+        while time.monotonic() < deadline:
+            dead = self._dead()
+            talking = [rank for rank in range(self._size) if not self._store.check([f"quiet{rank}"])]
+            if or_told and dead:
+                self._tell(_death_of(dead))
+            if set(talking) <= set(dead) or (or_told and self._told()):
                 break
             time.sleep(self._interval / 2)
 
@@ -293,7 +293,7 @@ class Watchdog:
     def resume(self) -> None:
         """Watch again after :meth:`failed`, once the program has caught the exception; local, on every rank alike."""
         # Where this rank was told to stop, its communication is broken.
-        if self._thread is None or not self._has_failed or self._message:
+        if self._thread is None or not self._has_failed or self.stop_reason:
             return
         self._thread.join(timeout=2 * self._interval)
         self._thread, self._has_failed = None, False
@@ -307,7 +307,7 @@ class Watchdog:
     def _wait_for_all(self, barrier: Barrier) -> None:
         """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it."""
         if self._stopped.is_set():
-            raise RuntimeError(self._message)
+            raise RuntimeError(self.stop_reason)
         name, arrived, size = barrier.name, f"arrived {barrier.name} {barrier[2:]}", len(barrier.ranks)
         self._num_barriers[name] += 1
         self._barrier = barrier
@@ -315,7 +315,7 @@ class Watchdog:
         num_arrived = self._store.add(arrived, 1)
         while num_arrived < size:
             if self._stopped.wait(_POLL_SECONDS):
-                raise RuntimeError(self._message)
+                raise RuntimeError(self.stop_reason)
             if time.monotonic() > deadline:
                 self._store.add(arrived, -size)  # Ranks that come later must not pass.
                 self._publish(beat=1)
@@ -347,6 +347,7 @@ class Watchdog:
             with suppress(RuntimeError):
                 if num_looks % _LOOKS_PER_SIGN == 0:
                     self._store.set(f"alive{self._rank}", str(num_looks))
+                    self._connections.record()
                 num_looks += 1
                 told_to_end = told_to_end or self._time_of_signal()
                 if now != last:
@@ -434,6 +435,12 @@ class Watchdog:
             if is_gone(process):
                 self._store.set(f"dead{rank}", "")
 
+    def _dead(self) -> list[int]:
+        """Ranks that have died without a word."""
+        self._look_for_dead_neighbours()
+        positions = {rank: self._read(rank) for rank in range(self._size) if self._store.check([f"dead{rank}"])}
+        return [rank for rank, at in positions.items() if at is None or not at.has_ended]
+
     def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
         key = f"alive{rank}"
@@ -465,7 +472,7 @@ class Watchdog:
             elif rank < self._rank:
                 return None
         if dead:
-            return f"rank {', '.join(map(str, dead))} has died: its process is gone"
+            return _death_of(dead)
         if silent:
             return (
                 f"rank {', '.join(map(str, silent))} has given no sign of life for {self._silence:.0f} s, and others "
@@ -483,20 +490,27 @@ class Watchdog:
         message = self._told()
         if not message:
             return False
-        self._message = message
+        self.stop_reason = message
         self._stopped.set()
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)
-        break_communication(self._ports)
+        with suppress(RuntimeError):  # The store may be gone; then those count that were known before.
+            self._connections.record()
+        self._connections.abort()
         last, since = None, time.monotonic()
         while not self._closed.wait(self._interval):
             place = waiting_place(self._main)
             if place is None or place != last:
                 last, since = place, time.monotonic()
-            elif time.monotonic() - since > _SECONDS_TO_RAISE:
+            elif time.monotonic() - since > self._timeout:
                 self._write_message()
+                _log.error("rank %d ends: %s outlives its timeout of %.0f s", self._rank, place.kind, self._timeout)
                 os._exit(1)
         return True
+
+
+def _death_of(ranks: Iterable[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} has died: its process is gone"
 
 
 def _is_of_communication(error: BaseException) -> bool:
@@ -509,34 +523,41 @@ def _is_of_communication(error: BaseException) -> bool:
     return is_in_torch or any(text in str(error) for text in _TEXTS_OF_BACKENDS)
 
 
-def break_communication(keep_ports: Collection[int] = ()) -> None:
-    """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
+class GlooConnections:
+    """The TCP connections of the process groups of this process, and no others, by what the groups' ranks have told.
 
-    NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
-    sleeps on until its timeout), but sees closed connections; so those TCP connections are shut down that came in
-    at a port on which this process listens, as each connection of gloo did at one of its two ends; but for
-    ``keep_ports``, which are not gloo's. Needs ``/proc`` for gloo.
+    Each rank of a gloo group listens at a port of its own, and writes it into the ``store`` when the group is made. So
+    a connection belongs to the group if it ends at one of these ports, here or on another rank.
     """
-    for group in process_groups():
-        if dist.get_backend(group) != "gloo":
-            # Some backends have no abort.
-            with suppress(RuntimeError):
-                group.abort()
-    with ExitStack() as stack:
-        connections: list[socket.socket] = []
-        listening: set[int] = set()
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._endpoints: dict[str, list[tuple[str, int]]] = {}  # By name of the group.
+
+    def record(self) -> None:
+        """Note where the ranks of new groups listen; local."""
+        groups = {group.group_name: group for group in process_groups()}
+        # The port of a group that is gone may be somebody else's by now.
+        known = {name: endpoints for name, endpoints in self._endpoints.items() if name in groups}
+        new = {name: gloo_endpoints(self._store, group) for name, group in groups.items() if name not in known}
+        self._endpoints = known | {name: endpoints for name, endpoints in new.items() if endpoints}
+
+    def abort(self) -> None:
+        """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
+
+        NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
+        sleeps on until its timeout), but sees closed connections. Needs ``/proc`` for gloo.
+        """
+        for group in process_groups():
+            if dist.get_backend(group) != "gloo":
+                # Some backends have no abort.
+                with suppress(RuntimeError):
+                    group.abort()
+        ends = {endpoint for endpoints in self._endpoints.values() for endpoint in endpoints}
         for path in Path("/proc/self/fd").glob("*"):
-            with suppress(OSError):  # It may be closed by now.
-                if path.is_socket():
-                    # A duplicate, which is closed in the end.
-                    one = stack.enter_context(socket.fromfd(int(path.name), -1, -1))
-                    if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
-                        continue
-                    if one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        listening.add(one.getsockname()[1])
-                    else:
-                        connections.append(one)
-        for one in connections:
-            if one.getsockname()[1] in listening.difference(keep_ports):
-                with suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+            # Closed by now, not connected, or a socket of another kind.
+            with suppress(OSError), socket.fromfd(int(path.name), -1, -1) as one:  # A duplicate, which is closed.
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    here, there = one.getsockname()[:2], one.getpeername()[:2]
+                    if here in ends or there in ends:
+                        one.shutdown(socket.SHUT_RDWR)

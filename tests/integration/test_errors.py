@@ -1,20 +1,24 @@
 """Mistakes raise the same on every rank; who catches one in a pass goes on as if there had been no such batch."""
 
+import multiprocessing
 import os
+import re
 import signal
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig
 from lightning_muon.sharding import fsdp
 from tests.integration import training
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
-from tests.integration.training import PACKAGES, Network, language_model, load, loader, strategy_class, trainer
+from tests.integration.training import PACKAGES, Network, dataset, language_model, load, loader, strategy_class, trainer
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -38,14 +42,19 @@ def test_a_wrong_argument_is_named(gloo: ProcessPool, sizes: dict[str, Any], mat
     gloo.expect_error_on_all_ranks(_fit, PACKAGES[0], sizes=sizes, world_size=3, match=match)
 
 
-def _fail_on_one_rank(sharding: str, where: str, overlap: str) -> None:
+def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:
     """Rank 1 raises; rank 0 gets SIGTERM while it clears up, as launchers send it to the ranks that are left."""
     pl = load(PACKAGES[0])
     model = language_model(pl)
 
     def fail(*_: Any) -> None:
-        if dist.get_rank() == 1 and model.trainer.global_step == 1:
-            raise OSError("file 4")
+        if dist.get_rank() != 1 or model.trainer.global_step != 1:
+            return
+        if fault != "worker":
+            raise OSError("file 4") if fault == "file" else MemoryError("5 GiB")
+        worker, *_ = multiprocessing.active_children()
+        worker.kill()
+        worker.join()
 
     class GetsSigterm(pl.Callback):
         def on_exception(self, *_: Any) -> None:
@@ -59,26 +68,40 @@ def _fail_on_one_rank(sharding: str, where: str, overlap: str) -> None:
         model.network.head.register_full_backward_hook(fail)
     else:
         setattr(type(model), where, fail)
+    overlap = "backward" if sharding == "fsdp" else "step"
     strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig(overlap=overlap))
+    # It cannot save alone.
+    saving = pl.callbacks.ModelCheckpoint(directory, save_on_exception=True, every_n_train_steps=100)
+    workers = 2 if fault == "worker" else 0
     try:
-        trainer(pl, strategy=strategy, callbacks=[GetsSigterm()]).fit(model, loader())
-    except OSError:
+        trainer(
+            pl, strategy=strategy, callbacks=[GetsSigterm(), saving][: 1 + (fault == "memory")],
+            enable_checkpointing=fault == "memory",
+        ).fit(model, DataLoader(dataset(), 1, num_workers=workers))  # fmt: skip
+    except BaseException:
+        if dist.get_rank() == 0:
+            raise
         os._exit(3)  # As a program ends that does not catch it; the worker of this test would live on.
 
 
 @pytest.mark.parametrize(
-    ("sharding", "where", "overlap"),
+    ("sharding", "where", "fault", "error"),
     [
-        ("fsdp", "backward", "backward"),
-        ("zero2", "on_train_batch_start", "step"),
-        ("ddp", "on_before_optimizer_step", "step"),
+        ("fsdp", "backward", "file", "OSError: file 4"),
+        ("zero2", "on_train_batch_start", "memory", "MemoryError: 5 GiB"),
+        ("fsdp", "on_before_optimizer_step", "worker", r"RuntimeError: DataLoader worker \(pid"),
+        ("ddp", "on_before_optimizer_step", "file", "OSError: file 4"),
     ],
 )
-def test_the_error_of_the_first_rank_is_the_last_one_of_all(sharding: str, where: str, overlap: str) -> None:
+def test_the_error_of_the_first_rank_is_the_last_one_of_all(
+    tmp_path: Path, sharding: str, where: str, fault: str, error: str
+) -> None:
     with pytest.raises(RanksFailedError) as raised:
-        ProcessPool().run_fresh(_fail_on_one_rank, sharding, where, overlap, world_size=2, timeout=60.0)
+        ProcessPool().run_fresh(
+            _fail_on_one_rank, sharding, where, fault, str(tmp_path), world_size=2, timeout=60.0, grace=15.0
+        )
     assert raised.value.exit_codes == {1: 3}
-    assert raised.value.failures[0].message == "rank 1 has failed: OSError: file 4"
+    assert re.match(f"rank 1 has failed: {error}", raised.value.failures[0].message)
 
 
 def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""SIGTERM, and the signal of SLURM's requeue, in the middle of a step: all ranks answer after the same batch."""
+"""SIGTERM, Ctrl-C and the signal of SLURM's requeue in the middle of a step: all ranks answer after the same batch."""
 
 import importlib
 import os
@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
-from tests.integration.training import PACKAGES, language_model, load, loader, strategy_class, trainer
+from lightning_muon.integrations.registry import auto_resume_class
+from tests.integration.training import PACKAGES, dataset, language_model, load, loader, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 
@@ -71,7 +73,69 @@ def _end(package: str, receivers: tuple[int, ...], during: str) -> tuple[Any, in
 )
 def test_sigterm_ends_all_ranks_after_one_batch(package: str, receivers: tuple[int, ...], during: str) -> None:
     results = ProcessPool().run_fresh(_end, package, receivers, during, world_size=2)
-    assert results[0] == results[1] and results[0][0] is None and results[0][1] < 5000
+    assert results[0] == results[1] and results[0][0] == 128 + signal.SIGTERM and results[0][1] < 5000
+
+
+def _fit_until_told(
+    directory: str, number: int, during: str, *, callback: str, accumulate: int, batch: int | None
+) -> tuple[int | str, list[tuple[int, float]], list[str]]:
+    """Exit code, batches with their losses, and checkpoints of a run; rank 1 gets a signal in some ``batch``."""
+    pl = load()
+    model, seen = language_model(pl), list[tuple[int, float]]()
+
+    def told(*_: Any) -> None:
+        nonlocal batch
+        if batch is not None and model.trainer.fit_loop.total_batch_idx >= batch and not model.trainer.sanity_checking:
+            batch = None
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), number)
+            time.sleep(1.1)  # The threads look twice a second.
+
+    def record(output: Any, *_: Any) -> None:
+        seen.append((model.trainer.fit_loop.total_batch_idx, output["loss"].item()))
+
+    setattr(model, during, told)
+    model.on_train_batch_end = record
+    resumes = auto_resume_class(PACKAGES[0])(directory, every_n_train_steps=100)
+    kept = pl.callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=100)
+    fitter = trainer(
+        pl,
+        callbacks=[resumes if callback == "AutoResume" else kept],
+        enable_checkpointing=True,
+        limit_val_batches=2,
+        accumulate_grad_batches=accumulate,
+    )
+    path = None if callback == "AutoResume" or not os.path.exists(directory) else "last"
+    code: Any = "ended"
+    try:
+        fitter.fit(model, DataLoader(dataset(24), 2, shuffle=True), loader(), ckpt_path=path, weights_only=False)
+    except SystemExit as error:
+        code = error.code
+        dist.barrier()
+    return code, seen, os.listdir(directory) if os.path.exists(directory) else []
+
+
+@pytest.mark.parametrize(
+    ("number", "during", "batch", "callback", "accumulate"),
+    [
+        (signal.SIGTERM, "on_train_batch_start", 2, "AutoResume", 2),
+        (signal.SIGINT, "on_train_batch_start", 5, "AutoResume", 1),  # The last one of the epoch.
+        (signal.SIGTERM, "on_validation_batch_start", 5, "ModelCheckpoint", 1),
+    ],
+)
+def test_all_ranks_save_and_go_on_with_equal_bits(
+    gloo: ProcessPool, tmp_path: Path, number: int, during: str, batch: int, callback: str, accumulate: int
+) -> None:
+    told, resumed, whole = (
+        gloo.run(_fit_until_told, f"{tmp_path}/{folder}", number, during, callback=callback, accumulate=accumulate,
+                 batch=at, world_size=2)
+        for folder, at in (("told", batch), ("told", None), ("whole", None))
+    )  # fmt: skip
+    for rank in range(2):
+        assert told[rank][0] == 128 + number and resumed[rank][0] == whole[rank][0] == "ended"
+        assert len(told[rank][2]) == 1 and (told[rank][2] == ["last.ckpt"]) == (callback == "ModelCheckpoint")
+        assert 0 < len(told[rank][1]) < 12 == len(whole[rank][1])
+        assert told[rank][1] + resumed[rank][1] == whole[rank][1]
 
 
 def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:

@@ -1,9 +1,13 @@
-"""``torchrun --max-restarts`` and ``AutoResume``: a run whose ranks are killed has the losses of an unbroken one."""
+"""Programs with ``AutoResume`` whose ranks are killed, or that are told to end, have the losses of a whole run.
+
+The launchers are ``torchrun --max-restarts`` and the Trainer's own.
+"""
 
 from __future__ import annotations
 
-import os
+import signal
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -12,70 +16,82 @@ import pytest
 import torch.distributed as dist
 
 from lightning_muon.comm.rendezvous import store_of_attempt
+from tests.support.programs import ROOT, is_alive, program_environment
 from tests.support.warm_python import warm_python
 
-_PROGRAM = """
-import os, signal, sys
-import lightning.pytorch as pl
-import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from lightning_muon import AutoResume
-
-folder, kills = sys.argv[1], int(sys.argv[2])
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-
-
-class Model(pl.LightningModule):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 8))
-
-    def training_step(self, batch, batch_idx):
-        if attempt < kills and self.global_step == 5 and self.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss = self.net(batch[0]).square().mean()
-        with open(f"{folder}/losses{self.global_rank}", "a") as file:
-            file.write(f"{self.global_step} {loss.item()!r}\\n")
-        return loss
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
-trainer = pl.Trainer(
-    accelerator="cpu", devices=2, strategy="parallel_muon", max_steps=9, logger=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[AutoResume(f"{folder}/checkpoints", every_n_train_steps=2)],
-)
-trainer.fit(Model(), DataLoader(TensorDataset(rows), batch_size=4, shuffle=True))
+_PROGRAM = f"""
+import os, runpy
+with open("pids", "a") as file:
+    file.write(str(os.getpid()) + " ")
+runpy.run_path({str(ROOT / "examples" / "restarts.py")!r}, run_name="__main__")
 """
+_NUM_STEPS = 9
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
-def _losses(folder: Path, kills: int) -> list[list[str]]:
-    folder.mkdir()
+def _start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) -> subprocess.Popen[str]:
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    command = [warm_python(), "-m", "torch.distributed.run", "--nproc-per-node=2", f"--max-restarts={kills}"]
-    ended = subprocess.run(
-        [*command, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(program), str(folder), str(kills)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
+    options = ("--steps", _NUM_STEPS, "--seconds-per-step", pause, "--kill-at", kill_at)
+    return subprocess.Popen(
+        [warm_python(), *launcher, str(program), *map(str, options)],
+        cwd=folder,
+        env=program_environment(),
+        stdout=(folder / "printed").open("a"),
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
-        check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return [(folder / f"losses{rank}").read_text().splitlines() for rank in range(2)]
+
+
+def _losses(folder: Path) -> list[list[str]]:
+    """What each rank has printed in all attempts."""
+    lines = (folder / "printed").read_text().splitlines()
+    return [[line for line in lines if line.startswith(f"rank {rank}, step")] for rank in range(2)]
+
+
+def _end(started: subprocess.Popen[str], folder: Path, code: int = 0) -> list[list[str]]:
+    """The losses of both ranks, once the program has ended with this code."""
+    _, errors = started.communicate(timeout=150)
+    assert started.returncode == code, errors[-3000:]
+    deadline = time.monotonic() + 5
+    while any(is_alive(int(pid)) for pid in (folder / "pids").read_text().split()):
+        assert time.monotonic() < deadline, "processes are left"
+        time.sleep(0.05)
+    return _losses(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """The losses of a run that nobody ends."""
+    folder = tmp_path_factory.mktemp("whole")
+    return _end(_start(folder), folder)
 
 
 @pytest.mark.slow
-def test_killed_ranks_come_back_with_equal_bits(tmp_path: Path) -> None:
-    whole, broken = _losses(tmp_path / "whole", 0), _losses(tmp_path / "broken", 1)
+def test_killed_ranks_come_back_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
+    broken = _end(_start(tmp_path, *_TORCHRUN, "--max-restarts=2", kill_at=6), tmp_path)
     for before, after in zip(whole, broken, strict=True):
-        assert len(before) == 9 and len(after) > 9
+        assert len(before) == _NUM_STEPS and len(after) > _NUM_STEPS
         assert after[-5:] == before[-5:] and set(after) == set(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "number", "code"),
+    [(_TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGTERM, 143), ((), signal.SIGINT, 130)],
+    ids=["torchrun", "Trainer", "Ctrl-C"],
+)
+def test_a_launcher_that_is_told_to_end_saves(
+    whole: list[list[str]], tmp_path: Path, launcher: tuple[str, ...], number: int, code: int
+) -> None:
+    started = _start(tmp_path, *launcher, pause=0.3)
+    while not all(_losses(tmp_path)):
+        assert started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(number)
+    told = _end(started, tmp_path, code)
+    assert all(0 < len(losses) < _NUM_STEPS for losses in told)
+    assert _end(_start(tmp_path), tmp_path) == whole, "no step is lost or run again"
 
 
 def test_an_attempt_meets_in_a_store_without_old_keys(monkeypatch: pytest.MonkeyPatch) -> None:

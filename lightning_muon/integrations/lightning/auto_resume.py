@@ -12,7 +12,7 @@ import torch
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.compat.lightning import MONITOR_CANDIDATES
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
 _STEPS = "steps_of_auto_resume"  # A name that nobody logs, as some do `step`.
@@ -73,8 +73,11 @@ class AutoResumeCallback:
         """The checkpoint to go on from, if there is one; local."""
         return next((str(path) for path in newest_first(Path(self.dirpath))), "")
 
-    def on_exception(self, trainer: Any, *_: Any) -> None:
-        """Nothing is saved: one rank may have failed alone."""
+    def on_exception(self, trainer: Any, _: Any, exception: BaseException) -> None:
+        """Save if SIGTERM or Ctrl-C ends all ranks after the same batch; else one rank may have failed alone."""
+        told_to_end = isinstance(exception, self.package.module("utilities.exceptions").SIGTERMException)
+        if told_to_end and not getattr(self, SKIPS_SAVING)(trainer):
+            getattr(self, SAVE_TOP_K)(trainer, getattr(self, MONITOR_CANDIDATES)(trainer))
 
     def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Checkpoints stay."""

@@ -16,7 +16,7 @@ from lightning_muon.checkpoint.nodes import forget_own
 from lightning_muon.compat.torch import default_store
 from lightning_muon.engine.training import TrainingEngine
 
-_SECONDS_TO_FAIL_TOGETHER = 20.0
+_SECONDS_TO_FAIL_TOGETHER = 10.0
 
 
 class TrainerCheckpoint(Checkpoint):
@@ -54,10 +54,15 @@ class TrainerCheckpoint(Checkpoint):
         return states[int(key.removeprefix("optimizer_"))]
 
 
-def require_all_ranks(trainer: Any) -> None:
-    """Raise if ``OnExceptionCheckpoint`` saves on this rank, and not on all: the first collective would hang."""
+def require_all_ranks(trainer: Any, stop_reason: str) -> None:
+    """Raise if a callback saves after an exception on this rank, and not on all: the first collective would hang.
+
+    Where there is a ``stop_reason``, communication is broken.
+    """
     if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
         return
+    if stop_reason:
+        raise RuntimeError(stop_reason)
     store, key = default_store(), f"lightning_muon/interrupted/{trainer.global_step}"
     num_ranks, deadline = store.add(key, 1), time.monotonic() + _SECONDS_TO_FAIL_TOGETHER
     while num_ranks < dist.get_world_size() and time.monotonic() < deadline:

@@ -111,7 +111,7 @@ class TrainerStrategy(MuonStrategy):
             is_loop_of_user=False,
             sees_every_backward=module.automatic_optimization,
         )
-        self._first_callback = first_callback(self.package, self.finish_parameters)
+        self._first_callback = first_callback(self.package, self.finish_parameters, self.on_exception)
         trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)
@@ -292,7 +292,7 @@ class TrainerStrategy(MuonStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
-        require_all_ranks(self.lightning_module.trainer)
+        require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
         return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -8,6 +8,9 @@ import signal
 import threading
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain, count
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -113,45 +116,90 @@ _AFTER_BATCHES = (
 )
 
 
-def first_callback(package: LightningPackage, finish: Callable[[], None]) -> Any:
+def first_callback(
+    package: LightningPackage, finish: Callable[[], None], tell_others: Callable[[BaseException], None]
+) -> Any:
     """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
 
-    From its first hook on all ranks run Lightning's handlers of signals together, between two batches.
+    From its first hook on all ranks run Lightning's handlers of signals together, between two batches. After SIGTERM or
+    Ctrl-C they save, and end with the exit code of a process that the signal ends. Other ranks are told of an
+    exception before callbacks of the user answer it, which may communicate.
     """
     signals: list[SharedSignals] = []
+    told_to_end = package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
+    received = [signal.SIGTERM]
 
-    def start() -> None:
+    def start(*_: Any) -> None:
         handlers = signal_handlers(package)
-        if not signals and handlers and dist.is_initialized() and dist.get_world_size() > 1:
-            signals.append(SharedSignals(handlers))
+        if signals or not handlers or not dist.is_initialized():
+            return
+        if signal.SIGTERM in handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            handlers[signal.SIGINT] = partial(interrupt, handlers[signal.SIGTERM])
+        signals.append(SharedSignals(handlers))
 
-    def after_batch() -> None:
+    def interrupt(end: Callable[[int, Any], Any], _: int, frame: Any) -> None:
+        received[0] = signal.SIGINT
+        end(signal.SIGTERM, frame)
+
+    def after_batch(trainer: Any, _: Any, *batch: Any) -> None:
+        # Gradients of an accumulated batch are in no checkpoint.
+        is_step = not trainer.training or not batch or (batch[2] + 1) % trainer.accumulate_grad_batches == 0
         for each in signals:
-            each.batch_has_ended()
+            each.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
 
-    def close() -> None:
+    def fail(trainer: Any, _: Any, exception: Any) -> None:
+        close()
+        if isinstance(exception, told_to_end):
+            exception.code = 128 + received[0]
+            save_last(trainer, package)
+        else:
+            tell_others(exception)
+
+    def close(*_: Any) -> None:
         for each in signals:
             each.close()
 
     called = {
         start: _AT_STARTS,
-        finish: _AT_ENDS,
+        lambda *_: finish(): _AT_ENDS,
         after_batch: _AFTER_BATCHES,
-        _ignore_sigterm: ("on_exception",),
-        close: ("on_exception", "teardown"),
+        lambda *_: _ignore_sigterm(): ("on_exception",),
+        fail: ("on_exception",),
+        close: ("teardown",),
     }
 
     def hook(name: str) -> Callable[..., None]:
         functions = [function for function, names in called.items() if name in names]
 
-        def run(*_: Any, **__: Any) -> None:
+        def run(_: Any, *args: Any, **kwargs: Any) -> None:
             for function in functions:
-                function()
+                function(*args, **kwargs)
 
         return run
 
     names = {name for names in called.values() for name in names}
     return type("FirstCallback", (package.module("callbacks").Callback,), {name: hook(name) for name in names})()
+
+
+def save_last(trainer: Any, package: LightningPackage) -> None:
+    """Save what ``ckpt_path="last"`` goes on from, by the first ``ModelCheckpoint``; others that do it are left to it.
+
+    Collective over all ranks; every rank must call it, after the same batch.
+    """
+    known = package.module("callbacks")
+    if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+        return
+    if any(isinstance(each, known.OnExceptionCheckpoint) for each in trainer.checkpoint_callbacks):
+        return
+    saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, known.ModelCheckpoint)]
+    if not saving or any(each.save_on_exception for each in saving) or saving[0].save_weights_only:
+        return
+    place = Path(saving[0].dirpath, f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}")
+    versions = (place.with_stem(f"{place.stem}-v{number}") for number in count(1))
+    # That of another run stays, as Lightning leaves it.
+    own = (saving[0].last_model_path, str(trainer.ckpt_path))
+    path = next(path for path in chain([place], versions) if str(path) in own or not path.exists())
+    trainer.save_checkpoint(trainer.strategy.broadcast(str(path)))
 
 
 def _ignore_sigterm() -> None:

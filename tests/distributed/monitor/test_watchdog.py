@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor import watchdog as watchdog_module
-from lightning_muon.monitor.watchdog import Watchdog, break_communication
+from lightning_muon.monitor.watchdog import GlooConnections, Watchdog
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
@@ -173,7 +173,6 @@ def _train_while_a_rank_is_stopped(
 def test_a_stopped_rank_is_waited_for_until_the_limit(
     gloo: ProcessPool, mode: Sharding, silence: timedelta | None, limit: float
 ) -> None:
-    # Raised, or printed by a process that had to end itself since its connection to the stopped one cannot be broken.
     with pytest.raises(RanksFailedError, match=r"rank 1 has given no sign of life for 2 s"):
         gloo.run_fresh(
             _train_while_a_rank_is_stopped, mode, None,
@@ -260,6 +259,31 @@ def test_ranks_that_wait_for_a_failed_one_learn_why(gloo: ProcessPool) -> None:
         assert seconds < 4
 
 
+def _wait_where_nothing_can_be_closed(seconds: float) -> None:
+    """Rank 1 fails, and rank 0 waits for it over connections that cannot be closed from here."""
+    _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    GlooConnections.abort = lambda self: None  # type: ignore[method-assign]
+    default_store().set_timeout(timedelta(seconds=seconds))
+    watchdog = Watchdog(agreement.call_log, patience=0.4, interval=0.1, silence=timedelta(seconds=60))
+    watchdog.start()
+    dist.barrier()
+    with watchdog.explaining():
+        if dist.get_rank() == 1:
+            watchdog.failed(ValueError("too few rows"))
+            time.sleep(seconds - 0.5)
+            os.write(1, b"at the timeout")
+            time.sleep(10.0)
+        dist.recv(torch.ones(1), src=1)
+
+
+def test_a_process_is_ended_after_the_timeout_only(gloo: ProcessPool) -> None:
+    with pytest.raises(
+        RanksFailedError, match=r"rank 0 died, exit code 1 [\s\S]*too few rows[\s\S]*outlives"
+    ) as raised:
+        gloo.run_fresh(_wait_where_nothing_can_be_closed, 3.0, world_size=2, timeout=40.0, grace=0.2)
+    assert "at the timeout" in str(raised.value)
+
+
 def _fail_and_end() -> tuple[str, float]:
     """Rank 1 ends right after it has failed."""
     model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
@@ -327,31 +351,38 @@ def test_ranks_that_fail_together_may_train_again(gloo: ProcessPool) -> None:
     assert gloo.run(_fail_together, world_size=2) == [[2.0, 2.0]] * 2
 
 
-def _wait_in_different_groups() -> tuple[str, float]:
-    """Each rank waits in a collective of another group."""
+def _connect_across_ranks(server: socket.socket) -> list[socket.socket]:
+    """Both ends of a connection of the program's own to the other rank, as one is made by a debugger or a service."""
+    ports: list[Any] = [None, None]
+    dist.all_gather_object(ports, server.getsockname()[1])
+    client = socket.create_connection(("127.0.0.1", ports[1 - dist.get_rank()]))
+    return [client, server.accept()[0]]
+
+
+def _wait_in_different_groups() -> tuple[str, float, int]:
+    """Each rank waits in a collective of another group; what came over connections of the program's own afterwards."""
+    server = socket.create_server(("127.0.0.1", 0))
+    own = _connect_across_ranks(server)
+    connections = GlooConnections(default_store().clone())
+    connections.record()
     other = dist.new_group([0, 1])
     for group in (None, other):
         dist.all_reduce(torch.ones(1), group=group)
-    threading.Timer(0.3, break_communication).start()
+    own += _connect_across_ranks(server)
+    connections.record()
+    threading.Timer(0.3, connections.abort).start()
     start = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
         dist.all_reduce(torch.ones(1), group=other if dist.get_rank() else None)
-    return str(raised.value), time.monotonic() - start
+    took = time.monotonic() - start
+    for end in own:
+        end.sendall(b"alive")
+    received = sum(end.recv(5) == b"alive" for end in own)
+    own += [socket.create_connection(server.getsockname())]
+    return str(raised.value), took, received
 
 
-def test_ranks_that_wait_for_each_other_are_freed(gloo: ProcessPool) -> None:
-    for message, took in gloo.run_fresh(_wait_in_different_groups, world_size=2, timeout=40.0):
+def test_only_the_connections_of_groups_are_closed(gloo: ProcessPool) -> None:
+    for message, took, received in gloo.run_fresh(_wait_in_different_groups, world_size=2, timeout=40.0):
         assert "onnection" in message
-        assert 0.2 < took < 5
-
-
-def test_only_ports_that_are_not_kept_are_broken() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
-        served, _ = server.accept()
-        with served:
-            break_communication({server.getsockname()[1]})
-            served.sendall(b"alive")
-            assert client.recv(5) == b"alive"
-            break_communication()
-            with pytest.raises(OSError):
-                served.sendall(b"x")
+        assert 0.2 < took < 5 and received == 4
