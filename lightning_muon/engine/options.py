@@ -127,6 +127,12 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         return self.optimizer if isinstance(self.optimizer, MuonConfig | FlexDeMoConfig) else MuonConfig()
 
     @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Each option as text that is equal on all ranks with equal options."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        return [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
+
+    @property
     def has_nodes(self) -> bool:
         """Whether replicas are nodes that a FlexDeMo keeps together."""
         return isinstance(self.optimizer, FlexDeMoConfig)

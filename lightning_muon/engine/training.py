@@ -17,6 +17,7 @@ from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
@@ -32,6 +33,7 @@ from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_non
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -108,6 +110,9 @@ class TrainingEngine:
     def shard(self, device: torch.device) -> None:
         """Give all ranks the same weights, in their final form on ``device``."""
         module = self.module
+        versions = [("torch", torch.__version__), ("lightning_muon", VERSION)]
+        of_run = [("sharding", self.mode.name), ("precision", repr(self.mode.options.mp_policy))]
+        self.require_equal([*versions, *of_run, *self.options.lines], "the training")
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
         self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
@@ -430,6 +435,11 @@ class TrainingEngine:
 
     # ---- errors and the end
 
+    def require_equal(self, lines: Sequence[tuple[str, str]], what: str) -> None:
+        """Raise on all ranks unless all are here with the same lines. Collective over all ranks."""
+        with self.explaining():
+            require_equal(lines, None, what)
+
     @contextmanager
     def explaining(self) -> Generator[None]:
         """If communication is broken off because ranks wait for each other, say why; local."""
@@ -538,7 +548,11 @@ class TrainingEngine:
         check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
         layout, device = self.mode.layout, mesh_device(self.mesh)
         stages = ALONE if self.pipeline is None else self.pipeline.group
-        if check.observe(find_nonfinite(parameters, named, layout=layout, across=stages, device=device)):
+        settings = [
+            (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
+        ]
+        found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
+        if check.observe(found):
             for parameter in parameters:
                 parameter.grad = None
 

@@ -92,8 +92,6 @@ class MuonStrategy:
     def _start_processes(self) -> Meshes:
         """Start the process group and make the meshes. Collective over all ranks; every rank must call it."""
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
-        # An error here is the same on all ranks, and comes before any communication.
-        self.options.mesh_sizes.resolve(**layout)
         store = None
         if is_in_shared_store() and not dist.is_initialized():
             environment = self.cluster_environment

@@ -113,10 +113,15 @@ _AFTER_BATCHES = (
 )
 
 
-def first_callback(package: LightningPackage, finish: Callable[[], None]) -> Any:
+# Where all ranks must have come as far, and with the same settings.
+_COMPARED = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+
+
+def first_callback(package: LightningPackage, finish: Callable[[], None], compare: Callable[[], None]) -> Any:
     """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
 
-    From its first hook on all ranks run Lightning's handlers of signals together, between two batches.
+    ``compare`` runs at the start of the training, and at both ends of its epochs. From its first hook on all ranks run
+    Lightning's handlers of signals together, between two batches.
     """
     signals: list[SharedSignals] = []
 
@@ -136,6 +141,7 @@ def first_callback(package: LightningPackage, finish: Callable[[], None]) -> Any
     called = {
         start: _AT_STARTS,
         finish: _AT_ENDS,
+        compare: _COMPARED,
         after_batch: _AFTER_BATCHES,
         _ignore_sigterm: ("on_exception",),
         close: ("on_exception", "teardown"),
@@ -162,6 +168,29 @@ def _ignore_sigterm() -> None:
     """
     if callable(signal.getsignal(signal.SIGTERM)) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+_SETTINGS = (
+    *("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    "check_val_every_n_epoch",
+)
+
+
+def describe_run(trainer: Any) -> list[tuple[str, str]]:
+    """What the ranks of a Trainer must have in common at the start and at the end of an epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    num_batches = trainer.num_training_batches
+    if trainer.max_steps > 0:  # The batches beyond are not reached.
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        num_batches = min(num_batches, loop.batch_progress.current.ready + left)
+    settings = [(name, str(getattr(trainer, name))) for name in _SETTINGS]
+    progress = {
+        "batches of the epoch": num_batches,
+        "steps so far": trainer.global_step,
+        "batches so far": loop.batch_progress.current.ready,
+        "batches until the validation": trainer.val_check_batch,
+    }
+    return [*settings, *((name, str(value)) for name, value in progress.items())]
 
 
 def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:
