@@ -48,6 +48,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
+        check_replicas_every_n_steps: After so many steps compare weights, state and arithmetic between the ranks that
+            must have them alike (see docs/reliability.md); 0 never.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
@@ -65,6 +67,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
     save_distributed_checkpoint: bool = True
+    check_replicas_every_n_steps: int = 0
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
     max_silence: timedelta | None = None
@@ -150,6 +153,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 check_flag(field.name, getattr(self, field.name))
         if self.bucket_bytes != "auto":
             check_whole("bucket_bytes", self.bucket_bytes, at_least=1, other="'auto' or ")
+        check_whole("check_replicas_every_n_steps", self.check_replicas_every_n_steps, at_least=0)
         backend = self.process_group_backend
         if not isinstance(backend, str | None):
             raise ValueError(f"process_group_backend must be None or a name such as 'nccl', got {backend!r}")

@@ -29,6 +29,7 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.pipeline_training import PipelineTraining
+from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.timeline import GRADIENT_NORM
@@ -100,6 +101,7 @@ class TrainingEngine:
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
+        self._replica_check: ReplicaCheck | None = None
         self._hooks = ExitStack()
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
@@ -175,6 +177,9 @@ class TrainingEngine:
         if self._stages is not None:
             self._stages.attach(self.optimizers, self.tokens)
         self._watch()
+        if every := options.check_replicas_every_n_steps:
+            dtype = options.config.compute_dtype
+            self._replica_check = ReplicaCheck(module, self.mode, every=every, compute_dtype=dtype)
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
@@ -356,6 +361,8 @@ class TrainingEngine:
             # FSDP2 keeps the whole weights of its root after a forward that no backward has followed.
             free_unsharded(self.module)
             self.mode.end_step()
+            if self._replica_check is not None:
+                self._replica_check.step_has_ended(optimizer)
         if isinstance(optimizer, PlannedOptimizer):
             optimizer.nonfinite_elsewhere = None
         self.has_run = False

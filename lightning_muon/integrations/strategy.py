@@ -64,6 +64,7 @@ class MuonStrategy:
         data_parallel_size: SizeOrAuto = Options.data_parallel_size,
         tensor_parallel_size: SizeOrAuto = Options.tensor_parallel_size,
         save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
+        check_replicas_every_n_steps: int = Options.check_replicas_every_n_steps,
         process_group_backend: str | None = Options.process_group_backend,
         timeout: timedelta = Options.timeout,
         max_silence: timedelta | None = Options.max_silence,
