@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -133,7 +134,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     def lines(self) -> list[tuple[str, str]]:
         """Each option as text that is equal on all ranks with equal options."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        return [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
+        # Without addresses in memory, which differ.
+        return [(key, re.sub(r" at 0x[0-9a-f]+", "", repr(value))) for key, value in named]
 
     @property
     def has_nodes(self) -> bool:
