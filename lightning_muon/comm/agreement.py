@@ -102,7 +102,7 @@ class StepAgreement:
         self._host = host
         self._ranks = _ranks(host)
         self._posted: tuple[Callable[[], Sequence[int]], Callable[[Sequence[int]], Collection[Tensor]]] | None = None
-        self._asked: list[Callable[[], bool]] = []
+        self._asked: list[tuple[Callable[[], bool], Callable[[], int]]] = []
         self.is_stale = False
 
     def is_over(self, host: AxisGroup) -> bool:
@@ -117,15 +117,20 @@ class StepAgreement:
         """
         self._posted = numbers, settle
 
-    def join(self, is_stale: Callable[[], bool]) -> None:
-        """Ask in every message of a reducer whether a plan is out of date on any rank; local, alike on all ranks."""
-        self._asked.append(is_stale)
+    def join(self, is_stale: Callable[[], bool], word: Callable[[], int]) -> None:
+        """Ask in every message of a reducer whether a plan is out of date on any rank, and ``word`` equal on all.
+
+        Local, alike on all ranks; ``word`` is an int32, not negative.
+        """
+        self._asked.append((is_stale, word))
 
     def ask(self, numbers: Sequence[int]) -> list[int]:
         """As :meth:`reduce`, and find out :attr:`is_stale`: for a message before the one of the optimizer."""
-        *maxima, is_stale = self.reduce([*numbers, any(is_stale() for is_stale in self._asked)])[0]
-        self.is_stale = bool(is_stale)
-        return maxima
+        is_stale = any(is_stale() for is_stale, _ in self._asked)
+        words = [word() for _, word in self._asked]
+        maxima = self.reduce([*numbers, is_stale, *both_signs(words)])[0]
+        self.is_stale = bool(maxima[len(numbers)]) or not are_equal(maxima[len(numbers) + 1 :])
+        return maxima[: len(numbers)]
 
     def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
         """The maximum over the ranks of each of ``numbers``, and what was posted returns.
@@ -136,6 +141,17 @@ class StepAgreement:
         maxima = maxima_over(self._host, [*numbers, *(posted[0]() if posted else ())])
         own, others = maxima[: len(numbers)], maxima[len(numbers) :]
         return own, set(posted[1](others)) if posted else set()
+
+
+def both_signs(words: Sequence[int]) -> list[int]:
+    """What to send so that :func:`are_equal` finds out from the maxima whether these are equal on all ranks."""
+    return [*words, *(-word for word in words)]
+
+
+def are_equal(maxima: Sequence[int]) -> bool:
+    """Whether all ranks have sent :func:`both_signs` of the same numbers: then maximum and minimum are one."""
+    half = len(maxima) // 2
+    return all(most == -least for most, least in zip(maxima[:half], maxima[half:], strict=True))
 
 
 def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:

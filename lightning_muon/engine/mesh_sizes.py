@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from typing_extensions import override
 
+from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.torch import inherit_timeout
 from lightning_muon.config import check_whole
 
@@ -146,7 +147,14 @@ class MeshSizes:
 
         Collective over all ranks; every rank must call it.
         """
-        replicas, shards = self.resolve(num_nodes=num_nodes, num_processes=num_processes)
+
+        def sizes() -> tuple[int, int]:
+            return self.resolve(num_nodes=num_nodes, num_processes=num_processes)
+
+        lines = [(key, str(value)) for key, value in (*vars(self).items(), ("by_nodes", by_nodes))]
+        what = "the size of the mesh"
+        # Process groups of different sizes would wait for each other.
+        replicas, shards = together(sizes, then=lambda _, ranks: require_equal(lines, ranks, what))
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
         num_data_ranks = replicas * shards
         if self.has_lightning_names:

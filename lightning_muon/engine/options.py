@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -48,6 +49,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
+        check_replicas_every_n_steps: After so many steps compare weights, state and arithmetic between the ranks that
+            must have them alike (see docs/reliability.md); 0 never.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
@@ -65,6 +68,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
     save_distributed_checkpoint: bool = True
+    check_replicas_every_n_steps: int = 0
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
     max_silence: timedelta | None = None
@@ -127,6 +131,13 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         return self.optimizer if isinstance(self.optimizer, MuonConfig | FlexDeMoConfig) else MuonConfig()
 
     @property
+    def lines(self) -> list[tuple[str, str]]:
+        """Each option as text that is equal on all ranks with equal options."""
+        named = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        # Without addresses in memory, which differ.
+        return [(key, re.sub(r" at 0x[0-9a-f]+", "", repr(value))) for key, value in named]
+
+    @property
     def has_nodes(self) -> bool:
         """Whether replicas are nodes that a FlexDeMo keeps together."""
         return isinstance(self.optimizer, FlexDeMoConfig)
@@ -144,6 +155,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 check_flag(field.name, getattr(self, field.name))
         if self.bucket_bytes != "auto":
             check_whole("bucket_bytes", self.bucket_bytes, at_least=1, other="'auto' or ")
+        check_whole("check_replicas_every_n_steps", self.check_replicas_every_n_steps, at_least=0)
         backend = self.process_group_backend
         if not isinstance(backend, str | None):
             raise ValueError(f"process_group_backend must be None or a name such as 'nccl', got {backend!r}")

@@ -16,6 +16,7 @@ from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
@@ -27,10 +28,12 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.pipeline_training import PipelineTraining
+from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -97,6 +100,7 @@ class TrainingEngine:
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog: Watchdog | None = None
+        self._replica_check: ReplicaCheck | None = None
         self._hooks = ExitStack()
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
@@ -107,6 +111,9 @@ class TrainingEngine:
     def shard(self, device: torch.device) -> None:
         """Give all ranks the same weights, in their final form on ``device``."""
         module = self.module
+        versions = [("torch", torch.__version__), ("lightning_muon", VERSION)]
+        of_run = [("sharding", self.mode.name), ("precision", repr(self.mode.options.mp_policy))]
+        self.require_equal([*versions, *of_run, *self.options.lines], "the training")
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
         self._replaced.update({p: name for name, p in module.named_parameters()})
@@ -169,6 +176,9 @@ class TrainingEngine:
         if self._stages is not None:
             self._stages.attach(self.optimizers, self.tokens)
         self._watch()
+        if every := options.check_replicas_every_n_steps:
+            dtype = options.config.compute_dtype
+            self._replica_check = ReplicaCheck(module, self.mode, every=every, compute_dtype=dtype)
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
@@ -353,6 +363,8 @@ class TrainingEngine:
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
+            if self._replica_check is not None:
+                self._replica_check.step_has_ended(optimizer)
         if isinstance(optimizer, PlannedOptimizer):
             optimizer.nonfinite_elsewhere = None
         self.has_run = False
@@ -425,6 +437,11 @@ class TrainingEngine:
         return {"mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), "plans": plans}
 
     # ---- errors and the end
+
+    def require_equal(self, lines: Sequence[tuple[str, str]], what: str) -> None:
+        """Raise on all ranks unless all are here with the same lines. Collective over all ranks."""
+        with self.explaining():
+            require_equal(lines, None, what)
 
     @contextmanager
     def explaining(self) -> Generator[None]:
@@ -537,7 +554,11 @@ class TrainingEngine:
         check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
         layout, device = self.mode.layout, mesh_device(self.mesh)
         stages = ALONE if self.pipeline is None else self.pipeline.group
-        if check.observe(find_nonfinite(parameters, named, layout=layout, across=stages, device=device)):
+        settings = [
+            (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
+        ]
+        found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
+        if check.observe(found):
             for parameter in parameters:
                 parameter.grad = None
 

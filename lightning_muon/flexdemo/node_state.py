@@ -21,6 +21,7 @@ _NOT_SHARDED = (
     ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
     "before step(), over the ranks of each node"
 )
+_ELEMENTS = 2**24  # That are looked at together: 128 MiB of integers.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -148,7 +149,11 @@ def checksums(parameters: Sequence[Tensor]) -> Tensor:
     sums: list[Tensor] = []
     for parameter in parameters:
         local = local_tensor(parameter).detach().reshape(-1)
-        bits = local.view(_INTEGERS[local.element_size()]).to(torch.int64, copy=True)
-        # A factor for each place, so that elements that have changed places show.
-        sums.append(bits.mul_(torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)).sum())
+        total = torch.zeros((), dtype=torch.int64, device=local.device)
+        for number, piece in enumerate(local.view(_INTEGERS[local.element_size()]).split(_ELEMENTS)):
+            # A factor for each place, so that elements that have changed places show.
+            first = 2 * number * _ELEMENTS + 1
+            places = torch.arange(first, first + 2 * piece.numel(), 2, device=piece.device)
+            total += places.mul_(piece).sum()
+        sums.append(total)
     return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")

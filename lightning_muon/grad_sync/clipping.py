@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
@@ -91,28 +92,41 @@ def find_nonfinite(
     layout: Layout = _TENSORS,
     across: AxisGroup = ALONE,
     device: torch.device | None = None,
+    settings: Sequence[tuple[str, str]] = (),
 ) -> list[str]:
     """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 
     Collective over the meshes of ``parameters``, and then over ``across``; every rank must call it with the parameters
     in the same order, also without gradients. The names are equal on all ranks of the largest mesh, and on those of
-    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``.
+    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``. If ``settings``
+    differ between ranks that share parameters, these raise.
     """
     # The smallest sets first, so that what one finds out reaches the larger ones.
     sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
     own = {parameter: part for parameter in dict.fromkeys(parameters) for part in _gradients([parameter], layout)}
     broken = _stacked(local_norms(list(own.values())), _common_device(sets)).isfinite().logical_not()
     num_knowing = broken.any()
+    word = zlib.crc32(repr(settings).encode()) >> 16  # Its square, times many ranks, is an int64.
     for each in sets:
-        num_knowing = (num_knowing > 0).int().to(each.device)
+        filled = [torch.full((), number, dtype=torch.int64, device=each.device) for number in (word, word * word)]
+        sums = torch.stack([(num_knowing > 0).long().to(each.device), *filled])
         if each.group.group is not None:
-            start_all_reduce_sum(num_knowing, each.group).wait()
+            start_all_reduce_sum(sums, each.group).wait()
+        # Words are equal where the mean of their squares is the square of their mean (Cauchy and Schwarz).
+        num_knowing = sums[0] + (sums[1].square() != each.group.size * sums[2])
     if across.group is not None:
         num_knowing = (num_knowing > 0).int().to(device or num_knowing.device)
         start_all_reduce_sum(num_knowing, across).wait()
     flags, (is_known,) = start_reading([broken, num_knowing])()
     found = [names[parameter] for parameter, flag in zip(own, flags, strict=False) if flag]
-    for group in [*(each.group for each in sets), across] if is_known else ():
+    groups = [*(each.group for each in sets), across] if is_known else []
+
+    def compare(_: None, group: AxisGroup | None) -> None:
+        if group is not across:  # Another stage has other groups of parameters.
+            require_equal(settings, group, "what an optimizer goes by")
+
+    together(lambda: None, groups, compare)
+    for group in groups:
         found = list(chain.from_iterable(gather(found, group)))
     return list(dict.fromkeys(found))
 

@@ -64,6 +64,7 @@ class MuonStrategy:
         data_parallel_size: SizeOrAuto = Options.data_parallel_size,
         tensor_parallel_size: SizeOrAuto = Options.tensor_parallel_size,
         save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
+        check_replicas_every_n_steps: int = Options.check_replicas_every_n_steps,
         process_group_backend: str | None = Options.process_group_backend,
         timeout: timedelta = Options.timeout,
         max_silence: timedelta | None = Options.max_silence,
@@ -92,8 +93,6 @@ class MuonStrategy:
     def _start_processes(self) -> Meshes:
         """Start the process group and make the meshes. Collective over all ranks; every rank must call it."""
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
-        # An error here is the same on all ranks, and comes before any communication.
-        self.options.mesh_sizes.resolve(**layout)
         store = None
         if is_in_shared_store() and not dist.is_initialized():
             environment = self.cluster_environment

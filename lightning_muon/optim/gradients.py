@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import StepAgreement, maxima_over
+from lightning_muon.comm.agreement import StepAgreement, are_equal, both_signs, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers
+from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_word
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, local_tensor
 
@@ -193,13 +193,14 @@ def _agree_on_mesh(
 
     # Whether any rank of the mesh raises each flag, and the parameters that no rank has used.
     flags = have, [not has for has in have], unusable, unreduced, nonfinite, sent, void, so_far
-    message = [flag for each in flags for flag in each]
+    word = hyperparameter_word(plan.groups_of[members])
+    message = [*(flag for each in flags for flag in each), *both_signs([word])]
     unused: Collection[Tensor] = ()
     if step is not None and step.is_over(members.host):
         maxima, unused = step.reduce(message)
     else:
         maxima = maxima_over(members.host, message)
-    raised = map(bool, maxima)
+    raised = map(bool, maxima[:-2])
     of_any_rank = [list(islice(raised, len(each))) for each in flags]
     has_any, lacks_any, bad, partial, infinite, sent, void, (stale, stop, left, may_lack) = of_any_rank
     for tensor in unused:
@@ -216,7 +217,7 @@ def _agree_on_mesh(
     findings.nonfinite += tuple(compress(names, infinite))
     findings.partly += tuple(compress(tensors, partly))
     findings.unreduced += tuple(compress(tensors, partial))
-    findings.is_stale |= stale
+    findings.is_stale |= stale or not are_equal(maxima[-2:])  # A new plan names the difference.
     findings.backward_has_failed, findings.may_lack_gradients = left, may_lack
     findings.must_stop |= stop or any(bad) or any(infinite)
 

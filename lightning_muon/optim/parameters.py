@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
@@ -60,6 +61,21 @@ class CheckedGroups:
         except Exception:  # What is no number may raise anything when it is compared.
             return False
         return True
+
+
+def hyperparameter_word(groups: Sequence[ParamGroup]) -> int:
+    """A number that is equal on ranks with equal hyper-parameters, those on a device left out; int32, not negative."""
+    return zlib.crc32(repr([compared(group, waits=False) for group in groups]).encode()) >> 1
+
+
+def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
+    """What must be equal on all ranks, as numbers of Python; ``waits`` for those on a device, or leave them out."""
+    values: dict[str, Any] = {}
+    for key in COMPARED:
+        value: Any = group.get(key)
+        if waits or not isinstance(value, Tensor) or value.device.type == "cpu":
+            values[key] = value if isinstance(value, int) or not hasattr(value, "__float__") else float(value)
+    return values
 
 
 def check_group_(group: ParamGroup) -> None:

@@ -116,7 +116,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def join(self, step: StepAgreement) -> None:
         """Share the message that precedes each step with what reduces the gradients; local, alike on all ranks."""
         self._step_agreement = step
-        step.join(lambda: self._bound is None or self._is_stale(self._bound))
+        step.join(
+            lambda: self._bound is None or self._is_stale(self._bound),
+            lambda: parameters.hyperparameter_word(self.param_groups),
+        )
 
     @property
     def routes(self) -> list[Route]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, require_equal
+from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
 from lightning_muon.math.methods import NewtonSchulzOptions
-from lightning_muon.optim.parameters import COMPARED, BoundParameter, MeshMembers, ParamGroup
+from lightning_muon.optim.parameters import BoundParameter, MeshMembers, ParamGroup, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
@@ -104,6 +104,15 @@ class StepPlan:
             for group in self.exchange_groups
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+    @cached_property
+    def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:
+        """The param groups of the parameters on each mesh, once each, in the order of the parameters."""
+        group: dict[Tensor, ParamGroup] = {each.tensor: each.group for each in self.parameters}
+        return {
+            members: list({id(group[tensor]): group[tensor] for tensor in members.tensors}.values())
+            for members in self.meshes
+        }
 
     @cached_property
     def names(self) -> dict[Tensor, str]:
@@ -255,19 +264,27 @@ def require_equal_parameters(
     parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str
 ) -> None:
     """Raise on all ranks if they differ in any of these. Collective over ``meshes``; every rank must call it."""
-    lines: dict[Tensor, tuple[str, str]] = {}
-    for each in parameters:
-        tensor, route = each.tensor, each.route
-        _, placements = each.layout.mesh_and_placements(tensor)
-        options = {key: value for key, value in each.group.items() if key in COMPARED}
-        lines[tensor] = (
-            route.name,
-            f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits} "
-            f"trainable={tensor.requires_grad} {options}",
-        )
+    of_tensor: dict[Tensor, BoundParameter] = {each.tensor: each for each in parameters}
+
+    def lines_of(members: MeshMembers) -> list[tuple[str, str]]:
+        lines: list[tuple[str, str]] = []
+        firsts: dict[int, BoundParameter] = {}
+        for each in map(of_tensor.__getitem__, members.tensors):
+            tensor, route = each.tensor, each.route
+            first = firsts.setdefault(id(each.group), each)
+            _, placements = each.layout.mesh_and_placements(tensor)
+            text = f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits}"
+            lines.append((route.name, f"{text} trainable={tensor.requires_grad}, in the group of {first.route.name}"))
+        for first in firsts.values():
+            values = compared(first.group, waits=True)
+            lines += [(f"{key} of the group of {first.route.name}", repr(value)) for key, value in values.items()]
+        return lines
+
     # Compare the list of meshes on each mesh, smaller ones first, so that a missing mesh raises and does not hang.
     sizes = [members.axes.size for members in meshes if members.axes.group is not None]
     common = [("settings", settings), ("meshes of", f"{sizes} ranks")]
-    for members in meshes:
-        own = [lines[tensor] for tensor in members.tensors]
-        require_equal([*own, *common], members.axes, "the list of parameters of ParallelMuon")
+    own = {id(members.axes): [*lines_of(members), *common] for members in meshes}
+    what = "the list of parameters of ParallelMuon"
+    together(
+        lambda: None, [members.axes for members in meshes], lambda _, ranks: require_equal(own[id(ranks)], ranks, what)
+    )

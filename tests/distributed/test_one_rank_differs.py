@@ -43,8 +43,8 @@ def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
 @pytest.mark.parametrize(
     ("options", "later", "match"),
     [
-        ({"ns_steps": 3}, "", "'ns_steps': 3"),
-        ({"lr": 0.5}, "", "'lr': 0.5"),
+        ({"ns_steps": 3}, "", "'ns_steps of the group of weight' 5, rank 1 has .* 3"),
+        ({"lr": 0.5}, "", "'lr of the group of weight' .* 0.5"),
         ({}, "frozen", "trainable=False"),
         ({}, "added", "more|bias|settings"),
     ],

@@ -1,5 +1,6 @@
 """A Trainer whose nodes exchange components of momenta: weights, resumed runs, checkpoints, other numbers of nodes."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -199,16 +200,19 @@ def test_other_nodes_and_shards_keep_the_sum_of_residuals(
 ) -> None:
     kind = {"single_file": single_file, "max_epochs": 1, "limit_train_batches": 2}
     sizes = {"nodes": saved[0], "world_size": saved[0] * saved[1]}
-    before = gloo.run(_fit, str(tmp_path), **kind, **sizes)[0][2]
+    _, weights, before = gloo.run(_fit, str(tmp_path), **kind, **sizes)[0]
     # A run that has ended is loaded, and trains no further.
     sizes = {"nodes": loaded[0], "world_size": loaded[0] * loaded[1]}
-    losses, _, after = gloo.run(_fit, resume=f"{tmp_path}/epoch=0.ckpt", **kind, **sizes)[0]
+    losses, same_weights, after = gloo.run(_fit, resume=f"{tmp_path}/epoch=0.ckpt", **kind, **sizes)[0]
     assert not losses and after.keys() == before.keys()
+    assert all(torch.equal(same_weights[name], weights[name]) for name in weights)
     assert any(not torch.equal(tensor[0], tensor[1]) for tensor in before.values()), "nodes have residuals of their own"
     for name, tensor in before.items():
         assert after[name].shape == (loaded[0], *tensor.shape[1:])
-        for own in after[name]:
-            torch.testing.assert_close(own, tensor.sum(0) / loaded[0], rtol=1e-6, atol=1e-9)
+        assert all(torch.equal(own, tensor.sum(0) / loaded[0]) for own in after[name])
+    # The nodes of now go on, with equal weights after each step.
+    losses = gloo.run(_fit, resume=f"{tmp_path}/epoch=0.ckpt", **kind | {"max_epochs": 2}, **sizes)[0][0]
+    assert len(losses) == 2 and all(map(math.isfinite, losses))
 
 
 def test_independent_nodes_resume_with_equal_bits(gloo: ProcessPool, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,9 +99,7 @@ class Accelerator(accelerate.Accelerator):
         """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it, and all raise."""
         # Another rank may see another file.
         self.options = together(lambda: self._checked(read_options(options)))
-        named = [(field.name, getattr(self.options, field.name)) for field in fields(Options)]
-        lines = [(key, getattr(value, "__qualname__", None) or repr(value)) for key, value in named]
-        require_equal(lines, None, "the options of lightning_muon")
+        require_equal(self.options.lines, None, "the options of lightning_muon")
         self._engines: list[TrainingEngine] = []
         # An Accelerator has no end; the other ranks should know when this one has come to it.
         weakref.finalize(self, close_all, self._engines, is_end=True)

@@ -169,7 +169,6 @@ def launched_layout(num_processes: int) -> dict[str, int]:
 def make_meshes(state: Any, options: Options) -> Meshes:
     """The meshes of a run. Collective over all ranks; every rank must call it."""
     sizes, layout = mesh_sizes(state, options), launched_layout(state.num_processes)
-    sizes.resolve(**layout)
     if not dist.is_initialized():  # One process without a launcher.
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -31,6 +31,7 @@ from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint,
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
+    describe_run,
     first_callback,
     gradient_readers,
     has_default_optimizer,
@@ -111,7 +112,13 @@ class TrainerStrategy(MuonStrategy):
             is_loop_of_user=False,
             sees_every_backward=module.automatic_optimization,
         )
-        self._first_callback = first_callback(self.package, self.finish_parameters, self.on_exception)
+        what = "the run of the Trainer"
+        self._first_callback = first_callback(
+            self.package,
+            self.finish_parameters,
+            compare=lambda: engine.require_equal(describe_run(trainer), what),
+            tell_others=self.on_exception,
+        )
         trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         engine.shard(self.root_device)

@@ -116,14 +116,23 @@ _AFTER_BATCHES = (
 )
 
 
+# Where all ranks must have come as far, and with the same settings.
+_COMPARED = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
+
+
 def first_callback(
-    package: LightningPackage, finish: Callable[[], None], tell_others: Callable[[BaseException], None]
+    package: LightningPackage,
+    finish: Callable[[], None],
+    *,
+    compare: Callable[[], None],
+    tell_others: Callable[[BaseException], None],
 ) -> Any:
     """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
 
-    From its first hook on all ranks run Lightning's handlers of signals together, between two batches. After SIGTERM or
-    Ctrl-C they save, and end with the exit code of a process that the signal ends. Other ranks are told of an
-    exception before callbacks of the user answer it, which may communicate.
+    ``compare`` runs at the start of the training, and at both ends of its epochs. From its first hook on all ranks run
+    Lightning's handlers of signals together, between two batches. After SIGTERM or Ctrl-C they save, and end with the
+    exit code of a process that the signal ends. Other ranks are told of an exception before callbacks of the user
+    answer it, which may communicate.
     """
     signals: list[SharedSignals] = []
     told_to_end = package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
@@ -162,6 +171,7 @@ def first_callback(
     called = {
         start: _AT_STARTS,
         lambda *_: finish(): _AT_ENDS,
+        lambda *_: compare(): _COMPARED,
         after_batch: _AFTER_BATCHES,
         lambda *_: _ignore_sigterm(): ("on_exception",),
         fail: ("on_exception",),
@@ -210,6 +220,29 @@ def _ignore_sigterm() -> None:
     """
     if callable(signal.getsignal(signal.SIGTERM)) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+_SETTINGS = (
+    *("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    "check_val_every_n_epoch",
+)
+
+
+def describe_run(trainer: Any) -> list[tuple[str, str]]:
+    """What the ranks of a Trainer must have in common at the start and at the end of an epoch."""
+    loop = trainer.fit_loop.epoch_loop
+    num_batches = trainer.num_training_batches
+    if trainer.max_steps > 0:  # The batches beyond are not reached.
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+        num_batches = min(num_batches, loop.batch_progress.current.ready + left)
+    settings = [(name, str(getattr(trainer, name))) for name in _SETTINGS]
+    progress = {
+        "batches of the epoch": num_batches,
+        "steps so far": trainer.global_step,
+        "batches so far": loop.batch_progress.current.ready,
+        "batches until the validation": trainer.val_check_batch,
+    }
+    return [*settings, *((name, str(value)) for name, value in progress.items())]
 
 
 def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:

@@ -1,0 +1,164 @@
+"""Ranks of one run with different programs: the same error on all of them, with what differs, within 10 seconds."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from lightning_muon import FlexDeMoConfig, MuonConfig
+from tests.integration.training import Block, Network, adamw, dataset, language_model, load, strategy_class, trainer
+from tests.support.processes import ProcessPool
+
+
+class _Reordered(Network):
+    def __init__(self) -> None:
+        super().__init__()
+        self._modules = OrderedDict(reversed(self._modules.items()))
+
+
+class _ShortCut(Network):
+    """Does not run its last block, and so needs no weights of it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.blocks[0](self.embedding(tokens)))
+
+
+class _Stream(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[Any]:
+        return (dataset()[index] for index in range(self.size))
+
+
+def _frozen() -> nn.Module:
+    network = Network()
+    network.head.requires_grad_(False)
+    return network
+
+
+def _double() -> nn.Module:
+    network = Network()
+    network.blocks[0].double()
+    return network
+
+
+def _wider() -> nn.Module:
+    network = Network()
+    network.blocks[1] = Block()
+    network.blocks[1].up, network.blocks[1].down = nn.Linear(16, 40), nn.Linear(40, 16)
+    return network
+
+
+def _with_schedule(module: nn.Module) -> Any:
+    """The learning rate changes with the third step."""
+    optimizer = adamw(module)
+    return [optimizer], [
+        {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step >= 2)), "interval": "step"}
+    ]
+
+
+def _adamw(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda module: torch.optim.AdamW(module.parameters(), **({"lr": 1e-2} | options))
+
+
+def _sgd(module: nn.Module) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=1e-2)
+
+
+_FLEX = {"optimizer": FlexDeMoConfig(), "replicate_size": 2}
+# Kind -> what is in the place of the ordinary on all ranks, and what on rank 1; what the error names.
+_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "frozen": ({}, {"network": _frozen}, "network.head.weight"),
+    "order of modules": ({}, {"network": _Reordered}, "network.embedding.weight"),
+    "dtype": ({}, {"network": _double}, "float64"),
+    "shape": ({}, {"network": _wider}, r"\(40, 16\)|\(40,"),
+    "seed": ({}, {"seed": 1}, ""),
+    "lr": ({}, {"configure": _adamw(lr=1e-3)}, "lr of the group of .* 0.01, rank 1 has .* 0.001"),
+    "weight decay": ({}, {"configure": _adamw(weight_decay=0.7)}, "weight_decay of the group of .* 0.7"),
+    "kind of optimizer": ({}, {"configure": _sgd}, "what configure_optimizers returned"),
+    "schedule, fsdp": ({}, {"configure": _with_schedule}, "lr.* 0.005"),
+    "schedule, zero2": ({"strategy": {"sharding": "zero2"}}, {"configure": _with_schedule}, "lr.* 0.005"),
+    "schedule, ddp": ({"strategy": {"sharding": "ddp"}}, {"configure": _with_schedule}, "lr.* 0.005"),
+    "schedule, flexdemo": ({"strategy": _FLEX}, {"configure": _with_schedule}, "lr.* 0.005"),
+    "schedule, kept": ({"strategy": {"optimizer": "keep"}}, {"configure": _with_schedule}, "lr.* 0.005"),
+    "momentum": ({}, {"strategy": {"optimizer": MuonConfig(momentum=0.9)}}, "momentum=0.9"),
+    "routing": ({}, {"strategy": {"optimizer": MuonConfig(adamw_patterns=("*.up.weight",))}}, "up.weight"),
+    "plan": ({}, {"strategy": {"optimizer": MuonConfig(look_ahead=1)}}, "look_ahead=1"),
+    "mesh": ({}, {"strategy": {"replicate_size": 2, "shard_size": 1}}, "'replicate_size' auto, rank 1 has .* 2"),
+    "mesh that does not fit": (
+        {},
+        {"strategy": {"replicate_size": 3}},
+        "3 replicas x 1 shards = 3 ranks, but there are 2",
+    ),
+    "sharding": ({}, {"strategy": {"sharding": "zero2"}}, "sharding.*zero2"),
+    "units": ({}, {"strategy": {"wrap_policy": ("Linear",)}}, "Linear|FSDP2 unit"),
+    "replicator": ({"strategy": _FLEX}, {"strategy": _FLEX | {"optimizer": FlexDeMoConfig(decay=0.5)}}, "decay=0.5"),
+    "missing gradient": ({}, {"network": _ShortCut}, r"blocks.1"),
+    "version of torch": ({}, {"versions": {"torch.__version__": "2.0.0"}}, "'torch' 2.0.0"),
+    "version of lightning_muon": (
+        {},
+        {"versions": {"lightning_muon.engine.training.VERSION": "9.9"}},
+        "'lightning_muon' 9.9",
+    ),
+    "length of data": ({}, {"samples": 24}, "'batches of the epoch' 8, rank 1 has .* 6"),
+    "length of a stream": ({"stream": True}, {"samples": 24}, "The ranks wait for each other in different places"),
+    "accumulated batches": (
+        {},
+        {"trainer": {"accumulate_grad_batches": 2}},
+        "'accumulate_grad_batches' .* 'accumulate_grad_batches' 2",
+    ),
+    "clipping": ({}, {"trainer": {"gradient_clip_val": 0.1}}, "'gradient_clip_val' .* 'gradient_clip_val' 0.1"),
+    "steps": ({}, {"trainer": {"max_steps": 3}}, "'max_steps' .* 'max_steps' 3"),
+    "precision": ({}, {"trainer": {"precision": "bf16-mixed"}}, "bfloat16|bf16"),
+}
+
+
+def _fit(kind: str) -> tuple[str, float]:
+    common, own, _ = _KINDS[kind]
+    chosen: dict[str, Any] = common | (own if dist.get_rank() == 1 else {})
+    pl = load()
+    model = language_model(
+        pl, network=chosen.get("network", Network), configure=chosen.get("configure", adamw), seed=chosen.get("seed", 0)
+    )
+    samples = chosen.get("samples", 32)
+    if chosen.get("stream"):
+        batches = DataLoader(_Stream(samples), batch_size=4)
+    else:
+        batches = DataLoader(Subset(dataset(), range(samples)), batch_size=4)
+    strategy = strategy_class()(**chosen.get("strategy", {}))
+    versions = chosen.get("versions", {})
+    began = time.monotonic()
+    try:
+        with ExitStack() as stack:
+            for place, version in versions.items():
+                stack.enter_context(mock.patch(place, version))
+            fitter = trainer(pl, strategy=strategy, use_distributed_sampler=False, **chosen.get("trainer", {}))
+            fitter.fit(model, batches)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    return "", time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_disagreement_is_named_on_all_ranks(gloo: ProcessPool, kind: str) -> None:
+    results = gloo.run(_fit, kind, world_size=2, timeout=60)
+    for message, seconds in results:
+        assert seconds < 10
+        if match := _KINDS[kind][2]:
+            assert re.search(match, message), message
+        else:
+            assert not message
+    # A rank that raises by itself keeps the type of its error.
+    assert len({message.partition("differs between ranks")[2] for message, _ in results}) == 1
