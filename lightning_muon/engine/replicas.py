@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
-from lightning_muon.config import DtypeName
+from lightning_muon.config import ComputeDtypeName
 from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
-from lightning_muon.math.newton_schulz import orthogonalize
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
 from lightning_muon.params.logical import Box, logical_matrices
 from lightning_muon.sharding.base import ShardingMode
@@ -35,9 +35,9 @@ class ReplicaCheck:
     Newton-Schulz for one matrix of the model, drawn anew each time, on all ranks that share its weights.
     """
 
-    def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int, compute_dtype: DtypeName) -> None:
+    def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int, compute_dtype: ComputeDtypeName) -> None:
         self._module, self._mode, self._every = module, mode, every
-        self._compute_dtype: DtypeName = compute_dtype
+        self._compute_dtype: ComputeDtypeName = compute_dtype
         self._num_steps = 0
 
     @torch.no_grad()
@@ -93,13 +93,9 @@ class ReplicaCheck:
         parameter, group, matrix = random.Random(self._num_steps).choice(matrices)
         whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         part = whole[matrix.box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
-        update = orthogonalize(
-            part.reshape(matrix.rows, matrix.cols),
-            coefficients=group["ns_coefficients"],
-            num_steps=group["ns_steps"],
-            eps=group["eps"],
-            compute_dtype=resolve_compute_dtype(self._compute_dtype, whole.device),
-        )
+        dtype = resolve_compute_dtype(self._compute_dtype, whole.device)
+        choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, dtype, whole.device.type)
+        update = choice.orthogonalize(part.reshape(matrix.rows, matrix.cols), eps=group["eps"], compute_dtype=dtype)
         has_own_mesh = isinstance(parameter, DTensor) and (not self._couples_nodes or _trains_alone(optimizer))
         mesh: DeviceMesh = parameter.device_mesh if has_own_mesh else self._mode.mesh
         ranks = axis_group(mesh, tuple(range(mesh.ndim)))
