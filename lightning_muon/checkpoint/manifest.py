@@ -58,6 +58,7 @@ class HashedFile:
         try:
             return self._file.write(data)
         except OSError as error:
+            error.filename = self.name  # As that of an error of ``open``.
             self.error = self.error or error
             raise
 
@@ -98,7 +99,7 @@ class ShardWriter(FileSystemWriter):
     """Writer of ``torch.distributed.checkpoint`` that knows the hash of each file that this rank has written."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+        super().__init__(directory, per_thread_copy_ahead=0)  # Tensors are on the host: no need for a CUDA stream.
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
     @property

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
 from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.comm.groups import AxisGroup
 
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
 README = "README-lightning-muon.txt"
@@ -29,14 +30,17 @@ _OBSOLETE = ".obsolete"
 
 
 @contextmanager
-def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Generator[list[Path]]:
+def replacing(
+    *paths: Path, whole: bool, obsolete: Sequence[Path] = (), everyone: AxisGroup | None = None
+) -> Generator[list[Path]]:
     """Give the block paths to write to, beside ``paths``, whose places they take when all is written.
 
     ``paths``, the same on all ranks, are replaced together if they are in one directory; what is at ``obsolete``,
     beside the first of them, goes in the same moment. With ``whole`` the block writes files, in place of directories of
     shards. What others have put into a directory of shards moves into the one that follows.
 
-    Collective over all ranks; every rank must call it, and the block fails on all of them or on none.
+    Collective over all ranks; every rank must call it, and the block fails on all of them or on none. A thread gives
+    ``everyone``, all ranks with a process group of its own.
     """
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
@@ -68,19 +72,19 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
         for folder in finished:
             _settle(folder)
 
-    on_first_rank(end_earlier_saves)
-    together(lambda: [_require_replaceable(target, whole=whole) for target in targets])
-    on_first_rank(make_folders)
+    on_first_rank(end_earlier_saves, everyone)
+    together(lambda: [_require_replaceable(target, whole=whole) for target in targets], (everyone,))
+    on_first_rank(make_folders, everyone)
     try:
         yield drafts
-        on_first_rank(require_written)
+        on_first_rank(require_written, everyone)
     except BaseException:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
             with suppress(OSError):  # What failed says more than what could not be cleared away.
                 for folder in folders:
                     remove(folder)
         raise
-    on_first_rank(commit)
+    on_first_rank(commit, everyone)
 
 
 def last_written(path: Path) -> Path:

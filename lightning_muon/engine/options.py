@@ -48,6 +48,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
+        async_save: Checkpoints are written while the training goes on, from a copy in the memory of the host.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
@@ -65,6 +66,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
     save_distributed_checkpoint: bool = True
+    async_save: bool = False
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
     max_silence: timedelta | None = None

@@ -190,7 +190,8 @@ class FabricStrategy(MuonStrategy):
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
         place = Path(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
-        save(place, self._by_kind(state), self._meshes.data, filters=filter or {}, metadata_name=metadata_name)
+        kinds, filters = self._by_kind(state), filter or {}
+        save(place, kinds, self._meshes.data, filters=filters, metadata_name=metadata_name, saves=self._saves)
 
     def load_checkpoint(
         self,
@@ -202,6 +203,7 @@ class FabricStrategy(MuonStrategy):
         """Load into ``state``, and return what it did not ask for. Collective over all ranks."""
         if state is None or (isinstance(state, dict) and not state):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
+        self.finish_saving()
         checkpoint = Checkpoint.open(
             Path(path),
             metadata_name=metadata_filename(self.package),
@@ -222,6 +224,7 @@ class FabricStrategy(MuonStrategy):
 
     def teardown(self) -> None:
         """Remove all hooks; modules stay sharded."""
+        self.finish_saving()
         close_all(self._engines)
         self.precision.teardown()
         self.accelerator.teardown()

@@ -15,6 +15,7 @@ from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
+PREFIX_OF_REQUEUE = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves for SLURM's requeue.
 _STEPS = "steps_of_auto_resume"  # A name that nobody logs, as some do `step`.
 
 
@@ -93,7 +94,7 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
     checkpoint of a requeue, which Lightning takes whenever there is one, may be older than others.
     """
     auto = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, AutoResumeCallback)]
-    is_of_requeue = path.name.startswith("hpc_ckpt_")
+    is_of_requeue = path.name.startswith(PREFIX_OF_REQUEUE)
     if not (is_of_requeue or _LAST.match(path.stem) or any(callback.ckpt_path == str(path) for callback in auto)):
         return [path]
     every = newest_first(path.parent, *(Path(callback.dirpath) for callback in auto))
