@@ -19,6 +19,7 @@ from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.sharding.outputs import tensors_in
 
+THREAD = "lightning_muon_save"
 _log = logging.getLogger(__name__)
 
 
@@ -40,7 +41,7 @@ class HostCopies:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.layout != torch.strided:
                 continue
-            form = type(tensor), tensor.shape, tensor.stride(), tensor.dtype, local.device
+            form = isinstance(tensor, DTensor), tensor.shape, tensor.stride(), tensor.dtype, local.device
             form += (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
             memory = local.data_ptr(), *form
             if memory not in by_memory:
@@ -87,7 +88,7 @@ class BackgroundSaves:
         state = together(lambda: self._copies.copied(state), (self._ranks,))
         self._afterwards = []
         arguments = path, partial(write, state, self._ranks)
-        self._thread = threading.Thread(target=self._run, args=arguments, name="lightning_muon_save")
+        self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
         self._thread.start()
 
     def after_commit(self, action: Callable[[], None]) -> None:

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -55,22 +56,29 @@ class HashedFile:
         """Write and hash."""
         self._sha256.update(data)
         self.size += len(data)
-        try:
+        with self._naming_errors():
             return self._file.write(data)
-        except OSError as error:
-            error.filename = self.name  # As that of an error of ``open``.
-            self.error = self.error or error
-            raise
+
+    def close(self) -> None:
+        """Wait until the bytes are on the disk."""
+        if not self._file.closed:
+            with self._naming_errors(), self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
 
     @property
     def entry(self) -> dict[str, Any]:
         """What the manifest says of the file."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
-    def sync(self) -> None:
-        """Wait until the bytes are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    @contextmanager
+    def _naming_errors(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = self._file.name  # As that of an error of `open`.
+            self.error = self.error or error
+            raise
 
 
 class _Archive(HashedFile):
@@ -92,7 +100,6 @@ class _Archive(HashedFile):
         start = _MARK + json.dumps(dict(about)).encode() + _HASH_MARK
         super().write((len(start) + _HASH_DIGITS).to_bytes(_LENGTH, "little") + start)
         self._file.write(self._sha256.hexdigest().encode())
-        self.sync()
 
 
 class ShardWriter(FileSystemWriter):

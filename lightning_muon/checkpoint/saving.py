@@ -221,8 +221,7 @@ def write_shards(
         for name, write in (beside or {}).items():
             with HashedFile(directory / name) as file:
                 write(file)
-                file.sync()
-                files[name] = file.entry
+            files[name] = file.entry
 
     on_first_rank(write_beside, everyone)
     try:
