@@ -47,6 +47,18 @@ def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
     room.check_run(module, Options(sharding="ddp"), _package(pl))
 
 
+def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
+    kind = _package(pl).fabric("plugins").TorchCheckpointIO
+    for save_last, plugin, match in (("link", kind, "save_last='link'"), (True, type("Own", (kind,), {}), "with Own")):
+        trainer = _trainer(None)
+        trainer.checkpoint_callbacks = [pl.callbacks.ModelCheckpoint(save_last=save_last)]
+        trainer.strategy.checkpoint_io = plugin()
+        module = SimpleNamespace(trainer=trainer, automatic_optimization=True)
+        room.check_run(module, Options(), _package(pl))
+        with pytest.raises(ValueError, match=match):
+            room.check_run(module, Options(async_save=True), _package(pl))
+
+
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
     class Own(pl.Callback):
         def on_before_zero_grad(self, *_: Any) -> None:
