@@ -10,6 +10,7 @@ because a Trainer that looks for a checkpoint to resume from looks for its name 
 from __future__ import annotations
 
 import hashlib
+import re
 import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,6 +28,22 @@ _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
 # File in a finished folder: names beside it that go when its entries take their places.
 _OBSOLETE = ".obsolete"
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(:|/)")  # A Path has one slash of two.
+
+
+def local_path(path: str | Path) -> Path:
+    """``path``, or a URL ``file://...``, as a path; local.
+
+    Raises:
+        ValueError: For a URL of another file system.
+    """
+    text = str(path).removeprefix("file://")
+    if _URL.match(text):
+        raise ValueError(
+            f"{text} is a URL: a checkpoint takes its place by renaming, which object stores cannot do. Give a path "
+            "that all ranks see (dirpath, default_root_dir), and copy finished ones to the store with other tools."
+        )
+    return Path(text)
 
 
 @contextmanager

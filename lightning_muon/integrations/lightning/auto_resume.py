@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES
 
@@ -58,7 +59,7 @@ class AutoResumeCallback:
             raise ValueError(f"AutoResume(keep={keep}): keep at least 1 checkpoint, better 2")
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
-            dirpath=dirpath,
+            dirpath=str(local_path(dirpath)),
             monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
             save_top_k=keep,

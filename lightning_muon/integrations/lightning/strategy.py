@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
-from lightning_muon.checkpoint.staging import discard
+from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -324,7 +324,7 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        place, rest = Path(self.broadcast(filepath)), dict(checkpoint)
+        place, rest = local_path(self.broadcast(filepath)), dict(checkpoint)
         if not whole and not self._has_saved:
             self._has_saved = True
             self.package.fabric("utilities.rank_zero").rank_zero_info(
@@ -343,12 +343,12 @@ class TrainerStrategy(MuonStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
-            remove = partial(discard, Path(filepath))
+            remove = partial(discard, local_path(filepath))
             remove() if self._saves is None else self._saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path, trainer = Path(checkpoint_path), self.lightning_module.trainer
+        path, trainer = local_path(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)

@@ -1,5 +1,6 @@
 """Callbacks, the default optimizer and precision plugins of a Trainer; whole runs are in tests/integration."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, Parall
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning import trainer as room
 from lightning_muon.integrations.lightning.trainer import EnginePlugin, sharded_plugin
+from lightning_muon.integrations.registry import auto_resume_class
 from tests.integration.training import PACKAGES
 
 
@@ -30,7 +32,13 @@ def _module(pl: Any, hook: str = "on_train_epoch_end") -> Any:
 def _trainer(module: Any, *callbacks: Any) -> Any:
     """What the checks look at."""
     options = SimpleNamespace(options=Options(sharding="zero2"))
-    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), strategy=options)
+    return SimpleNamespace(
+        lightning_module=module,
+        callbacks=list(callbacks),
+        strategy=options,
+        checkpoint_callbacks=[each for each in callbacks if hasattr(each, "best_model_path")],
+        default_root_dir=".",
+    )
 
 
 def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
@@ -50,13 +58,26 @@ def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
 def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
     kind = _package(pl).fabric("plugins").TorchCheckpointIO
     for save_last, plugin, match in (("link", kind, "save_last='link'"), (True, type("Own", (kind,), {}), "with Own")):
-        trainer = _trainer(None)
-        trainer.checkpoint_callbacks = [pl.callbacks.ModelCheckpoint(save_last=save_last)]
+        trainer = _trainer(None, pl.callbacks.ModelCheckpoint(save_last=save_last))
         trainer.strategy.checkpoint_io = plugin()
         module = SimpleNamespace(trainer=trainer, automatic_optimization=True)
         room.check_run(module, Options(), _package(pl))
         with pytest.raises(ValueError, match=match):
             room.check_run(module, Options(async_save=True), _package(pl))
+
+
+def test_urls_of_object_stores_are_refused(pl: Any) -> None:
+    module = SimpleNamespace(trainer=_trainer(None, pl.callbacks.ModelCheckpoint()), automatic_optimization=True)
+    room.check_run(module, Options(), _package(pl))
+    module.trainer.default_root_dir = "s3://bucket/run"
+    with pytest.raises(ValueError, match=r"s3://bucket/run is a URL: .* Give a path"):
+        room.check_run(module, Options(), _package(pl))
+    module.trainer.callbacks[0].dirpath = "/somewhere"
+    room.check_run(module, Options(), _package(pl))
+    for url in ("gs://bucket/run", Path("memory://run"), "simplecache::s3://bucket/run"):
+        with pytest.raises(ValueError, match="is a URL"):
+            auto_resume_class(pl.__name__)(url)
+    assert auto_resume_class(pl.__name__)("file:///tmp/run").dirpath == "/tmp/run"
 
 
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
