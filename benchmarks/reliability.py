@@ -185,21 +185,21 @@ class _Training:
         self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters()))
         self.tokens = torch.randint(arguments.rows, (arguments.tokens,), device=self.fabric.device)
 
-    def step(self) -> float:
-        """Seconds of one step."""
-        start = time.perf_counter()
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step, and those that this thread was on a processor."""
+        start, start_cpu = time.perf_counter(), time.thread_time()
         self.fabric.backward(self.model(self.tokens).square().mean())
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.fabric.device.type == "cuda":
             torch.cuda.synchronize()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.thread_time() - start_cpu
 
-    def save(self, path: Path, *, steps: bool) -> tuple[float, list[float], float]:
+    def save(self, path: Path, *, steps: bool) -> tuple[float, list[tuple[float, float]], float]:
         """Seconds of the call, of each step that was taken while it was written, and from the call to the commit."""
         start = time.perf_counter()
         self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer})
-        called, during = time.perf_counter() - start, list[float]()
+        called, during = time.perf_counter() - start, list[tuple[float, float]]()
         while steps and self.fabric.broadcast(any(each.name == THREAD for each in threading.enumerate())):
             during.append(self.step())
         self.fabric.strategy.finish_saving()
@@ -224,16 +224,20 @@ def time_saving(arguments: argparse.Namespace) -> None:
     def note(name: str, *seconds: float) -> None:
         found.setdefault(name, []).extend(seconds)
 
+    def note_steps(name: str, steps: list[tuple[float, float]]) -> None:
+        note(name, *(seconds for seconds, _ in steps))
+        note(f"{name}, on a processor", *(seconds for _, seconds in steps))
+
     for _ in range(3):
         training.step()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(training.fabric.broadcast(folder)) / "last.ckpt"
         training.save(path, steps=False)
         for _ in range(arguments.rounds):
-            note("step", *(training.step() for _ in range(10)))
+            note_steps("step", [training.step() for _ in range(10)])
             called, during, _ = training.save(path, steps=True)
             note("call of save", called)
-            note("step while it is written", *during)
+            note_steps("step while it is written", during)
             note("save without steps", training.save(path, steps=False)[2])
             with mock.patch.object(manifest, "hashlib", SimpleNamespace(sha256=_NoHash)):
                 note("save without steps and hashes", training.save(path, steps=False)[2])
@@ -242,8 +246,9 @@ def time_saving(arguments: argparse.Namespace) -> None:
         print(f"{size / 1e6:.0f} MB, {arguments.ranks} ranks")
         for name, values in found.items():
             print(f"{name}: {statistics.median(values):.4f} s (median of {len(values)})")
-        ratio = statistics.mean(found["step while it is written"]) / statistics.mean(found["step"])
-        print(f"mean step while it is written / mean step: {ratio:.3f}")
+        for kind in ("", ", on a processor"):
+            ratio = statistics.mean(found[f"step while it is written{kind}"]) / statistics.mean(found[f"step{kind}"])
+            print(f"mean step while it is written / mean step{kind}: {ratio:.3f}")
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_muon.checkpoint.newest import newest_first
-from lightning_muon.checkpoint.staging import local_path
+from lightning_muon.checkpoint.urls import place
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES
 
@@ -31,7 +31,7 @@ class AutoResumeCallback:
     ``ckpt_path="best"`` means the first callback.
 
     Args:
-        dirpath: Folder of the checkpoints, which all ranks see; it belongs to one training.
+        dirpath: Folder of the checkpoints, which all ranks see, or its URL; it belongs to one training.
         keep: How many of the newest ones stay; more than one, so that there is one before a damaged one.
         every_n_train_steps: Optimizer steps between two saves.
         train_time_interval: Time between two saves, in place of steps.
@@ -59,7 +59,7 @@ class AutoResumeCallback:
             raise ValueError(f"AutoResume(keep={keep}): keep at least 1 checkpoint, better 2")
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
-            dirpath=str(local_path(dirpath)),
+            dirpath=str(place(dirpath)),
             monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
             save_top_k=keep,
@@ -73,7 +73,7 @@ class AutoResumeCallback:
     @property
     def ckpt_path(self) -> str:
         """The checkpoint to go on from, if there is one; local."""
-        return next((str(path) for path in newest_first(Path(self.dirpath))), "")
+        return next((str(path) for path in newest_first(place(self.dirpath))), "")
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
         """Nothing is saved: one rank may have failed alone."""
@@ -98,7 +98,7 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
     is_of_requeue = path.name.startswith(PREFIX_OF_REQUEUE)
     if not (is_of_requeue or _LAST.match(path.stem) or any(callback.ckpt_path == str(path) for callback in auto)):
         return [path]
-    every = newest_first(path.parent, *(Path(callback.dirpath) for callback in auto))
+    every = newest_first(path.parent, *(place(callback.dirpath) for callback in auto))
     return every if is_of_requeue and path in every else [path, *(other for other in every if other != path)]
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
-from lightning_muon.checkpoint.staging import discard, local_path
+from lightning_muon.checkpoint.staging import discard
+from lightning_muon.checkpoint.urls import place
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -324,31 +325,31 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        place, rest = local_path(self.broadcast(filepath)), dict(checkpoint)
+        target, rest = place(self.broadcast(filepath)), dict(checkpoint)
         if not whole and not self._has_saved:
             self._has_saved = True
             self.package.fabric("utilities.rank_zero").rank_zero_info(
-                f"{place} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
-                f"lightning-muon convert {place} FILE"
+                f"{target} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
+                f"lightning-muon convert {target} FILE"
             )
         content, metadata_name = {}, None
         if not whole:
             states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)
             content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
-        write_checkpoint(place, content, rest, metadata_name=metadata_name, saves=self._saves)
+        write_checkpoint(target, content, rest, metadata_name=metadata_name, saves=self._saves)
         # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
-        if self.lightning_module.trainer.state.status != "running" or place.name.startswith(PREFIX_OF_REQUEUE):
+        if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
             self.finish_saving()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
-            remove = partial(discard, local_path(filepath))
+            remove = partial(discard, place(filepath))
             remove() if self._saves is None else self._saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path, trainer = local_path(checkpoint_path), self.lightning_module.trainer
+        path, trainer = place(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)

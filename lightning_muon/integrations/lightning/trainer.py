@@ -16,7 +16,6 @@ import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
@@ -56,8 +55,6 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
             raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
         require_single_batches(module.trainer)
     known = package.module("callbacks")
-    for callback in module.trainer.checkpoint_callbacks:
-        local_path(getattr(callback, "dirpath", None) or module.trainer.default_root_dir)
     if options.async_save:
         _check_async_save(module.trainer, package)
     # torch.equal of sharded tensors, by which they find what an optimizer has, is collective over all ranks.

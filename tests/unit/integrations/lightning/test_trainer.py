@@ -1,6 +1,5 @@
 """Callbacks, the default optimizer and precision plugins of a Trainer; whole runs are in tests/integration."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +10,6 @@ from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, Parall
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning import trainer as room
 from lightning_muon.integrations.lightning.trainer import EnginePlugin, sharded_plugin
-from lightning_muon.integrations.registry import auto_resume_class
 from tests.integration.training import PACKAGES
 
 
@@ -37,7 +35,6 @@ def _trainer(module: Any, *callbacks: Any) -> Any:
         callbacks=list(callbacks),
         strategy=options,
         checkpoint_callbacks=[each for each in callbacks if hasattr(each, "best_model_path")],
-        default_root_dir=".",
     )
 
 
@@ -64,20 +61,6 @@ def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
         room.check_run(module, Options(), _package(pl))
         with pytest.raises(ValueError, match=match):
             room.check_run(module, Options(async_save=True), _package(pl))
-
-
-def test_urls_of_object_stores_are_refused(pl: Any) -> None:
-    module = SimpleNamespace(trainer=_trainer(None, pl.callbacks.ModelCheckpoint()), automatic_optimization=True)
-    room.check_run(module, Options(), _package(pl))
-    module.trainer.default_root_dir = "s3://bucket/run"
-    with pytest.raises(ValueError, match=r"s3://bucket/run is a URL: .* Give a path"):
-        room.check_run(module, Options(), _package(pl))
-    module.trainer.callbacks[0].dirpath = "/somewhere"
-    room.check_run(module, Options(), _package(pl))
-    for url in ("gs://bucket/run", Path("memory://run"), "simplecache::s3://bucket/run"):
-        with pytest.raises(ValueError, match="is a URL"):
-            auto_resume_class(pl.__name__)(url)
-    assert auto_resume_class(pl.__name__)("file:///tmp/run").dirpath == "/tmp/run"
 
 
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
