@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from lightning_muon.checkpoint.manifest import MANIFEST
 from lightning_muon.checkpoint.newest import newest_first
-from lightning_muon.checkpoint.urls import place
+from lightning_muon.checkpoint.staging import last_written
+from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES
 
@@ -73,7 +75,11 @@ class AutoResumeCallback:
     @property
     def ckpt_path(self) -> str:
         """The checkpoint to go on from, if there is one; local."""
-        return next((str(path) for path in newest_first(place(self.dirpath))), "")
+        path = next(iter(newest_first(place(self.dirpath))), None)
+        if isinstance(path, UrlPath) and path.is_dir():
+            # Lightning asks when it was changed, which object stores know of files alone; see `chosen`.
+            path = last_written(path) / MANIFEST
+        return "" if path is None else str(path)
 
     def on_exception(self, trainer: Any, *_: Any) -> None:
         """Nothing is saved: one rank may have failed alone."""
@@ -88,6 +94,12 @@ def add_steps(callback: Any, trainer: Any) -> dict[str, Any]:
     return candidates | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
 
 
+def chosen(path: str | Path) -> Path:
+    """The checkpoint that a Trainer has been told to load, also by :attr:`AutoResumeCallback.ckpt_path`; local."""
+    found = place(path)
+    return found.parent.parent if isinstance(found, UrlPath) and found.name == MANIFEST else found
+
+
 def candidates(trainer: Any, path: Path) -> list[Path]:
     """What a fit may go on from, the first that is intact: ``path``, and if the user did not name it, those beside it.
 
@@ -96,7 +108,7 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
     """
     auto = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, AutoResumeCallback)]
     is_of_requeue = path.name.startswith(PREFIX_OF_REQUEUE)
-    if not (is_of_requeue or _LAST.match(path.stem) or any(callback.ckpt_path == str(path) for callback in auto)):
+    if not (is_of_requeue or _LAST.match(path.stem) or any(chosen(callback.ckpt_path) == path for callback in auto)):
         return [path]
     every = newest_first(path.parent, *(place(callback.dirpath) for callback in auto))
     return every if is_of_requeue and path in every else [path, *(other for other in every if other != path)]

@@ -27,7 +27,12 @@ from lightning_muon.engine.forward_methods import register_steps, unshard_on_cal
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.integrations.lightning.auto_resume import PREFIX_OF_REQUEUE, candidates, require_same_checkpoint
+from lightning_muon.integrations.lightning.auto_resume import (
+    PREFIX_OF_REQUEUE,
+    candidates,
+    chosen,
+    require_same_checkpoint,
+)
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
@@ -349,7 +354,7 @@ class TrainerStrategy(MuonStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path, trainer = place(checkpoint_path), self.lightning_module.trainer
+        path, trainer = chosen(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)
