@@ -1,10 +1,16 @@
-"""How much damage to a checkpoint is found when it is loaded: ours, torch.distributed.checkpoint, a file of torch.save.
+"""How much damage to a checkpoint is found when it is loaded, and how much time of a training a save takes.
 
     python benchmarks/reliability.py
+    python benchmarks/reliability.py saving
+    python benchmarks/reliability.py saving --accelerator cuda --width 2048 --blocks 12 --rows 32000
+
+Damage, to checkpoints of ours, of torch.distributed.checkpoint, and to a file of torch.save:
 
 Two ranks save the weights and the momenta of a small model twice. Each damage is made to one file alone; a load on both
 ranks then finds it by an error, or does not. A load that does not raise and gives the bytes that were saved counts
 as well: the damage was in bytes that mean nothing.
+
+Saving: seconds of a step alone, while ``async_save=True`` writes, and of a save, with and without hashes.
 """
 
 from __future__ import annotations
@@ -12,18 +18,28 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import statistics
 import tempfile
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from lightning.fabric import Fabric
 from torch import Tensor
+from torch.nn import Embedding, Linear, ReLU, Sequential
 
+from lightning_muon import ParallelMuonFabricStrategy
+from lightning_muon.checkpoint import manifest
+from lightning_muon.checkpoint.background import THREAD
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.monitor.calibrate import run_on_ranks
@@ -154,9 +170,100 @@ def count(folder: str, name: str) -> dict[str, list[int]]:
 KINDS = ("one bit", "page of zeros", "cut off", "file missing", "file of another save")
 
 
+class _Training:
+    """A Fabric program whose steps are short compared with the writing of its state."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        strategy = ParallelMuonFabricStrategy(async_save=True)
+        self.fabric = Fabric(accelerator=arguments.accelerator, devices=arguments.ranks, strategy=strategy)
+        self.fabric.launch()
+        width = arguments.width
+        blocks = [
+            Sequential(Linear(width, 4 * width), ReLU(), Linear(4 * width, width)) for _ in range(arguments.blocks)
+        ]
+        model = Sequential(Embedding(arguments.rows, width), *blocks)
+        self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters()))
+        self.tokens = torch.randint(arguments.rows, (arguments.tokens,), device=self.fabric.device)
+
+    def step(self) -> tuple[float, float]:
+        """Seconds of one step, and those that this thread was on a processor."""
+        start, start_cpu = time.perf_counter(), time.thread_time()
+        self.fabric.backward(self.model(self.tokens).square().mean())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.fabric.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start, time.thread_time() - start_cpu
+
+    def save(self, path: Path, *, steps: bool) -> tuple[float, list[tuple[float, float]], float]:
+        """Seconds of the call, of each step that was taken while it was written, and from the call to the commit."""
+        start = time.perf_counter()
+        self.fabric.save(path, {"model": self.model, "optimizer": self.optimizer})
+        called, during = time.perf_counter() - start, list[tuple[float, float]]()
+        while steps and self.fabric.broadcast(any(each.name == THREAD for each in threading.enumerate())):
+            during.append(self.step())
+        self.fabric.strategy.finish_saving()
+        return called, during[:-1], time.perf_counter() - start
+
+
+class _NoHash:
+    def __init__(self, *_: bytes) -> None:
+        pass
+
+    def update(self, data: Any) -> None:
+        """Hash nothing."""
+
+    def hexdigest(self) -> str:
+        return "0" * 64
+
+
+def time_saving(arguments: argparse.Namespace) -> None:
+    """Print what saving costs; each figure is a median over rounds that take turns. Collective over all ranks."""
+    training, found = _Training(arguments), dict[str, list[float]]()
+
+    def note(name: str, *seconds: float) -> None:
+        found.setdefault(name, []).extend(seconds)
+
+    def note_steps(name: str, steps: list[tuple[float, float]]) -> None:
+        note(name, *(seconds for seconds, _ in steps))
+        note(f"{name}, on a processor", *(seconds for _, seconds in steps))
+
+    for _ in range(3):
+        training.step()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        path = Path(training.fabric.broadcast(folder)) / "last.ckpt"
+        training.save(path, steps=False)
+        for _ in range(arguments.rounds):
+            note_steps("step", [training.step() for _ in range(10)])
+            called, during, _ = training.save(path, steps=True)
+            note("call of save", called)
+            note_steps("step while it is written", during)
+            note("save without steps", training.save(path, steps=False)[2])
+            with mock.patch.object(manifest, "hashlib", SimpleNamespace(sha256=_NoHash)):
+                note("save without steps and hashes", training.save(path, steps=False)[2])
+        size = sum(file.stat().st_size for file in path.iterdir())
+    if training.fabric.is_global_zero:
+        print(f"{size / 1e6:.0f} MB, {arguments.ranks} ranks")
+        for name, values in found.items():
+            print(f"{name}: {statistics.median(values):.4f} s (median of {len(values)})")
+        for kind in ("", ", on a processor"):
+            ratio = statistics.mean(found[f"step while it is written{kind}"]) / statistics.mean(found[f"step{kind}"])
+            print(f"mean step while it is written / mean step{kind}: {ratio:.3f}")
+
+
 def main() -> None:
-    """Print the rows of the table in docs/reliability.md."""
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    """Print the rows of the table in docs/reliability.md, or what saving costs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("damage", "saving"), default="damage")
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--folder", help="where to save")
+    numbers = {"ranks": 1, "width": 256, "blocks": 2, "rows": 200_000, "tokens": 512, "rounds": 5}
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    arguments = parser.parse_args()
+    if arguments.what == "saving":
+        time_saving(arguments)
+        return
     for name in FORMATS:
         with tempfile.TemporaryDirectory() as folder:
             found: Any = run_on_ranks(count, folder, name, num_ranks=2)

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, State, names_in_groups
+from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -67,9 +68,10 @@ class Checkpoint:
         is_sharded = together(look)
 
         def read() -> dict[str, Any]:
-            if is_sharded:
-                return torch.load(path / metadata_name, map_location="cpu", weights_only=weights_only)
-            return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            if not is_sharded and not isinstance(path, UrlPath):
+                return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
+            with (path / metadata_name if is_sharded else path).open("rb") as file:
+                return torch.load(file, map_location="cpu", weights_only=weights_only)
 
         return cls(path, together(read), is_sharded=is_sharded)
 

@@ -12,7 +12,9 @@ import json
 import os
 import re
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -20,6 +22,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -38,7 +41,7 @@ class HashedFile:
     """A file that is being written, with the hash and the size of what it has so far; the rest is that of ``open``."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._path, self._file = path, path.open("wb")
         self._sha256, self.size = hashlib.sha256(), 0
         self.error: OSError | None = None  # The first one; torch.save says something else then.
 
@@ -55,21 +58,28 @@ class HashedFile:
         """Write and hash."""
         self._sha256.update(data)
         self.size += len(data)
-        try:
+        with self._naming_errors():
             return self._file.write(data)
-        except OSError as error:
-            self.error = self.error or error
-            raise
+
+    def close(self) -> None:
+        """Wait until the bytes are on the disk."""
+        if not self._file.closed:
+            with self._naming_errors(), self._file:
+                _sync(self._file)
 
     @property
     def entry(self) -> dict[str, Any]:
         """What the manifest says of the file."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
-    def sync(self) -> None:
-        """Wait until the bytes are on the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+    @contextmanager
+    def _naming_errors(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            error.filename = str(self._path)  # As that of an error of `open`.
+            self.error = self.error or error
+            raise
 
 
 class _Archive(HashedFile):
@@ -91,14 +101,14 @@ class _Archive(HashedFile):
         start = _MARK + json.dumps(dict(about)).encode() + _HASH_MARK
         super().write((len(start) + _HASH_DIGITS).to_bytes(_LENGTH, "little") + start)
         self._file.write(self._sha256.hexdigest().encode())
-        self.sync()
 
 
 class ShardWriter(FileSystemWriter):
     """Writer of ``torch.distributed.checkpoint`` that knows the hash of each file that this rank has written."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(directory)
+        # Tensors are on the host, so that no CUDA stream is needed; HashedFile waits for the disk.
+        super().__init__(directory, per_thread_copy_ahead=0, sync_files=False)
         self.fs: _HashingFileSystem = _HashingFileSystem()
 
     @property
@@ -123,7 +133,7 @@ class _HashingFileSystem(FileSystem):
     def create_stream(self, path: Any, mode: str) -> Any:
         if mode != "wb":
             return super().create_stream(path, mode)
-        file = self.files[Path(path).name] = HashedFile(Path(path))
+        file = self.files[path.name] = HashedFile(path)
         return file
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -147,9 +157,16 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], abou
     manifest["sha256"] = _hash_of(manifest)
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
-        file.flush()
+        _sync(file)
+    if not isinstance(directory, UrlPath):
+        sync_directory(directory)
+
+
+def _sync(file: IO[Any]) -> None:
+    """Wait until what was written is on the disk; an object store has it when the file is closed."""
+    file.flush()
+    with suppress(UnsupportedOperation):
         os.fsync(file.fileno())
-    sync_directory(directory)
 
 
 def sync_directory(directory: Path) -> None:
@@ -200,7 +217,8 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
     except DamagedCheckpointError as problem:
         return [str(problem)]
     if about is None:
-        return None
+        is_begun = isinstance(path, UrlPath) and path.is_dir() and not (path / INDEX).is_file()
+        return [f"{path} has no manifest: it was not written to its end"] if is_begun else None
     if not path.is_dir():
         return _damages_of_file(path) if part == 0 else []
     sizes = {name: entry["size"] for name, entry in about["files"].items()}
@@ -256,11 +274,12 @@ def _comment_of(path: Path) -> bytes | None:
     """The comment of ours at the end of an archive, though one of its bytes be wrong; ``None`` if there is none."""
     with path.open("rb") as file:
         is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        is_whole = zipfile.is_zipfile(file)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _MOST_OF_COMMENT))
         end = file.read()
     place = end.rfind(_END_OF_ARCHIVE)
-    if size == 0 or (is_archive and place < 0 and not zipfile.is_zipfile(path)):
+    if size == 0 or (is_archive and place < 0 and not is_whole):
         raise DamagedCheckpointError(f"{path} has no end: it was cut off")
     if not is_archive and place < 0:
         return None  # Before version 1.6 torch wrote other files.

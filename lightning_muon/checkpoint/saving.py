@@ -20,10 +20,12 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
@@ -51,14 +53,25 @@ class State:
     about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
 
 
-def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metadata_name: str | None) -> None:
-    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective; every rank must call it."""
-    whole = metadata_name is None
+def save(
+    path: Path,
+    state: State,
+    mesh: DeviceMesh,
+    *,
+    filters: Filters,
+    metadata_name: str | None,
+    saves: BackgroundSaves | None = None,
+) -> None:
+    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective; every rank must call it.
+
+    Arguments as those of :func:`write_checkpoint`.
+    """
+    whole, offload = metadata_name is None, saves is None
     content: dict[str, Any] = {}
     for key, (module, optimizers) in state.modules.items():
-        content[key] = weights_to_save(module, optimizers, mesh, whole=whole)
+        content[key] = weights_to_save(module, optimizers, mesh, whole=whole, offload=offload)
     for key, (module, optimizer) in state.optimizers.items():
-        content[key] = optimizer_state_to_save(module, optimizer, whole=whole)
+        content[key] = optimizer_state_to_save(module, optimizer, whole=whole, offload=offload)
 
     def rest() -> dict[str, Any]:
         own = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.rest.items()}
@@ -66,24 +79,34 @@ def save(path: Path, state: State, mesh: DeviceMesh, *, filters: Filters, metada
 
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
-    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=state.about)
+    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=state.about, saves=saves)
 
 
 def weights_to_save(
-    module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh, *, whole: bool
+    module: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    *,
+    whole: bool,
+    offload: bool = True,
 ) -> dict[str, Any]:
-    """Weights that all nodes have in common. Collective over all ranks; every rank must call it."""
+    """Weights that all nodes have in common. Collective over all ranks; every rank must call it.
+
+    Without ``offload`` shards stay on the GPU, for who copies them.
+    """
     broadcast_buffers(module, mesh if is_stage(module) else None)
     with common_weights(optimizers) as differ:
         if whole:
             return copied(full_weights(module)) if differ else full_weights(module)
-        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=True))
+        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
         return of_first_node(state, mesh) if differ else state
 
 
-def optimizer_state_to_save(module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool) -> dict[str, Any]:
+def optimizer_state_to_save(
+    module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
+) -> dict[str, Any]:
     """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
+    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole or offload)
     state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
     return numbered_optimizer_state(state, names_in_groups(module, optimizer)) if whole and state else state
 
@@ -148,23 +171,33 @@ def write_checkpoint(
     *,
     metadata_name: str | None,
     about: Mapping[str, Any] | None = None,
+    saves: BackgroundSaves | None = None,
 ) -> None:
     """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
 
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
-    everything. ``about`` goes to the manifest.
+    everything. ``about`` goes to the manifest. With ``saves`` all is copied, and written while the program goes on.
     """
     # Of a Trainer, unless it saves weights alone.
     is_whole_run = "loops" in rest or "global_step" not in rest
     about = describe_save(**(about or {}), step=rest.get("global_step"), weights_only=not is_whole_run)
-    with replacing(path, whole=metadata_name is None) as (draft,):
-        if metadata_name is None:
-            on_first_rank(lambda: write_file({**content, **rest}, draft, about))
-            return
-        beside: dict[str, Callable[[Any], Any]] = {metadata_name: partial(torch.save, dict(rest))}
-        if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
-            beside[README] = lambda file: file.write(_README_TEXT.encode())
-        write_shards(content, draft, about, beside)
+
+    def write(state: tuple[dict[str, Any], dict[str, Any]], everyone: AxisGroup | None) -> None:
+        content, rest = state
+        with replacing(path, whole=metadata_name is None, everyone=everyone) as (draft,):
+            if metadata_name is None:
+                on_first_rank(lambda: write_file({**content, **rest}, draft, about), everyone)
+                return
+            beside: dict[str, Callable[[Any], Any]] = {metadata_name: partial(torch.save, rest)}
+            if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
+                beside[README] = lambda file: file.write(_README_TEXT.encode())
+            write_shards(content, draft, about, beside, everyone=everyone)
+
+    state = dict(content), dict(rest) if dist.get_rank() == 0 else {}
+    if saves is None:
+        write(state, None)
+    else:
+        saves.start(path, state, write)
 
 
 def describe_save(**more: Any) -> dict[str, Any]:
@@ -180,10 +213,13 @@ def write_shards(
     directory: Path,
     about: Mapping[str, Any],
     beside: Mapping[str, Callable[[HashedFile], Any]] | None = None,
+    *,
+    everyone: AxisGroup | None = None,
 ) -> None:
     """Write what each rank has, ``beside`` it what rank 0 has, and at last the manifest.
 
-    ``beside`` maps names of files to what writes them. Collective over all ranks; every rank must call it.
+    ``beside`` maps names of files to what writes them. A thread gives ``everyone``, all ranks with a process group of
+    its own. Collective over all ranks; every rank must call it.
     """
     writer, files = ShardWriter(directory), dict[str, Any]()
 
@@ -192,18 +228,18 @@ def write_shards(
         for name, write in (beside or {}).items():
             with HashedFile(directory / name) as file:
                 write(file)
-                file.sync()
-                files[name] = file.entry
+            files[name] = file.entry
 
-    on_first_rank(write_beside)
+    on_first_rank(write_beside, everyone)
     try:
-        dcp_save(dict(content), storage_writer=writer)
+        group = None if everyone is None else everyone.group
+        dcp_save(dict(content), storage_writer=writer, process_group=group)
     except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
-        fail_together(writer.error, None)
+        fail_together(writer.error, everyone)
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
-    for entries in gather(writer.entries, None):
+    for entries in gather(writer.entries, everyone):
         files |= entries
-    on_first_rank(lambda: write_manifest(directory, files, about))
+    on_first_rank(lambda: write_manifest(directory, files, about), everyone)
 
 
 def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:

@@ -5,12 +5,16 @@ A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at w
 the places of the old ones. A process may be killed at any point: :func:`last_written` finds what counts, and the next
 save to the same target ends what was begun. The target itself stays there throughout, if perhaps as an empty directory,
 because a Trainer that looks for a checkpoint to resume from looks for its name before a strategy is asked.
+
+In object stores, where nothing can be renamed at once, each save has a folder inside its target, and counts from the
+moment at which it has a manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import shutil
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +22,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
-from lightning_muon.comm.agreement import on_first_rank, together
+from lightning_muon.checkpoint.urls import UrlPath
+from lightning_muon.comm.agreement import gather, on_first_rank, together
+from lightning_muon.comm.groups import AxisGroup
 
 # What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
 README = "README-lightning-muon.txt"
@@ -26,18 +32,26 @@ _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
 # File in a finished folder: names beside it that go when its entries take their places.
 _OBSOLETE = ".obsolete"
+_SAVE = "save-"  # Folders inside of a URL.
 
 
 @contextmanager
-def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Generator[list[Path]]:
+def replacing(
+    *paths: Path, whole: bool, obsolete: Sequence[Path] = (), everyone: AxisGroup | None = None
+) -> Generator[list[Path]]:
     """Give the block paths to write to, beside ``paths``, whose places they take when all is written.
 
     ``paths``, the same on all ranks, are replaced together if they are in one directory; what is at ``obsolete``,
     beside the first of them, goes in the same moment. With ``whole`` the block writes files, in place of directories of
     shards. What others have put into a directory of shards moves into the one that follows.
 
-    Collective over all ranks; every rank must call it, and the block fails on all of them or on none.
+    Collective over all ranks; every rank must call it, and the block fails on all of them or on none. A thread gives
+    ``everyone``, all ranks with a process group of its own.
     """
+    if any(isinstance(path, UrlPath) for path in paths):
+        with _adding(paths, whole=whole, everyone=everyone) as drafts:
+            yield drafts
+        return
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
     folders = list(dict.fromkeys(draft.parent for draft in drafts))
@@ -68,29 +82,87 @@ def replacing(*paths: Path, whole: bool, obsolete: Sequence[Path] = ()) -> Gener
         for folder in finished:
             _settle(folder)
 
-    on_first_rank(end_earlier_saves)
-    together(lambda: [_require_replaceable(target, whole=whole) for target in targets])
-    on_first_rank(make_folders)
+    on_first_rank(end_earlier_saves, everyone)
+    together(lambda: [_require_replaceable(target, whole=whole) for target in targets], (everyone,))
+    on_first_rank(make_folders, everyone)
     try:
         yield drafts
-        on_first_rank(require_written)
+        on_first_rank(require_written, everyone)
     except BaseException:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
             with suppress(OSError):  # What failed says more than what could not be cleared away.
                 for folder in folders:
                     remove(folder)
         raise
-    on_first_rank(commit)
+    on_first_rank(commit, everyone)
+
+
+@contextmanager
+def _adding(urls: Sequence[Path], *, whole: bool, everyone: AxisGroup | None) -> Generator[list[Path]]:
+    """:func:`replacing` where nothing can be renamed at once: the manifest, written last, is what makes a save count.
+
+    Each save of shards has a folder of its own inside ``urls``, in which the manifests of earlier ones go before their
+    shards. Files are replaced by one request. Collective over all ranks; every rank must call it.
+    """
+    name = f"{_SAVE}{gather(time.time_ns(), everyone)[0]:x}"  # Later ones come later in the alphabet, too.
+    drafts = [url.parent / f"{_UNFINISHED}{name}" / url.name if whole else url / name for url in urls]
+
+    def require_kind() -> None:
+        for url in urls:
+            if url.is_dir() if whole else url.is_file():
+                raise FileExistsError(f"{url} is a {'directory' if whole else 'file'}; save under another name")
+
+    def clear_away() -> None:
+        with suppress(OSError):  # What failed says more than what could not be cleared away.
+            for draft in drafts:
+                remove(draft.parent if whole else draft)
+
+    def commit() -> None:
+        for url, draft in zip(urls, drafts, strict=True):
+            if whole:
+                draft.rename(url)
+                remove(draft.parent)
+            else:
+                _discard_saves([save for save in url.iterdir() if save.name.startswith(_SAVE) and save.name != name])
+
+    on_first_rank(require_kind, everyone)
+    on_first_rank(lambda: [draft.parent.mkdir() for draft in drafts], everyone)
+    try:
+        yield drafts
+    except BaseException:
+        if dist.get_rank() == 0:
+            clear_away()
+        raise
+    on_first_rank(commit, everyone)
+
+
+def _discard_saves(saves: Sequence[Path]) -> None:
+    for save in saves:
+        (save / MANIFEST).unlink(missing_ok=True)
+        remove(save)
+
+
+def _last_save(url: UrlPath) -> Path:
+    """The complete save inside ``url``, the newest if a process was killed before it removed the others; local."""
+    saves = [save for save in url.iterdir() if save.name.startswith(_SAVE)] if url.is_dir() else []
+    complete = [save for save in saves if (save / MANIFEST).is_file()]
+    return max(complete, default=url)
 
 
 def last_written(path: Path) -> Path:
     """Where ``path`` is to be read, the last one written completely, if any; local. Rank 0 should decide for all."""
+    if isinstance(path, UrlPath):
+        return _last_save(path)
     target = path.resolve()
     return next((folder / target.name for folder in _finished_with(target)), path)
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint, if there is one, so that none of it is there any more when its removal begins; local."""
+    if isinstance(path, UrlPath):
+        _discard_saves([save for save in path.iterdir() if save.name.startswith(_SAVE)] if path.is_dir() else [])
+        remove(path)
+        return
     if path.is_symlink():
         path.unlink()
         return
@@ -103,7 +175,9 @@ def discard(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, a link or a directory, if there is one."""
-    if path.is_dir() and not path.is_symlink():
+    if isinstance(path, UrlPath):
+        path.remove()
+    elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -225,8 +225,7 @@ def _write_safetensors(
     for name, data in contents.items():
         with HashedFile(folder / name) as file:
             file.write(data)
-            file.sync()
-            entries[name] = file.entry
+        entries[name] = file.entry
     write_manifest(folder, entries, about)
 
 

@@ -90,9 +90,12 @@ def together(
     return results[0]
 
 
-def on_first_rank(action: Callable[[], Any]) -> None:
-    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it."""
-    together(action if dist.get_rank() == 0 else lambda: None)
+def on_first_rank(action: Callable[[], Any], everyone: AxisGroup | None = None) -> None:
+    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it.
+
+    ``everyone`` is a group of all ranks to agree over, in place of the default one.
+    """
+    together(action if dist.get_rank() == 0 else lambda: None, (everyone,))
 
 
 class StepAgreement:

@@ -282,6 +282,12 @@ class PrivateGroups:
             result.append(group)
         return result
 
+    def of_everyone(self) -> AxisGroup:
+        """All ranks with a gloo group of this owner's, for a thread. Collective over all ranks; all must call it."""
+        ranks = tuple(range(dist.get_world_size()))
+        shared = _made().share(ranks, "gloo")
+        return self.of([AxisGroup(shared, dist.get_rank(), tuple((rank,) for rank in ranks))])[0]
+
     def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
         """Some ``members`` of ``group`` (ascending, this rank among them); collective over them, all must call it."""
         coordinates = tuple(group.coordinates[member] for member in members)

@@ -51,6 +51,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
         check_replicas_every_n_steps: After so many steps compare weights, state and arithmetic between the ranks that
             must have them alike (see docs/reliability.md); 0 never.
+        async_save: Checkpoints are written while the training goes on, from a copy in the memory of the host.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
@@ -69,6 +70,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     clip_groups: ClipGroups = "all"
     save_distributed_checkpoint: bool = True
     check_replicas_every_n_steps: int = 0
+    async_save: bool = False
     process_group_backend: str | None = None
     timeout: timedelta = timedelta(seconds=1800)  # That of torch.distributed, and of Lightning's other strategies.
     max_silence: timedelta | None = None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
@@ -72,6 +73,7 @@ class TrainingEngine:
         mode_options: ModeOptions,  # `options.mode_options`, and what follows from the run.
         info: Callable[[str], None],  # Takes lines for the log, on every rank.
         warn: Callable[[str], None],
+        saves: BackgroundSaves | None = None,  # Of this training, if there are such.
         sharding: Sharding | None = None,  # In place of `options.sharding`.
         is_only_module: bool = True,  # Every backward pass of the program goes through this module.
         is_loop_of_user: bool = True,  # The user calls backward and step, and may use the optimizers that he has made.
@@ -89,7 +91,7 @@ class TrainingEngine:
         self.tokens: TokenCount | None = None
         self.is_sharded = False
         self.has_run = False  # Since the last step, so that there may be gradients.
-        self._info, self._warn = info, warn
+        self._info, self._warn, self._saves = info, warn, saves
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
@@ -428,7 +430,8 @@ class TrainingEngine:
 
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
-        return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole)
+        offload = self._saves is None
+        return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole, offload=offload)
 
     def description(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run: axes of the mesh, and plans of the optimizers; local."""
@@ -488,7 +491,8 @@ class TrainingEngine:
         self.mode.watch(self.module)
         if self._watchdog is None:
             assert self.mode.call_log is not None
-            self._watchdog = Watchdog(self.mode.call_log, silence=self.options.max_silence)
+            drain = None if self._saves is None else self._saves.wait
+            self._watchdog = Watchdog(self.mode.call_log, silence=self.options.max_silence, drain=drain)
             self._watchdog.start()
 
     def _stop(self) -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_muon.checkpoint.background import BackgroundSaves
+from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.comm.rendezvous import is_in_shared_store, store_of_attempt
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
@@ -65,12 +67,14 @@ class MuonStrategy:
         tensor_parallel_size: SizeOrAuto = Options.tensor_parallel_size,
         save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
         check_replicas_every_n_steps: int = Options.check_replicas_every_n_steps,
+        async_save: bool = Options.async_save,
         process_group_backend: str | None = Options.process_group_backend,
         timeout: timedelta = Options.timeout,
         max_silence: timedelta | None = Options.max_silence,
     ) -> None:
         self.options = from_arguments(Options, locals())
         self._meshes: Meshes | None = None
+        self._saves: BackgroundSaves | None = None
         of_lightning = ("save_distributed_checkpoint", "process_group_backend", "timeout")
         self._begin(**{name: getattr(self.options, name) for name in of_lightning})
 
@@ -101,7 +105,18 @@ class MuonStrategy:
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
             self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)
+            if self.options.async_save:
+                self._saves = BackgroundSaves(PrivateGroups().of_everyone())
         return self._meshes
+
+    def finish_saving(self) -> None:
+        """Wait until what ``async_save=True`` writes is written. Collective over all ranks; every rank must call it.
+
+        The end of ``Trainer.fit`` does it. In a Fabric program call it before anything reads the checkpoint, before a
+        save that came earlier is removed, and at the end, where it raises if the last save has failed.
+        """
+        if self._saves is not None:
+            self._saves.finish()
 
     def _make_engine(
         self, module: nn.Module, precision: str, *, wait_for_parameters: bool, shard_root: bool = True, **arguments: Any
@@ -119,6 +134,7 @@ class MuonStrategy:
             self.options,
             self._meshes,
             mode_options=mode_options,
+            saves=self._saves,
             info=rank_zero.rank_zero_info,
             warn=rank_zero.rank_zero_warn,
             **arguments,

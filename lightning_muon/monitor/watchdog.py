@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -35,6 +35,7 @@ from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Ta
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
+_SECONDS_TO_DRAIN = 60.0
 _SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
@@ -145,9 +146,15 @@ class Watchdog:
     """
 
     def __init__(
-        self, call_log: FsdpCallLog, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
+        self,
+        call_log: FsdpCallLog,
+        *,
+        patience: float = 4.0,
+        interval: float = 0.5,
+        silence: timedelta | None = None,
+        drain: Callable[[float], None] | None = None,  # Waits for a save beside the training, which communicates.
     ) -> None:
-        self._call_log = call_log
+        self._call_log, self._drain = call_log, drain
         self._patience, self._interval = patience, interval
         self._silence = None if silence is None else silence.total_seconds()
         self._closed = threading.Event()
@@ -494,6 +501,8 @@ class Watchdog:
         self._stopped.set()
         # Give the others the time to read it before connections close.
         time.sleep(2 * self._interval)
+        if self._drain is not None:
+            self._drain(_SECONDS_TO_DRAIN)
         with suppress(RuntimeError):  # The store may be gone; then those count that were known before.
             self._connections.record()
         self._connections.abort()

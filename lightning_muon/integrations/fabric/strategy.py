@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
+from lightning_muon.checkpoint.urls import place
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
@@ -188,9 +189,10 @@ class FabricStrategy(MuonStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
-        place = Path(self.broadcast(path))
+        target = place(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
-        save(place, self._by_kind(state), self._meshes.data, filters=filter or {}, metadata_name=metadata_name)
+        kinds, filters = self._by_kind(state), filter or {}
+        save(target, kinds, self._meshes.data, filters=filters, metadata_name=metadata_name, saves=self._saves)
 
     def load_checkpoint(
         self,
@@ -202,8 +204,9 @@ class FabricStrategy(MuonStrategy):
         """Load into ``state``, and return what it did not ask for. Collective over all ranks."""
         if state is None or (isinstance(state, dict) and not state):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
+        self.finish_saving()
         checkpoint = Checkpoint.open(
-            Path(path),
+            place(path),
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )
@@ -222,6 +225,7 @@ class FabricStrategy(MuonStrategy):
 
     def teardown(self) -> None:
         """Remove all hooks; modules stay sharded."""
+        self.finish_saving()
         close_all(self._engines)
         self.precision.teardown()
         self.accelerator.teardown()

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 
+from lightning_muon.checkpoint.manifest import MANIFEST
 from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.staging import last_written
+from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
+PREFIX_OF_REQUEUE = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves for SLURM's requeue.
 _STEPS = "steps_of_auto_resume"  # A name that nobody logs, as some do `step`.
 
 
@@ -29,7 +33,7 @@ class AutoResumeCallback:
     ``ckpt_path="best"`` means the first callback.
 
     Args:
-        dirpath: Folder of the checkpoints, which all ranks see; it belongs to one training.
+        dirpath: Folder of the checkpoints, which all ranks see, or its URL; it belongs to one training.
         keep: How many of the newest ones stay; more than one, so that there is one before a damaged one.
         every_n_train_steps: Optimizer steps between two saves.
         train_time_interval: Time between two saves, in place of steps.
@@ -57,7 +61,7 @@ class AutoResumeCallback:
             raise ValueError(f"AutoResume(keep={keep}): keep at least 1 checkpoint, better 2")
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
-            dirpath=dirpath,
+            dirpath=str(place(dirpath)),
             monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
             save_top_k=keep,
@@ -71,7 +75,11 @@ class AutoResumeCallback:
     @property
     def ckpt_path(self) -> str:
         """The checkpoint to go on from, if there is one; local."""
-        return next((str(path) for path in newest_first(Path(self.dirpath))), "")
+        path = next(iter(newest_first(place(self.dirpath))), None)
+        if isinstance(path, UrlPath) and path.is_dir():
+            # Lightning asks when it was changed, which object stores know of files alone; see `chosen`.
+            path = last_written(path) / MANIFEST
+        return "" if path is None else str(path)
 
     def on_exception(self, trainer: Any, _: Any, exception: BaseException) -> None:
         """Save if SIGTERM or Ctrl-C ends all ranks after the same batch; else one rank may have failed alone."""
@@ -89,6 +97,12 @@ def add_steps(callback: Any, trainer: Any) -> dict[str, Any]:
     return candidates | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
 
 
+def chosen(path: str | Path) -> Path:
+    """The checkpoint that a Trainer has been told to load, also by :attr:`AutoResumeCallback.ckpt_path`; local."""
+    found = place(path)
+    return found.parent.parent if isinstance(found, UrlPath) and found.name == MANIFEST else found
+
+
 def candidates(trainer: Any, path: Path) -> list[Path]:
     """What a fit may go on from, the first that is intact: ``path``, and if the user did not name it, those beside it.
 
@@ -96,10 +110,10 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
     checkpoint of a requeue, which Lightning takes whenever there is one, may be older than others.
     """
     auto = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, AutoResumeCallback)]
-    is_of_requeue = path.name.startswith("hpc_ckpt_")
-    if not (is_of_requeue or _LAST.match(path.stem) or any(callback.ckpt_path == str(path) for callback in auto)):
+    is_of_requeue = path.name.startswith(PREFIX_OF_REQUEUE)
+    if not (is_of_requeue or _LAST.match(path.stem) or any(chosen(callback.ckpt_path) == path for callback in auto)):
         return [path]
-    every = newest_first(path.parent, *(Path(callback.dirpath) for callback in auto))
+    every = newest_first(path.parent, *(place(callback.dirpath) for callback in auto))
     return every if is_of_requeue and path in every else [path, *(other for other in every if other != path)]
 
 

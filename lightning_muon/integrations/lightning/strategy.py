@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
 from lightning_muon.checkpoint.staging import discard
+from lightning_muon.checkpoint.urls import place
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -26,7 +27,12 @@ from lightning_muon.engine.forward_methods import register_steps, unshard_on_cal
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.integrations.lightning.auto_resume import candidates, require_same_checkpoint
+from lightning_muon.integrations.lightning.auto_resume import (
+    PREFIX_OF_REQUEUE,
+    candidates,
+    chosen,
+    require_same_checkpoint,
+)
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
@@ -261,6 +267,7 @@ class TrainerStrategy(MuonStrategy):
     def on_train_end(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have."""
         self._running_engine.end_training()
+        self.finish_saving()
 
     def finish_parameters(self) -> None:
         """Wait for the weights of the last step; a forward pass, and ``state_dict``, wait by themselves. Local."""
@@ -269,6 +276,8 @@ class TrainerStrategy(MuonStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain; local."""
+        if self._saves is not None:
+            self._saves.give_up()
         told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
         if self._engine is not None and not isinstance(exception, told_to_end):
             self._engine.failed(exception)
@@ -276,6 +285,7 @@ class TrainerStrategy(MuonStrategy):
 
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
+        self.finish_saving()
         if has_default_optimizer(self.lightning_module):
             del self.lightning_module.configure_optimizers
         vars(self.lightning_module).pop("optimizer_zero_grad", None)
@@ -307,8 +317,8 @@ class TrainerStrategy(MuonStrategy):
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        whole = not self.options.save_distributed_checkpoint
-        return optimizer_state_to_save(self._running_engine.module, plain, whole=whole)
+        whole, offload = not self.options.save_distributed_checkpoint, self._saves is None
+        return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
@@ -323,29 +333,34 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        place, rest, about = Path(self.broadcast(filepath)), dict(checkpoint), self._running_engine.description()
-        if whole:
-            write_checkpoint(place, {}, rest, metadata_name=None, about=about)
-            return
-        if not self._has_saved:
+        target, rest = place(self.broadcast(filepath)), dict(checkpoint)
+        if not whole and not self._has_saved:
             self._has_saved = True
             self.package.fabric("utilities.rank_zero").rank_zero_info(
-                f"{place} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
-                f"lightning-muon convert {place} FILE"
+                f"{target} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
+                f"lightning-muon convert {target} FILE"
             )
-        states = enumerate(rest.pop("optimizer_states", []))
-        content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
-        write_checkpoint(place, content, rest, metadata_name=metadata_filename(self.package), about=about)
+        content, metadata_name = {}, None
+        if not whole:
+            states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)
+            content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
+        about = self._running_engine.description()
+        write_checkpoint(target, content, rest, metadata_name=metadata_name, about=about, saves=self._saves)
+        # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
+        if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
+            self.finish_saving()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
-            discard(Path(filepath))
+            remove = partial(discard, place(filepath))
+            remove() if self._saves is None else self._saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path, trainer = Path(checkpoint_path), self.lightning_module.trainer
+        path, trainer = chosen(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
+        self.finish_saving()
         require_same_checkpoint(path)
         self._checkpoint = TrainerCheckpoint.open(
             *candidates(trainer, path) if is_fit else [path],

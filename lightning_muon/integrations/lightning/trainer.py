@@ -58,6 +58,8 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
             raise ValueError("a pipeline runs forward and backward itself; set automatic_optimization = True")
         require_single_batches(module.trainer)
     known = package.module("callbacks")
+    if options.async_save:
+        _check_async_save(module.trainer, package)
     # torch.equal of sharded tensors, by which they find what an optimizer has, is collective over all ranks.
     finetuning = [c for c in module.trainer.callbacks if isinstance(c, known.BaseFinetuning)]
     if options.pipeline_size > 1 and finetuning:
@@ -73,6 +75,18 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
                 raise ValueError(
                     f"the callback {type(callback).__name__} does not work with shards: {reason}. Instead, {instead}."
                 )
+
+
+def _check_async_save(trainer: Any, package: LightningPackage) -> None:
+    links = [each for each in trainer.checkpoint_callbacks if getattr(each, "save_last", None) == "link"]
+    if links:
+        raise ValueError(
+            f"{type(links[0]).__name__}(save_last='link') does not go with async_save=True: the link would be there "
+            "before the checkpoint is written; use AutoResume, or save_last=True"
+        )
+    plugin = type(trainer.strategy.checkpoint_io)
+    if plugin is not package.fabric("plugins").TorchCheckpointIO:
+        raise ValueError(f"async_save=True does not go with {plugin.__name__}, which writes by itself; remove one")
 
 
 def require_single_batches(trainer: Any) -> None:

@@ -76,6 +76,7 @@ _AVERAGING = FlexDeMoConfig(base="adamw", replicator=DiLoCo(period=3))
         (2, {"sharding": "zero2", "save_distributed_checkpoint": False}),
         (4, {"replicate_size": 2, "optimizer": _NODES}),
         (2, {"replicate_size": 2, "optimizer": _NODES, "save_distributed_checkpoint": False}),
+        (2, {"replicate_size": 2, "optimizer": _NODES, "async_save": True}),
         (2, {"replicate_size": 2, "optimizer": _AVERAGING}),
     ],
 )

@@ -72,6 +72,7 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"ignored_modules": ["head"]}, {}, "fsdp_ignored_modules"),
         ({"activation_checkpointing": True}, {}, "fsdp_auto_wrap_policy"),
         ({}, {"context_size": 2}, "context_size=2"),
+        ({}, {"async_save": True}, "async_save=True goes with Lightning and Fabric"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(state: dict[str, Any], options: dict[str, Any], match: str) -> None:

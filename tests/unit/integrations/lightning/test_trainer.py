@@ -30,7 +30,12 @@ def _module(pl: Any, hook: str = "on_train_epoch_end") -> Any:
 def _trainer(module: Any, *callbacks: Any) -> Any:
     """What the checks look at."""
     options = SimpleNamespace(options=Options(sharding="zero2"))
-    return SimpleNamespace(lightning_module=module, callbacks=list(callbacks), strategy=options)
+    return SimpleNamespace(
+        lightning_module=module,
+        callbacks=list(callbacks),
+        strategy=options,
+        checkpoint_callbacks=[each for each in callbacks if hasattr(each, "best_model_path")],
+    )
 
 
 def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
@@ -45,6 +50,17 @@ def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
     with pytest.raises(ValueError, match=r"Own does not work with shards.*average their 'state_dict'"):
         room.check_run(module, Options(), _package(pl))
     room.check_run(module, Options(sharding="ddp"), _package(pl))
+
+
+def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
+    kind = _package(pl).fabric("plugins").TorchCheckpointIO
+    for save_last, plugin, match in (("link", kind, "save_last='link'"), (True, type("Own", (kind,), {}), "with Own")):
+        trainer = _trainer(None, pl.callbacks.ModelCheckpoint(save_last=save_last))
+        trainer.strategy.checkpoint_io = plugin()
+        module = SimpleNamespace(trainer=trainer, automatic_optimization=True)
+        room.check_run(module, Options(), _package(pl))
+        with pytest.raises(ValueError, match=match):
+            room.check_run(module, Options(async_save=True), _package(pl))
 
 
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:

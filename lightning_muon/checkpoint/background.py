@@ -1,0 +1,141 @@
+"""Saving while the training goes on: a copy of the state in the memory of the host, and a thread that writes it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.comm.agreement import fail_together, together
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.sharding.outputs import tensors_in
+
+THREAD = "lightning_muon_save"
+_log = logging.getLogger(__name__)
+
+
+class HostCopies:
+    """Copies of states in the memory of the host, each in the memory of the one before; pinned, for those of a GPU."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, list[Tensor]] = {}
+
+    def copied(self, state: Any) -> Any:
+        """``state`` as it is now; valid until the next call. Waits for the GPU. Local."""
+        free, self._buffers = self._buffers, defaultdict(list)
+        by_memory: dict[Hashable, Tensor] = {}  # Tied weights stay tied.
+        memo: dict[int, Any] = {}
+        is_waiting = False
+        for tensor in tensors_in(state, set()):
+            if id(tensor) in memo or type(tensor) not in (Tensor, nn.Parameter, DTensor):
+                continue
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.layout != torch.strided:
+                continue
+            form = isinstance(tensor, DTensor), tensor.shape, tensor.stride(), tensor.dtype, local.device
+            form += (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
+            memory = local.data_ptr(), *form
+            if memory not in by_memory:
+                is_pinned = local.device.type != "cpu"
+                is_waiting |= is_pinned
+                with torch.no_grad():
+                    found = free.get(form)
+                    buffer = found.pop() if found else _empty_like(tensor.detach(), pin_memory=is_pinned)
+                    by_memory[memory] = buffer.copy_(tensor.detach(), non_blocking=is_pinned)
+                self._buffers[form].append(buffer)
+            memo[id(tensor)] = by_memory[memory]
+        if is_waiting:
+            torch.accelerator.synchronize()
+        return copy.deepcopy(state, memo)
+
+
+def _empty_like(tensor: Tensor, *, pin_memory: bool) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
+
+
+class BackgroundSaves:
+    """Writes checkpoints in a thread, one at a time, which talks to the threads of other ranks over ``ranks``.
+
+    The process group of ``ranks``, all ranks, is one that nobody else communicates over: the training goes on over its
+    own. An error of a thread is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once.
+    The thread keeps the process alive until what it writes is written.
+    """
+
+    def __init__(self, ranks: AxisGroup) -> None:
+        self._ranks, self._copies = ranks, HostCopies()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._afterwards: list[Callable[[], None]] | None = None  # `None` when nothing is being written.
+
+    def start(self, path: Path, state: Any, write: Callable[[Any, AxisGroup], None]) -> None:
+        """Call ``write`` in a thread with a copy of ``state``, after the save that runs; ``path`` is for errors.
+
+        ``write`` is collective over the ranks that it is given, and fails on all of them or on none. Collective over
+        all ranks; every rank must call it.
+        """
+        self.finish()
+        state = together(lambda: self._copies.copied(state), (self._ranks,))
+        self._afterwards = []
+        arguments = path, partial(write, state, self._ranks)
+        self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
+        self._thread.start()
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once the save that runs has ended, and not if it fails; at once, if there is none. Local."""
+        with self._lock:
+            if self._afterwards is not None:
+                self._afterwards.append(action)
+                return
+        if self._error is None:
+            action()
+
+    def finish(self) -> None:
+        """Wait until all is written; raise if it has failed. Collective over all ranks; every rank must call it."""
+        if self._thread is None:
+            return
+        self.wait()
+        error, self._thread, self._error = self._error, None, None
+        if error is not None and not isinstance(error, Exception):
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        fail_together(error, self._ranks)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until all is written, or has failed, for so long at most; local."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def give_up(self) -> None:
+        """Wait for what is written; if it fails, the log says so. For the end of a run that has failed. Local."""
+        self.wait()
+        self._thread = self._error = None
+
+    def _run(self, path: Path, write: Callable[[], None]) -> None:
+        """Body of the thread."""
+        try:
+            write()
+            while (action := self._next_action()) is not None:
+                action()
+        except BaseException as error:
+            error.add_note(f"This was while {path} was written beside the training (async_save=True).")
+            self._error = error
+            _log.error("%s could not be written: %s: %s", path, type(error).__name__, error)
+            with self._lock:
+                self._afterwards = None
+
+    def _next_action(self) -> Callable[[], None] | None:
+        with self._lock:
+            if self._afterwards:
+                return self._afterwards.pop(0)
+            self._afterwards = None
+            return None

@@ -1,0 +1,245 @@
+"""``async_save=True``: the state at the call is written while the training goes on, and counts when it is complete."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+from lightning_muon.checkpoint import saving
+from lightning_muon.checkpoint.background import THREAD, BackgroundSaves, HostCopies
+from lightning_muon.checkpoint.manifest import damages
+from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.staging import discard, last_written
+from lightning_muon.comm.groups import PrivateGroups
+from lightning_muon.compat.torch import load_whole
+from lightning_muon.integrations.registry import auto_resume_class
+from tests.integration import training
+from tests.integration.checkpoint.test_staging import _is_killed
+from tests.support.outcome import RanksFailedError
+from tests.support.processes import ProcessPool
+
+
+class _Gate:
+    """Lets the thread of rank 0 wait before it writes what completes a checkpoint, until a training says so."""
+
+    def __init__(self) -> None:
+        self.is_open = threading.Event()
+
+    @contextmanager
+    def shut(self) -> Iterator[None]:
+        def waiting(write: Any) -> Any:
+            def run(*arguments: Any) -> None:
+                if threading.current_thread() is not threading.main_thread():
+                    assert self.is_open.wait(20), "the training did not go on"
+                write(*arguments)
+
+            return run
+
+        names = ("write_manifest", "write_file")
+        with mock.patch.multiple(saving, **{name: waiting(getattr(saving, name)) for name in names}):
+            yield
+
+
+def _names(path: Path) -> list[str]:
+    return sorted(item.name for item in path.iterdir())
+
+
+def _fit(directory: str, is_async: bool, whole: bool) -> Any:
+    """Save in the middle of an epoch; the training takes two steps, and begins an epoch, before the commit."""
+    pl, gate = training.load(), _Gate()
+    strategy = training.strategy_class()(async_save=is_async, save_distributed_checkpoint=not whole)
+    seen: list[Any] = []
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            torch.rand(1)
+            path = Path(directory) / "saved.ckpt"
+            if trainer.global_step == 3:
+                (Path(directory) / "old.ckpt").mkdir(exist_ok=True)
+                trainer.save_checkpoint(path)
+                strategy.remove_checkpoint(Path(directory) / "old.ckpt")
+            if trainer.global_step == 6:
+                seen.append([name for name in _names(Path(directory)) if not name.startswith(".")])
+                gate.is_open.set()
+
+    pl.seed_everything(0, verbose=False)
+    model = training.language_model(pl)
+    loader = torch.utils.data.DataLoader(
+        training.dataset(), batch_size=4, num_workers=1, multiprocessing_context="fork"
+    )
+    with gate.shut():
+        fitter = training.trainer(pl, strategy=strategy, callbacks=[Saves()], max_epochs=3)
+        fitter.fit(model, loader)
+    return seen, model.losses
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {name: item for key, inner in value.items() for name, item in _flat(inner, f"{path}.{key}").items()}
+    if isinstance(value, list | tuple):
+        return {name: item for key, inner in enumerate(value) for name, item in _flat(inner, f"{path}.{key}").items()}
+    return {path: value}
+
+
+def _content(path: Path) -> dict[str, Any]:
+    if path.is_file():
+        return _flat(torch.load(path, weights_only=False))
+    shards = {key: load_whole(path, key) for key in ("state_dict", "optimizer_0")}
+    return _flat(shards | torch.load(path / "meta.pt", weights_only=False))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
+def test_the_state_at_the_call_is_saved_while_steps_go_on(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    found: dict[bool, dict[str, Any]] = {}
+    losses: dict[bool, Any] = {}
+    for is_async in (False, True):
+        directory = tmp_path / str(is_async)
+        directory.mkdir()
+        (seen, losses[is_async]), _ = gloo.run(_fit, str(directory), is_async, whole, world_size=2)
+        # Nothing took its place, and nothing was removed, before the rest of the epoch and a step of the next one.
+        assert seen == [["old.ckpt"] if is_async else ["saved.ckpt"]]
+        assert _names(directory) == ["saved.ckpt"] and damages(directory / "saved.ckpt") == []
+        found[is_async] = _content(directory / "saved.ckpt")
+    assert losses[True] == losses[False]
+    assert found[True].keys() == found[False].keys() and found[True][".global_step"] == 3
+    for name, value in found[False].items():
+        same = torch.equal(value, found[True][name]) if isinstance(value, Tensor) else value == found[True][name]
+        assert same, name
+
+
+def _fail(directory: str, max_steps: int) -> None:
+    """The disk of rank 1 is full when the second checkpoint is written."""
+    pl, before, steps = training.load(), resource.getrlimit(resource.RLIMIT_FSIZE), list[int]()
+
+    class Fills(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            steps.append(trainer.global_step)
+            if trainer.global_step == 3:
+                trainer.strategy.finish_saving()
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+
+    resume = auto_resume_class(training.PACKAGES[0])(directory, keep=1, every_n_train_steps=2)
+    callbacks = [Fills(), resume]
+    strategy = training.strategy_class()(async_save=True)
+    options = {"enable_checkpointing": True, "max_steps": max_steps, "max_epochs": -1}
+    fitter = training.trainer(pl, strategy=strategy, callbacks=callbacks, **options)
+    try:
+        fitter.fit(training.language_model(pl), training.loader())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        # The training has gone on until the next save, or to its end.
+        assert steps == list(range(max_steps)), steps
+        assert not any(each.name == THREAD for each in threading.enumerate())
+
+
+@pytest.mark.parametrize("max_steps", [6, 5])
+def test_a_full_disk_ends_the_run_at_the_next_save(gloo: ProcessPool, tmp_path: Path, max_steps: int) -> None:
+    with pytest.raises(RanksFailedError, match=r"File too large: '.*step=4\.ckpt/__1_0\.distcp'") as failed:
+        gloo.run(_fail, str(tmp_path), max_steps, world_size=2)
+    assert sorted(failed.value.failures) == [0, 1]
+    for failure in failed.value.failures.values():
+        assert "__1_0.distcp" in failure.message
+    (path,) = newest_first(tmp_path)
+    assert "step=2" in path.name and damages(path) == [] and _names(tmp_path) == [path.name]
+
+
+def _end(directory: str, is_signal: bool) -> None:
+    """A rank fails, or is told to end, while a checkpoint is written."""
+    pl, gate = training.load(), _Gate()
+
+    class Ends(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 2:
+                trainer.save_checkpoint(Path(directory) / "saved.ckpt")
+                threading.Timer(2.0, gate.is_open.set).start()
+            if trainer.global_step == 3 and trainer.global_rank == 1:
+                assert trainer.strategy._saves._thread.is_alive()
+                if not is_signal:
+                    raise ValueError("the user's")
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    strategy = training.strategy_class()(async_save=True)
+    with gate.shut():
+        options = {"max_steps": 5000, "max_epochs": -1}
+        fitter = training.trainer(pl, strategy=strategy, callbacks=[Ends()], **options)
+        fitter.fit(training.language_model(pl), training.loader())
+
+
+@pytest.mark.parametrize("is_signal", [False, True], ids=["exception", "sigterm"])
+def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Path, is_signal: bool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        gloo.run_fresh(_end, str(tmp_path), is_signal, world_size=2)
+    assert is_signal or all("the user's" in failure.message for failure in failed.value.failures.values())
+    assert _names(tmp_path) == ["saved.ckpt"] and damages(tmp_path / "saved.ckpt") == []
+
+
+def _save(path: Path, saves: BackgroundSaves | None) -> None:
+    """A checkpoint of one rank."""
+    content = {"weight": torch.randn(4, 4)}
+    saving.write_checkpoint(path, content, {"loops": {}}, metadata_name="meta.pt", saves=saves)
+
+
+def _rotate(directory: Path) -> None:
+    """Save anew, over one checkpoint, and let another one go."""
+    saves = BackgroundSaves(PrivateGroups().of_everyone())
+    _save(directory / "last.ckpt", saves)
+    saves.after_commit(lambda: discard(directory / "old.ckpt"))
+    saves.finish()
+
+
+def test_a_kill_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    is_killed, kill_at, states = True, 0, list[str]()
+    for name in ("old.ckpt", "last.ckpt"):
+        assert not _is_killed(tmp_path, lambda: _save(tmp_path / "before" / name, None), 10_000)  # noqa: B023
+    while is_killed:
+        directory = tmp_path / str(kill_at)
+        shutil.copytree(tmp_path / "before", directory)
+        before = (directory / "last.ckpt" / "manifest.json").read_text()
+        is_killed = _is_killed(tmp_path, lambda: _rotate(directory), kill_at)  # noqa: B023
+        place = last_written(directory / "last.ckpt")
+        assert damages(place) == [], kill_at
+        is_new = (place / "manifest.json").read_text() != before
+        assert is_new or damages(directory / "old.ckpt") == [], kill_at
+        states.append("new" if is_new else "old")
+        kill_at += 1
+    assert states == sorted(states, reverse=True) and set(states) == {"old", "new"}
+    assert _names(directory) == ["last.ckpt"] and kill_at > 10
+
+
+def _copies() -> None:
+    mesh, copies = init_device_mesh("cpu", (2,)), HostCopies()
+    weight, sharded = nn.Parameter(torch.arange(6.0)), distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    state = {"a": weight, "tied": weight.detach(), "sharded": sharded, "rest": [1, {"steps": torch.tensor(3)}]}
+    first = copies.copied(state)
+    with torch.no_grad():
+        weight.zero_()
+        sharded.zero_()
+        state["rest"][1]["steps"].zero_()
+        state["rest"].append("later")
+    assert first["a"].tolist() == [0, 1, 2, 3, 4, 5] and first["tied"].data_ptr() == first["a"].data_ptr()
+    assert isinstance(first["sharded"], DTensor) and first["sharded"].full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
+    assert first["rest"] == [1, {"steps": torch.tensor(3)}]
+    places = [first["a"].data_ptr(), first["sharded"].to_local().data_ptr(), first["rest"][1]["steps"].data_ptr()]
+    second = copies.copied(state)
+    assert second["a"].sum() == 0 and second["rest"][2:] == ["later"]
+    assert [second["a"].data_ptr(), second["sharded"].to_local().data_ptr(), second["rest"][1]["steps"].data_ptr()] == (
+        places
+    )
+
+
+def test_copies_share_no_memory_with_the_state(gloo: ProcessPool) -> None:
+    gloo.run(_copies, world_size=2)
