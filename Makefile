@@ -1,4 +1,4 @@
-# make demo | test | gpu | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
+# make demo | test | soak | gpu | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -7,16 +7,18 @@ VENV ?= .venv
 TORCH_INDEX ?=
 # Arguments for pytest: make test ARGS="tests/unit -k newton"
 ARGS ?=
+KILLS ?= 200
 PIP_FLAGS ?= --quiet --disable-pip-version-check
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test gpu check format setup venv clean
+.PHONY: help demo test soak gpu check format setup venv clean
 
 help:
 	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
 	@echo "make test    run the test suite"
+	@echo "make soak    kill 200 ranks at random times, compare the restarted runs (20 minutes; KILLS=20 for fewer)"
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
 	@echo "make format  let ruff format and mend what it can"
@@ -30,6 +32,10 @@ demo: $(STAMP)
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile)
 	@echo "make test: all tests passed"
+
+# A seed that is printed repeats a series: make soak KILLS=20 ARGS="--seed 21".
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --kills $(KILLS) $(ARGS)
 
 # Installs nothing: takes .venv if it is there, otherwise a Python that has torch with CUDA (make gpu PYTHON=python3).
 gpu:

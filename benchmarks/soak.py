@@ -176,6 +176,8 @@ def run_series(pool: ProcessPool, folder: Path, mode: str, *, kills: int, num_st
         AssertionError: If a rank hangs, or a loss, weights or optimizer states are others than without kills.
     """
     num_ranks, counts, begun = MODES[mode][0], Counter[str](), time.monotonic()
+    for name in ("whole", "killed"):
+        (folder / name).mkdir()
     whole = _survive(pool, folder / "whole", mode, num_steps, None)
     results, killed = None, 0
     while results is None:
@@ -210,8 +212,6 @@ def main() -> None:
     while done < options.kills:
         draw, kills = random.Random(f"{options.seed} {number}"), min(options.per_series, options.kills - done)
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            for name in ("whole", "killed"):
-                Path(folder, name).mkdir()
             mode = draw.choice(options.modes)
             print(run_series(pool, Path(folder), mode, kills=kills, num_steps=3 * kills + 4, draw=draw), flush=True)
         done, number = done + kills, number + 1

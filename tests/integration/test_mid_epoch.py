@@ -81,8 +81,8 @@ def _loader(kind: str) -> Any:
     return DataLoader(data, batch_size=2, num_workers=int(kind == "plain"), **options)
 
 
-def _run(directory: str, kind: str, resume: str | None) -> list[Any]:
-    """Epoch, batch and loss of each batch; two epochs, with a checkpoint of each step."""
+def _run(directory: str, kind: str, resume: str | None, *, num_epochs: int = 2) -> list[Any]:
+    """Epoch, batch and loss of each batch, with a checkpoint of each step."""
     pl, seen = training.load(), list[Any]()
 
     class Model(pl.LightningModule):
@@ -111,7 +111,7 @@ def _run(directory: str, kind: str, resume: str | None) -> list[Any]:
         enable_checkpointing=True,
         use_distributed_sampler=kind in ("plain", "augmented"),
         reload_dataloaders_every_n_epochs=int(kind == "augmented"),
-        max_epochs=2,
+        max_epochs=num_epochs,
     )
     loader = _loader(kind)
     kind_of_loader = type(loader)
@@ -134,6 +134,15 @@ def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, ki
                 # Lightning does not know yet that the epoch is over, and counts its batches on.
                 after = [(epoch, number - step, *rest) for epoch, number, *rest in after]
             assert after == before[step:], f"resumed at step {step}"
+
+
+def test_a_resumed_run_is_resumed_at_ends_of_epochs(gloo: ProcessPool, tmp_path: Path) -> None:
+    whole = gloo.run(_run, str(tmp_path / "0"), "plain", None, num_epochs=3, world_size=2)
+    for number in (1, 2):
+        step = number * _NUM_BATCHES
+        checkpoint = f"{tmp_path}/{number - 1}/step={step}.ckpt"
+        resumed = gloo.run(_run, f"{tmp_path}/{number}", "plain", checkpoint, num_epochs=3, world_size=2)
+        assert resumed == [batches[step:] for batches in whole]
 
 
 def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, tmp_path: Path) -> None:

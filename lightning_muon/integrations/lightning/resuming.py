@@ -31,13 +31,27 @@ class TrainingData:
         self._loaders: list[Any] = []
         self._epoch = -1  # In which the loaders came.
         self._resumption: _Resumption | None = None
+        self.epoch_of_batch: int | None = None  # That of the last batch of this run.
+        self._resumed_epoch: int | None = None  # That of its first one.
 
-    def state(self, num_data_ranks: int) -> dict[str, Any]:
+    def epoch_to_come(self, trainer: Any) -> int:
+        """The epoch that a loader begins now; local."""
+        if self.epoch_of_batch is not None:
+            return trainer.current_epoch
+        if self._resumed_epoch is not None:
+            return self._resumed_epoch
+        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
+        return epochs.ready if batches.is_last_batch else epochs.processed
+
+    def state(self, num_data_ranks: int, trainer: Any) -> dict[str, Any]:
         """What a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
         own = {"now": random_state(), "loaders": [loader._muon_order.state() for loader in self._loaders]}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)
-        return {"num_data_ranks": num_data_ranks, "random": states}
+        # In a run that began at the end of an epoch Lightning counts one too few as ready.
+        begins_next = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and self.epoch_of_batch is not None
+        epoch = self.epoch_to_come(trainer) if self.epoch_of_batch is None else self.epoch_of_batch
+        return {"num_data_ranks": num_data_ranks, "random": states, "epoch": epoch + begins_next}
 
     def resume(self, checkpoint: Mapping[str, Any], num_data_ranks: int) -> None:
         """Go on where a checkpoint was saved, whose progress is made that of so many ranks; local, alike on all.
@@ -61,6 +75,10 @@ class TrainingData:
                 )
             current |= dict.fromkeys(("ready", "started", "processed"), num_read)
             current["completed"] = num_read - is_ending
+        self._resumed_epoch = saved.get("epoch")
+        if progress["is_last_batch"] and "epoch" in saved:
+            for counts in loops["epoch_progress"].values():
+                counts |= dict.fromkeys(("ready", "started"), saved["epoch"])
         is_as_before = len(saved["random"]) == dist.get_world_size()
         self._resumption = _Resumption(num_read, saved["random"][dist.get_rank()] if is_as_before else None)
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)

@@ -175,8 +175,7 @@ class TrainerStrategy(MuonStrategy):
         """Let a resumed run go on with the order of its epoch."""
         # Lightning sets the epoch of samplers behind the iterator, which draws at once with workers or batch_size=None.
         trainer = self.lightning_module.trainer
-        epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress
-        epoch = epochs.ready if batches.is_last_batch else epochs.processed
+        epoch = self._data.epoch_to_come(trainer)
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         return self._data.follow(dataloader, epoch) if trainer.training else dataloader
@@ -184,6 +183,7 @@ class TrainerStrategy(MuonStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go on with the random states of a checkpoint, if no loader has restored them."""
         self._data.restore_random_state()
+        self._data.epoch_of_batch = self.lightning_module.trainer.current_epoch
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -329,7 +329,7 @@ class TrainerStrategy(MuonStrategy):
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         whole = not self.options.save_distributed_checkpoint
         if "loops" in checkpoint:
-            checkpoint[KEY] = self._data.state(self._num_data_ranks)
+            checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return

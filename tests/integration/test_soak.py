@@ -1,0 +1,16 @@
+"""The short form of ``make soak``: five kills at random times in one training."""
+
+import random
+from pathlib import Path
+
+from benchmarks.soak import run_series
+from tests.support.processes import ProcessPool
+
+
+def test_losses_after_kills_are_those_of_a_whole_run(tmp_path: Path) -> None:
+    pool = ProcessPool()
+    try:
+        line = run_series(pool, tmp_path, "flexdemo", kills=5, num_steps=14, draw=random.Random(1))
+    finally:
+        pool.close()
+    assert line.startswith("flexdemo: 5 kills")
