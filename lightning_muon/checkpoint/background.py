@@ -85,11 +85,19 @@ class BackgroundSaves:
         all ranks; every rank must call it.
         """
         self.finish()
-        state = together(lambda: self._copies.copied(state), (self._ranks,))
-        self._afterwards = []
-        arguments = path, partial(write, state, self._ranks)
-        self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
-        self._thread.start()
+        is_agreed = threading.Event()
+
+        def start() -> threading.Thread:
+            arguments = path, partial(write, self._copies.copied(state), self._ranks), is_agreed
+            thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
+            thread.start()
+            return thread
+
+        try:
+            thread = together(start, (self._ranks,))
+            self._thread, self._afterwards = thread, []
+        finally:
+            is_agreed.set()
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Call ``action`` once the save that runs has ended, and not if it fails; at once, if there is none. Local."""
@@ -112,24 +120,30 @@ class BackgroundSaves:
 
     def wait(self, seconds: float | None = None) -> None:
         """Wait until all is written, or has failed, for so long at most; local."""
-        if self._thread is not None:
-            self._thread.join(seconds)
+        thread = self._thread  # A watchdog waits here, too, while the main thread sets it to `None`.
+        if thread is not None:
+            thread.join(seconds)
 
     def give_up(self) -> None:
         """Wait for what is written; if it fails, the log says so. For the end of a run that has failed. Local."""
         self.wait()
         self._thread = self._error = None
 
-    def _run(self, path: Path, write: Callable[[], None]) -> None:
+    def _run(self, path: Path, write: Callable[[], None], is_agreed: threading.Event) -> None:
         """Body of the thread."""
+        is_agreed.wait()
+        if self._thread is not threading.current_thread():  # Another rank could not start its own.
+            return
+        what = f"{path} could not be written"
         try:
             write()
+            what = f"{path} was written, but a checkpoint before it could not be removed"
             while (action := self._next_action()) is not None:
                 action()
         except BaseException as error:
-            error.add_note(f"This was while {path} was written beside the training (async_save=True).")
+            error.add_note(f"{what} beside the training (async_save=True).")
             self._error = error
-            _log.error("%s could not be written: %s: %s", path, type(error).__name__, error)
+            _log.error("%s: %s: %s", what, type(error).__name__, error)
             with self._lock:
                 self._afterwards = None
 

@@ -49,6 +49,7 @@ def replacing(
     ``everyone``, all ranks with a process group of its own.
     """
     if any(isinstance(path, UrlPath) for path in paths):
+        assert not obsolete, "nothing can be removed in the same moment at a URL"
         with _adding(paths, whole=whole, everyone=everyone) as drafts:
             yield drafts
         return
@@ -105,7 +106,8 @@ def _adding(urls: Sequence[Path], *, whole: bool, everyone: AxisGroup | None) ->
     shards. Files are replaced by one request. Collective over all ranks; every rank must call it.
     """
     name = f"{_SAVE}{gather(time.time_ns(), everyone)[0]:x}"  # Later ones come later in the alphabet, too.
-    drafts = [url.parent / f"{_UNFINISHED}{name}" / url.name if whole else url / name for url in urls]
+    # That of a file has one name, so that what a killed save has left there goes with the next one.
+    drafts = [_folder(_UNFINISHED, url, url) / url.name if whole else url / name for url in urls]
 
     def require_kind() -> None:
         for url in urls:

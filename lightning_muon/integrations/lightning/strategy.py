@@ -275,12 +275,12 @@ class TrainerStrategy(MuonStrategy):
             self._engine.mode.finish_parameters()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks why they will wait in vain; local."""
-        if self._saves is not None:
-            self._saves.give_up()
+        """Tell the other ranks why they will wait in vain, and wait for what is being saved; local."""
         told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
         if self._engine is not None and not isinstance(exception, told_to_end):
             self._engine.failed(exception)
+        if self._saves is not None:  # The others, who know by now, let it end.
+            self._saves.give_up()
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:

@@ -6,11 +6,10 @@ import copy
 import inspect
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, count
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -19,6 +18,8 @@ import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.urls import place
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
@@ -178,7 +179,7 @@ def first_callback(
         else:
             tell_others(exception)
 
-    def close(*_: Any) -> None:
+    def close(*_: Any, **__: Any) -> None:
         for each in signals:
             each.close()
 
@@ -191,6 +192,11 @@ def first_callback(
         fail: ("on_exception",),
         close: ("teardown",),
     }
+    return _callback_of(called, package)
+
+
+def _callback_of(called: Mapping[Callable[..., None], Sequence[str]], package: LightningPackage) -> Any:
+    """A callback whose hooks call functions, in order: function -> names of its hooks."""
 
     def hook(name: str) -> Callable[..., None]:
         functions = [function for function, names in called.items() if name in names]
@@ -218,12 +224,16 @@ def save_last(trainer: Any, package: LightningPackage) -> None:
     saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, known.ModelCheckpoint)]
     if not saving or any(each.save_on_exception for each in saving) or saving[0].save_weights_only:
         return
-    place = Path(saving[0].dirpath, f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}")
-    versions = (place.with_stem(f"{place.stem}-v{number}") for number in count(1))
+    last = place(saving[0].dirpath) / f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}"
+    versions = (last.with_stem(f"{last.stem}-v{number}") for number in count(1))
     # That of another run stays, as Lightning leaves it.
-    own = (saving[0].last_model_path, str(trainer.ckpt_path))
-    path = next(path for path in chain([place], versions) if str(path) in own or not path.exists())
-    trainer.save_checkpoint(trainer.strategy.broadcast(str(path)))
+    own = [place(str(path)) for path in (saving[0].last_model_path, trainer.ckpt_path)]
+
+    def choose() -> str:
+        return str(next(path for path in chain([last], versions) if path in own or not path.exists()))
+
+    path = together(choose if trainer.is_global_zero else lambda: "")
+    trainer.save_checkpoint(trainer.strategy.broadcast(path))
 
 
 def _ignore_sigterm() -> None:

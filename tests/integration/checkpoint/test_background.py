@@ -8,13 +8,14 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
@@ -161,11 +162,16 @@ def _end(directory: str, is_signal: bool) -> None:
     """A rank fails, or is told to end, while a checkpoint is written."""
     pl, gate = training.load(), _Gate()
 
+    def open_gate(is_told: threading.Event) -> None:
+        # Of an exception the other rank knows before the save has ended.
+        if is_told.wait(2.0 if is_signal else 10.0) or is_signal:
+            gate.is_open.set()
+
     class Ends(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(Path(directory) / "saved.ckpt")
-                threading.Timer(2.0, gate.is_open.set).start()
+                threading.Thread(target=open_gate, args=(trainer.strategy._engine._watchdog._stopped,)).start()
             if trainer.global_step == 3 and trainer.global_rank == 1:
                 assert trainer.strategy._saves._thread.is_alive()
                 if not is_signal:
@@ -218,6 +224,35 @@ def test_a_kill_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
         kill_at += 1
     assert states == sorted(states, reverse=True) and set(states) == {"old", "new"}
     assert _names(directory) == ["last.ckpt"] and kill_at > 10
+
+
+def _fail_around_a_save() -> None:
+    """A thread that cannot start on one rank, and an earlier checkpoint that cannot be removed."""
+    rank, ended = dist.get_rank(), threading.Event()
+    saves = BackgroundSaves(PrivateGroups().of_everyone())
+    problem = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with problem if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match="can't start new thread"):
+        saves.start(Path("new.ckpt"), {}, lambda *_: ended.set())
+    for thread in threading.enumerate():
+        if thread.name == THREAD:
+            thread.join()
+    assert not ended.is_set()
+
+    def write(*_: Any) -> None:
+        assert ended.wait(20)
+
+    saves.start(Path("new.ckpt"), {}, write)
+    if rank == 0:
+        saves.after_commit(lambda: (Path(os.devnull) / "old.ckpt").unlink())
+    ended.set()
+    with pytest.raises(NotADirectoryError if rank == 0 else RuntimeError, match=r"old\.ckpt") as failed:
+        saves.finish()
+    notes = "".join(getattr(failed.value, "__notes__", []))
+    assert rank == 1 or "new.ckpt was written, but a checkpoint before it could not be removed" in notes
+
+
+def test_errors_around_a_save_reach_all_ranks(gloo: ProcessPool) -> None:
+    gloo.run(_fail_around_a_save, world_size=2)
 
 
 def _copies() -> None:

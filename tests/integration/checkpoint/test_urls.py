@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,8 @@ from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.cli.main import main
+from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.integrations.lightning.trainer import save_last
 from lightning_muon.integrations.registry import auto_resume_class
 from tests.integration import training
 from tests.support.processes import ProcessPool
@@ -64,6 +67,10 @@ def _step(url: Path) -> int:
     return Checkpoint.open(url, metadata_name="meta.pt", weights_only=True).content["global_step"]
 
 
+def _killed(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def _replace() -> None:
     folder = place("memory://run")
     url = folder / "last.ckpt"
@@ -84,10 +91,35 @@ def _replace() -> None:
         saving.write_checkpoint(url, {}, {}, metadata_name=None)
     discard(url)
     assert not url.exists()
+    # A single file, of which a killed process has written some.
+    file = folder / "whole.ckpt"
+    with pytest.raises(KeyboardInterrupt), mock.patch.multiple(UrlPath, remove=mock.DEFAULT, rename=_killed):
+        saving.write_checkpoint(file, {}, {"step": 1}, metadata_name=None)
+    assert not file.exists()
+    saving.write_checkpoint(file, {}, {"step": 2}, metadata_name=None)
+    assert sorted(path.name for path in folder.iterdir()) == ["first.ckpt", "whole.ckpt"]
 
 
 def test_a_save_without_manifest_does_not_count(gloo: ProcessPool) -> None:
     gloo.run(_replace, world_size=1)
+
+
+def test_the_last_checkpoint_has_a_name_at_a_url() -> None:
+    pl, saved = training.load(), list[str]()
+    folder = place("memory://signals")
+    trainer: Any = SimpleNamespace(
+        state=SimpleNamespace(fn="fit"), sanity_checking=False, fast_dev_run=False, ckpt_path=None, is_global_zero=True
+    )
+    trainer.checkpoint_callbacks = [pl.callbacks.ModelCheckpoint(dirpath=str(folder))]
+    trainer.strategy, trainer.save_checkpoint = SimpleNamespace(broadcast=lambda path: path), saved.append
+    package = LightningPackage(training.PACKAGES[0])
+    save_last(trainer, package)
+    folder.mkdir()
+    (folder / "last.ckpt").open("w").close()
+    save_last(trainer, package)  # That of another run stays.
+    trainer.ckpt_path = f"{folder}/last.ckpt"
+    save_last(trainer, package)
+    assert saved == [f"{folder}/{name}" for name in ("last.ckpt", "last-v1.ckpt", "last.ckpt")]
 
 
 def test_a_file_url_is_a_path() -> None:
