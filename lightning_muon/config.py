@@ -271,7 +271,7 @@ def _check_newton_schulz(group: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"ns_coefficients={coefficients!r} has ns_steps={_STEPS_OF_PRESET[coefficients]}, got {num_steps}"
             )
-    elif isinstance(coefficients, tuple) and coefficients and all(_are_coefficients(each) for each in coefficients):
+    elif isinstance(coefficients, tuple | list) and coefficients and all(map(_are_coefficients, coefficients)):
         if len(coefficients) != num_steps:
             raise ValueError(f"ns_coefficients has {len(coefficients)} steps, but ns_steps is {num_steps}")
     elif not _are_coefficients(coefficients):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
@@ -136,8 +136,9 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     def lines(self) -> list[tuple[str, str]]:
         """Each option as text that is equal on all ranks with equal options."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
-        # Without addresses in memory, which differ.
-        return [(key, re.sub(r" at 0x[0-9a-f]+", "", repr(value))) for key, value in named]
+        # The order of a set, and addresses in memory, differ between processes.
+        texts = [(key, sorted(map(repr, value)) if isinstance(value, Set) else repr(value)) for key, value in named]
+        return [(key, re.sub(r" at 0x[0-9a-f]+", "", str(text))) for key, text in texts]
 
     @property
     def has_nodes(self) -> bool:

@@ -15,12 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
-from lightning_muon.config import ComputeDtypeName
 from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.math.methods import NewtonSchulzOptions
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.logical import Box, logical_matrices
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.weights import names_of
@@ -35,16 +34,16 @@ class ReplicaCheck:
     Newton-Schulz for one matrix of the model, drawn anew each time, on all ranks that share its weights.
     """
 
-    def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int, compute_dtype: ComputeDtypeName) -> None:
+    def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int) -> None:
         self._module, self._mode, self._every = module, mode, every
-        self._compute_dtype: ComputeDtypeName = compute_dtype
-        self._num_steps = 0
+        self._num_steps = Counter[torch.optim.Optimizer]()
 
     @torch.no_grad()
     def step_has_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step, and compare. Collective over all ranks; every rank must call it, and all raise."""
-        self._num_steps += 1
-        if self._num_steps % self._every:
+        self._num_steps[optimizer] += 1
+        num_steps = self._num_steps[optimizer]
+        if num_steps % self._every:
             return
         self._mode.finish_parameters()
         found = [*self._differing_copies(optimizer), *self._differing_arithmetic(optimizer)]
@@ -52,7 +51,7 @@ class ReplicaCheck:
         if everywhere:
             more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
             raise RuntimeError(
-                f"silent corruption: what several ranks must have alike differs after step {self._num_steps}: "
+                f"silent corruption: what several ranks must have alike differs after step {num_steps}: "
                 f"{'; '.join(everywhere[:5])}{more}. Something has changed bits on some ranks only: broken memory, a "
                 "broken device, or a program that changes weights on one rank. Load a checkpoint from before, and "
                 "leave out the machine if it is named again"
@@ -90,13 +89,15 @@ class ReplicaCheck:
         ]
         if not matrices:
             return []
-        parameter, group, matrix = random.Random(self._num_steps).choice(matrices)
+        parameter, group, matrix = random.Random(self._num_steps[optimizer]).choice(matrices)
         whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         part = whole[matrix.box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
-        dtype = resolve_compute_dtype(self._compute_dtype, whole.device)
+        dtype = optimizer.compute_dtype(whole.device)
         choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, dtype, whole.device.type)
         update = choice.orthogonalize(part.reshape(matrix.rows, matrix.cols), eps=group["eps"], compute_dtype=dtype)
-        has_own_mesh = isinstance(parameter, DTensor) and (not self._couples_nodes or _trains_alone(optimizer))
+        has_own_mesh = isinstance(parameter, DTensor) and (
+            not self._mode.options.decoupled_nodes or _trains_alone(optimizer)
+        )
         mesh: DeviceMesh = parameter.device_mesh if has_own_mesh else self._mode.mesh
         ranks = axis_group(mesh, tuple(range(mesh.ndim)))
         # Other kinds of devices may add in another order.
@@ -108,7 +109,7 @@ class ReplicaCheck:
     def _ranks_of_weights(self, parameter: Tensor) -> _Ranks:
         """The ranks with the same part of the weights; local."""
         mesh = self._mode.mesh
-        if self._couples_nodes and isinstance(parameter, DTensor):
+        if self._mode.options.decoupled_nodes and isinstance(parameter, DTensor):
             return mesh, (0,) if mesh.size(0) > 1 else ()
         if isinstance(parameter, DTensor):
             return _replicas(parameter.device_mesh, parameter.placements)
@@ -118,10 +119,6 @@ class ReplicaCheck:
         """The ranks with the same part of the optimizer's state; local."""
         mesh, placements = self._mode.layout.mesh_and_placements(parameter)
         return self._ranks_of_weights(parameter) if mesh is None else _replicas(mesh, placements)
-
-    @property
-    def _couples_nodes(self) -> bool:
-        return self._mode.options.decoupled_nodes
 
 
 def _trains_alone(optimizer: torch.optim.Optimizer) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.background import BackgroundSaves
@@ -118,9 +119,11 @@ class TrainingEngine:
         self.require_equal([*versions, *of_run, *self.options.lines], "the training")
         if self.meshes.tensor is not None:
             check_tensor_parallel(module, self.meshes.tensor)
-        self._replaced.update({p: name for name, p in module.named_parameters()})
+        self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
+        # Not before: what gives memory to DTensors fails on those with a weak reference.
+        self._replaced.update({p: name for name, p in module.named_parameters() if isinstance(p, DTensor)})
         self.mode.prepare(module)
         for parameter in module.parameters():
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
@@ -179,8 +182,7 @@ class TrainingEngine:
             self._stages.attach(self.optimizers, self.tokens)
         self._watch()
         if every := options.check_replicas_every_n_steps:
-            dtype = options.config.compute_dtype
-            self._replica_check = ReplicaCheck(module, self.mode, every=every, compute_dtype=dtype)
+            self._replica_check = ReplicaCheck(module, self.mode, every=every)
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))

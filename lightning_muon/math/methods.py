@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -65,7 +65,7 @@ class NewtonSchulzOptions:
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> NewtonSchulzOptions:
         """Those of a param group."""
-        return cls(group["ns_quality"], group["ns_coefficients"], group["ns_steps"])
+        return cls(_tuples(group["ns_quality"]), _tuples(group["ns_coefficients"]), group["ns_steps"])
 
     @cache  # noqa: B019 - as many as there are options and shapes.
     def choice(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> NewtonSchulz:
@@ -79,6 +79,11 @@ class NewtonSchulzOptions:
     def flops(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> int:
         """FLOPs of the choice, as textbooks count them: the unit of loads and rates on any device."""
         return int(self.choice(rows, cols, dtype, device_type).flops(rows, cols, dtype))
+
+
+def _tuples(value: Any) -> Any:
+    """Tuples in the place of the lists that configuration files have."""
+    return tuple(map(_tuples, cast("list[Any]", value))) if isinstance(value, list | tuple) else value
 
 
 @cache

@@ -39,7 +39,8 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParame
         ValueError: The state cannot be translated.
     """
     saved = state_dict["param_groups"]
-    if len(saved) != len(own) or all(map(_is_ours, saved)):  # The numbers of groups are compared later.
+    # Numbers of groups are compared later. A group of ours that has no parameter on this stage has lost its keys.
+    if len(saved) != len(own) or any(map(_is_ours, saved)):
         return state_dict
     by_name = {parameter.route.name: parameter for members in own for parameter in members}
     states, groups, from_adamw = dict(state_dict["state"]), list[ParamGroup](), list[str]()

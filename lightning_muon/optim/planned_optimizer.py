@@ -351,7 +351,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         bound = together(check, [members.axes for members in meshes])
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
         device = self._layout.local(bound[0].tensor).device
-        compute_dtype = resolve_compute_dtype(options.compute_dtype, device)
+        compute_dtype = self.compute_dtype(device)
         wire_dtype = _DTYPES.get(options.wire_dtype, compute_dtype)
         if options.wire_dtype == "auto" and compute_dtype == torch.float16:
             wire_dtype = torch.bfloat16
@@ -409,6 +409,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         is_valid = self._checked_groups.are_right(self.param_groups)
         is_complete = self._completion.is_complete(self._existing_state)
         return bound.key != self._key() or not is_valid or not is_complete
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Dtype of Newton-Schulz on a device."""
+        return resolve_compute_dtype(self._options.compute_dtype, device)
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True

@@ -7,12 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.silent_corruption import SETTINGS, flip, start, step
 from lightning_muon.engine import replicas
-from lightning_muon.math.newton_schulz import orthogonalize
+from lightning_muon.engine.replicas import ReplicaCheck
+from lightning_muon.math.methods import NewtonSchulz
 from tests.support.processes import ProcessPool
 
 
@@ -42,14 +44,20 @@ def test_a_flipped_bit_is_named_on_all_ranks(gloo: ProcessPool, setting: str, ki
 def _wrong_arithmetic(options: dict[str, Any]) -> None:
     """From the second step on one element that rank 1 computes is 1 % too large."""
 
+    check, orthogonalize = ReplicaCheck._differing_arithmetic, NewtonSchulz.orthogonalize
+
     def wrong(*arguments: Any, **options: Any) -> Tensor:
         result = orthogonalize(*arguments, **options)
         result[1, 2] *= 1.01
         return result
 
+    def check_with_wrong(self: ReplicaCheck, optimizer: torch.optim.Optimizer) -> list[str]:
+        with mock.patch.object(NewtonSchulz, "orthogonalize", wrong if dist.get_rank() == 1 else orthogonalize):
+            return check(self, optimizer)
+
     engine = start(options, every=1)
     step(engine, 0)
-    with mock.patch.object(replicas, "orthogonalize", wrong if dist.get_rank() == 1 else orthogonalize):
+    with mock.patch.object(ReplicaCheck, "_differing_arithmetic", check_with_wrong):
         step(engine, 1)
 
 

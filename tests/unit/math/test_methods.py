@@ -89,5 +89,8 @@ def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
     assert fast.choice(1024, 256, dtype, "cpu") == NewtonSchulz(cubic, "gram")
     narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
     assert narrow.choice(256, 1024, dtype, "cuda") == NewtonSchulz(steps_of("you", 5), "gram")
+    assert NewtonSchulzOptions.of({"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}) == (
+        NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5)
+    )
     as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
     assert as_given.choice(256, 1024, dtype, "cpu") == NewtonSchulz(((2.0, -1.5, 0.5),) * 3)
