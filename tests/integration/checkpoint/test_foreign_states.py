@@ -128,8 +128,8 @@ def _after(folder: str, names: list[str]) -> list[dict[str, Tensor]]:
     return found
 
 
-def _float32(matrix: Tensor, _: Any, ns_steps: int, eps: float) -> Tensor:
-    return orthogonalized(matrix, num_steps=ns_steps, eps=eps)
+def _float32(matrix: Tensor, coefficients: Any, ns_steps: int, eps: float) -> Tensor:
+    return orthogonalized(matrix, steps=(coefficients,) * ns_steps, eps=eps)
 
 
 def test_the_next_steps_are_those_of_the_other_optimizer(gloo: ProcessPool, tmp_path: Path) -> None:
