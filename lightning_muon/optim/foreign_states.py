@@ -113,6 +113,12 @@ def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[BoundParam
         return _group_of_dion(found, own)
     if kind == "Muon by Keller Jordan" and found.pop("use_muon", True):
         return found | _OF_KELLER_JORDAN
+    if found.get("weight_decay") and found.get("decoupled_weight_decay") is False:
+        raise ValueError(
+            f"the state is of torch.optim.Adam with weight_decay={found['weight_decay']}, which adds to gradients; "
+            "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in "
+            "the checkpoint, or load only weights"
+        )
     if kind is not None:
         found["adamw_eps"] = found.pop("eps")
     return found

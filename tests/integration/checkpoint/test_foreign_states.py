@@ -141,6 +141,15 @@ def test_the_next_steps_are_those_of_the_other_optimizer(gloo: ProcessPool, tmp_
         assert max_difference(weights, wanted) < _TOLERANCE, name
 
 
+def test_adam_with_a_decay_of_its_own_is_refused(gloo: ProcessPool, tmp_path: Path) -> None:
+    path, (matrices, rest) = tmp_path / "dion.ckpt", _parts(_Network())
+    _before("dion", str(path))
+    adam = torch.optim.Adam([{"params": matrices}, {"params": rest}], weight_decay=0.1)
+    torch.save(torch.load(path) | {"optimizer_states": [adam.state_dict()]}, path)
+    match = "torch.optim.Adam with weight_decay=0.1, .* set weight_decay of its param groups to 0"
+    gloo.expect_error_on_all_ranks(_after, str(tmp_path), ["dion"], exception=RuntimeError, match=match, world_size=2)
+
+
 def test_a_state_that_is_not_known_is_an_error_on_all_ranks(gloo: ProcessPool, tmp_path: Path) -> None:
     path = tmp_path / "dion.ckpt"
     _before("dion", str(path))

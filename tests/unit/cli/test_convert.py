@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.saving import NAMES
 from lightning_muon.cli.main import main
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.sharding.weights import full_state_dict
@@ -183,6 +184,17 @@ def test_a_run_goes_on_from_one_file_and_from_shards_again(
     for found, begun_at in results:
         assert begun_at == num_steps
         assert all(torch.equal(found[name], weights[name]) for name in found)
+
+
+def test_more_than_ten_optimizers_keep_their_order(tmp_path: Path) -> None:
+    groups = [[{"params": [0], NAMES: ["weight"], "lr": float(number)}] for number in range(12)]
+    states = [{"state": {0: {"step": torch.ones(())}}, "param_groups": group} for group in groups]
+    source, shards, target = (tmp_path / name for name in ("from.ckpt", "shards.ckpt", "to.ckpt"))
+    torch.save({"state_dict": {"weight": torch.ones(2)}, "optimizer_states": states}, source)
+    main(["convert", str(source), str(shards), "--optimizers"])
+    main(["convert", str(shards), str(target), "--optimizers"])
+    found = torch.load(target, weights_only=True)["optimizer_states"]
+    assert [state["param_groups"][0]["lr"] for state in found] == list(range(12))
 
 
 def _begun(paths: list[str]) -> list[tuple[dict[str, Any], int]]:
