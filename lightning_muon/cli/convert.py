@@ -139,8 +139,9 @@ def _read_shards(directory: Path, metadata: Path, arguments: argparse.Namespace)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             content["state_dict"] = load_whole(directory, arguments.key)
-            numbers = sorted(int(key.removeprefix("optimizer_")) for key in keys if key.startswith("optimizer_"))
-            states = [load_whole(directory, f"optimizer_{number}") for number in numbers if arguments.optimizers]
+            optimizers = [key for key in keys if arguments.optimizers and key.startswith("optimizer_")]
+            # By number: optimizer_2 comes before optimizer_10.
+            states = [load_whole(directory, key) for key in sorted(optimizers, key=lambda key: (len(key), key))]
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as problem:
         raise ValueError(
             f"the shards in {directory} cannot be read; the directory must have the files of all ranks, complete "

@@ -115,9 +115,9 @@ def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[BoundParam
         return found | _OF_KELLER_JORDAN
     if found.get("weight_decay") and found.get("decoupled_weight_decay") is False:
         raise ValueError(
-            f"the state is of torch.optim.Adam with weight_decay={found['weight_decay']}, which adds to gradients; "
-            "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in "
-            "the checkpoint, or load only weights"
+            f"the state is of torch.optim.Adam with weight_decay={found['weight_decay']}, which changes gradients; "
+            "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in the "
+            "checkpoint, or load only weights"
         )
     if kind is not None:
         found["adamw_eps"] = found.pop("eps")
