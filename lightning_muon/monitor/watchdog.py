@@ -563,7 +563,8 @@ class GlooConnections:
                 with suppress(RuntimeError):
                     group.abort()
         ends = {endpoint for endpoints in self._endpoints.values() for endpoint in endpoints}
-        for path in Path("/proc/self/fd").glob("*"):
+        # fromfd() would leave its duplicate of anything else open.
+        for path in filter(Path.is_socket, Path("/proc/self/fd").glob("*")):
             # Closed by now, not connected, or a socket of another kind.
             with suppress(OSError), socket.fromfd(int(path.name), -1, -1) as one:  # A duplicate, which is closed.
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:

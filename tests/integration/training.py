@@ -67,7 +67,8 @@ def dataset(num_samples: int = 32) -> TensorDataset:
 
 def load(package: str = PACKAGES[0]) -> Any:
     """One of the two packages of Lightning, in a worker of the pool, which launches no further processes."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "pool"
+    if "RANK" in os.environ:  # A process of the pool.
+        os.environ["TORCHELASTIC_RUN_ID"] = "pool"
     return importlib.import_module(package)
 
 

@@ -379,6 +379,9 @@ def _wait_in_different_groups() -> tuple[str, float, int]:
         end.sendall(b"alive")
     received = sum(end.recv(5) == b"alive" for end in own)
     own += [socket.create_connection(server.getsockname())]
+    num_open = len(os.listdir("/proc/self/fd"))
+    connections.abort()
+    assert len(os.listdir("/proc/self/fd")) == num_open
     return str(raised.value), took, received
 
 
