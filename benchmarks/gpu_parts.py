@@ -111,7 +111,7 @@ def _nccl_version(device: Device) -> str:
 
 def newton_schulz(device: Device) -> Iterator[Row]:
     """Rate against a plain product, bits against torch.optim.Muon, and what symmetric products by half bring."""
-    options: Any = {"coefficients": _COEFFICIENTS, "num_steps": 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
+    options: Any = {"steps": (_COEFFICIENTS,) * 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
     shapes = [(64, 96), (96, 64)]
     if not device.is_small:
         shapes = [(512, 2048), (1024, 4096), (2048, 7168), (4096, 4096), (14336, 4096), (8192, 28672)]

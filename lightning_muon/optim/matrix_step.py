@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -316,10 +316,12 @@ class MatrixStep:
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
     """The jobs that are orthogonalized together."""
     batches: dict[Any, list[MatrixJob]] = {}
+    # Of each param group once: a model may have thousands of small matrices.
+    groups = {id(job.parameter.group): job.parameter.group for job in jobs}
+    options = {number: (NewtonSchulzOptions.of(group), group["eps"]) for number, group in groups.items()}
     for job in jobs:
-        matrix, group = job.matrix, job.parameter.group
-        key: Any = job
+        matrix, key = job.matrix, cast("Any", job)
         if worth_batching(matrix.rows, matrix.cols, device_type):
-            key = (matrix.box.shape, matrix.rows, NewtonSchulzOptions.of(group), group["eps"])
+            key = (matrix.box.shape, matrix.rows, options[id(job.parameter.group)])
         batches.setdefault(key, []).append(job)
     return list(batches.values())
