@@ -378,8 +378,13 @@ class TrainingEngine:
 
     def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
         """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
-        check = optimizer if isinstance(optimizer, PlannedOptimizer) else self._checks.get(optimizer)
-        return 0 if check is None else check.skipped_steps
+        return self.finite_check(optimizer).skipped_steps
+
+    def finite_check(self, optimizer: torch.optim.Optimizer) -> FiniteCheck:
+        """What skips the steps of one of :attr:`optimizers`; local."""
+        if isinstance(optimizer, PlannedOptimizer):
+            return optimizer.finite_check
+        return self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
 
     # ---- weights that somebody reads
 
@@ -557,7 +562,7 @@ class TrainingEngine:
             return
         parameters = parameters_of(optimizer)
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
-        check = self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
+        check = self.finite_check(optimizer)
         layout, device = self.mode.layout, mesh_device(self.mesh)
         stages = ALONE if self.pipeline is None else self.pipeline.group
         settings = [

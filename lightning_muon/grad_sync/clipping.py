@@ -139,6 +139,15 @@ class FiniteCheck:
         self._in_a_row = 0
         self.skipped_steps = 0
 
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Skipped steps in all, and since the last one that was taken."""
+        return self.skipped_steps, self._in_a_row
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int]) -> None:
+        self.skipped_steps, self._in_a_row = counts
+
     def observe(self, nonfinite_names: Sequence[str]) -> bool:
         """Whether to skip the step, or raise after too many. Local; every rank must call it with the same names."""
         if not nonfinite_names:

@@ -57,7 +57,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._mesh = mesh
         self._module = params if isinstance(params, nn.Module) else None
         self._routes = parameters.KnownRoutes(config)
-        self._finite_check = FiniteCheck(config.max_skipped_steps)
+        self.finite_check = FiniteCheck(config.max_skipped_steps)
         self._begin_anew(is_fresh=True)
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
@@ -164,9 +164,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._end_step(bound, agreed)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(self._all_parameters())
-            self._finite_check.observe(found.names)
+            self.finite_check.observe(found.names)
         else:
-            self._finite_check.observe(())
+            self.finite_check.observe(())
         return loss
 
     @property
@@ -182,7 +182,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that were not taken because a gradient had a NaN or an Inf."""
-        return self._finite_check.skipped_steps
+        return self.finite_check.skipped_steps
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that live outside of the tensors."""
@@ -227,7 +227,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_options", "_mesh", "_module", "_routes", "_finite_check")
+        kept = ("_options", "_mesh", "_module", "_routes", "finite_check")
         return super().__getstate__() | {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

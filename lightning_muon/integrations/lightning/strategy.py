@@ -48,6 +48,8 @@ from lightning_muon.integrations.lightning.trainer import (
 )
 from lightning_muon.integrations.strategy import MuonStrategy
 
+_SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
+
 
 @takes_options(Options, ELSEWHERE)
 class TrainerStrategy(MuonStrategy):
@@ -330,6 +332,7 @@ class TrainerStrategy(MuonStrategy):
         whole = not self.options.save_distributed_checkpoint
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
+            checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
@@ -392,6 +395,8 @@ class TrainerStrategy(MuonStrategy):
         for index, optimizer in enumerate(self.optimizers):
             if not is_placeholder_optimizer(self.package, optimizer):
                 opened.load_optimizer(f"optimizer_{index}", self._running_engine.module, optimizer)
+        for optimizer, counts in zip(self.optimizers, checkpoint.get(KEY, {}).get(_SKIPPED, ()), strict=False):
+            self._running_engine.finite_check(optimizer).counts = counts
         self._checkpoint = None
 
     @property
