@@ -137,6 +137,8 @@ class OptimizerConfig:
     Args:
         lr: Learning rate, per optimizer step.
         weight_decay: Decoupled weight decay; a step multiplies the weights by ``1 - lr * weight_decay``.
+        cautious_weight_decay: Decay only the weights that the update moves towards zero, ``update * weight >= 0`` (Chen
+            et al. 2025, arXiv:2510.12402, Algorithm 1); for matrices on Muon and for parameters on AdamW.
         momentum: Decay of the exponential moving average of the gradients.
         nesterov: Orthogonalize the look-ahead ``lerp(grad, momentum_buffer, momentum)``, not the buffer itself.
         ns_coefficients: ``(a, b, c)`` of the quintic Newton-Schulz polynomial (https://kellerjordan.github.io/posts/muon),
@@ -167,6 +169,7 @@ class OptimizerConfig:
 
     lr: float = 1e-3
     weight_decay: float = 0.1
+    cautious_weight_decay: bool = False
     momentum: float = 0.95
     nesterov: bool = True
     ns_coefficients: NsCoefficients = (3.4445, -4.7750, 2.0315)
@@ -257,6 +260,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
     _check_newton_schulz(group)
     check_flag("nesterov", group.get("nesterov", True))
+    check_flag("cautious_weight_decay", group.get("cautious_weight_decay", False))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
 

@@ -91,6 +91,7 @@ class FlexDeMo(PlannedOptimizer):
         sign: bool | Literal["auto"] = FlexDeMoConfig.sign,
         merge: Merge = FlexDeMoConfig.merge,
         weight_decay: float = FlexDeMoConfig.weight_decay,
+        cautious_weight_decay: bool = FlexDeMoConfig.cautious_weight_decay,
         mesh: DeviceMesh | None = None,
         value_format: ValueFormatName = FlexDeMoConfig.value_format,
         dense_below: int = FlexDeMoConfig.dense_below,

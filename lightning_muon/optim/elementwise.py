@@ -42,6 +42,15 @@ def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: flo
         foreach.add_([target for target, _ in pairs], [update for _, update in pairs], alpha=alpha)
 
 
+def decay_cautiously_(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float) -> None:
+    """Weights <- weights * (1 - rate) where update * weight >= 0; the step subtracts the updates afterwards.
+
+    Source: Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
+    """
+    for weight, update in zip(weights, updates, strict=True):
+        weight.copy_(torch.where(update * weight >= 0, weight * (1 - rate), weight))
+
+
 def adamw_step_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -58,6 +67,13 @@ def adamw_step_(
     apart = [n for n, tensors in enumerate(given) if is_fused and not all(map(Tensor.is_contiguous, tensors))]
     used = [tuple(map(Tensor.contiguous, tensors)) if n in apart else tensors for n, tensors in enumerate(given)]
     weights, gradients, first_moments, second_moments = map(list, zip(*used, strict=True))
+    lr, weight_decay = number(group["lr"], numbers), group["weight_decay"]
+    if group.get("cautious_weight_decay", False):
+        # The update has the sign of the first moment that the kernel is about to write.
+        for weight, gradient, moment in zip(weights, gradients, first_moments, strict=True):
+            ahead = moment.lerp(gradient.to(moment.dtype), 1 - beta1)
+            decay_cautiously_([weight], [ahead.sign_()], lr * number(weight_decay, numbers))
+        weight_decay = 0.0
     adamw(
         weights,
         gradients,
@@ -71,8 +87,8 @@ def adamw_step_(
         amsgrad=False,
         beta1=beta1,
         beta2=beta2,
-        lr=number(group["lr"], numbers),
-        weight_decay=group["weight_decay"],
+        lr=lr,
+        weight_decay=weight_decay,
         eps=group["adamw_eps"],
         maximize=False,
     )
@@ -91,7 +107,9 @@ def sgd_step_(
 ) -> None:
     """Params <- (1 - lr * weight_decay) * params - lr * grads; an :data:`Elementwise`."""
     lr = number(group["lr"], numbers)
-    if group["weight_decay"]:
+    if group.get("cautious_weight_decay", False):
+        decay_cautiously_(params, grads, lr * group["weight_decay"])
+    elif group["weight_decay"]:
         for param in params:
             # Not foreach.mul_, which rounds the factor to bfloat16 for such weights on a CPU.
             param.mul_(1 - lr * group["weight_decay"])

@@ -15,7 +15,7 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
 from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
-from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, number
+from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
 from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.optim.step_plan import MatrixJob, StepPlan
@@ -268,11 +268,13 @@ class MatrixStep:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 foreach.lerp_(self._buffers(jobs), self._grads(jobs), 1 - momentum)
         update_of = transfer.updates()
-        keys = ("lr", "muon_lr_factor", "weight_decay", "adjust_lr_fn")
-        for (shared_lr, factor, weight_decay, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
+        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
+        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
-            if self._pool.device.type == "cpu":
+            if is_cautious:
+                decay_cautiously_(views, [update_of[job] for job in jobs], lr * weight_decay)
+            elif self._pool.device.type == "cpu":
                 for view in views:
                     # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
                     view.mul_(1 - lr * weight_decay)

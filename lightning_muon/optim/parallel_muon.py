@@ -73,6 +73,7 @@ class ParallelMuon(PlannedOptimizer):
         weight_decay: float = MuonConfig.weight_decay,
         momentum: float = MuonConfig.momentum,
         *,
+        cautious_weight_decay: bool = MuonConfig.cautious_weight_decay,
         nesterov: bool = MuonConfig.nesterov,
         ns_coefficients: NsCoefficients = MuonConfig.ns_coefficients,
         eps: float = MuonConfig.eps,

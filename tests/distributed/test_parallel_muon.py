@@ -121,6 +121,16 @@ def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mes
             assert _largest_difference(result, expected) <= tolerance
 
 
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    # So large a decay that each element of the wrong sign would show.
+    options: dict[str, object] = {"cautious_weight_decay": True, "weight_decay": 5.0}
+    expected = _reference(**options)
+    assert _largest_difference(expected, _reference(weight_decay=5.0)) > 0.1
+    for result in gloo.run(_train_on_mesh, mesh_shape, 0, FLOAT32 | options, world_size=math.prod(mesh_shape)):
+        assert _largest_difference(result, expected) <= EXACT
+
+
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:
     # Newton-Schulz rounds its input to bfloat16 and gives bfloat16 back, so the wire rounds nothing more: exact.
     single = _train(lambda tensor: tensor.clone(), compute_dtype="bfloat16")

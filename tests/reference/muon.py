@@ -36,6 +36,7 @@ class ReferenceMuon:
         lr: float,
         muon_lr_factor: float = 1.0,
         weight_decay: float = 0.1,
+        cautious_weight_decay: bool = False,
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "match_rms_adamw",
@@ -45,6 +46,7 @@ class ReferenceMuon:
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
+        self.cautious_weight_decay = cautious_weight_decay
         self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr_fn, self.dtype, self.steps = adjust_lr_fn, dtype, steps
 
@@ -55,7 +57,8 @@ class ReferenceMuon:
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
             tensor = self.matrices[name]
-            tensor.mul_(1 - rate * self.weight_decay)
+            if not self.cautious_weight_decay:
+                tensor.mul_(1 - rate * self.weight_decay)
             if tensor.ndim == 3:
                 for matrix, target in zip(ahead, tensor, strict=True):
                     self._add(target, matrix, rate)
@@ -68,4 +71,7 @@ class ReferenceMuon:
         if self.adjust_lr_fn == "original":
             scale = math.sqrt(max(1, rows / cols))
         update = orthogonalized(ahead, steps=self.steps, dtype=self.dtype)
+        if self.cautious_weight_decay:  # Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
+            aligned = update.reshape(target.shape) * target >= 0
+            target.mul_(torch.where(aligned, 1 - rate * self.weight_decay, 1.0))
         target.add_(update.reshape(target.shape), alpha=-rate * scale)

@@ -31,7 +31,7 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("ns_coefficients", "deepseek_v4"), ("ns_coefficients", "jordans"), ("ns_coefficients", ((1, 2, 3),)),
      ("ns_coefficients", (1.0, 2.0, float("nan"))),
      ("ns_quality", "best"), ("ns_quality", (0.9, 1.0)), ("ns_quality", 0.9),
-     ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
+     ("cautious_weight_decay", 1), ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
      ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:

@@ -83,3 +83,21 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     for key in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(state[key], reference.state[theirs][key], rtol=0, atol=1e-6)
     assert addresses == [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
+
+
+def test_adamw_decays_only_towards_its_update() -> None:
+    """Weights, and moments, against the formulas; zero gradients and weights count as aligned."""
+    torch.manual_seed(0)
+    weight, lr, decay, beta1, beta2, eps = torch.randn(13, 7), 0.1, 0.3, 0.9, 0.99, 1e-8
+    weight[0] = 0
+    mine, state = weight.clone(), adamw_state(weight)
+    group = {"lr": lr, "weight_decay": decay, "betas": (beta1, beta2), "adamw_eps": eps, "cautious_weight_decay": True}
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in range(1, 4):
+        grad = torch.randn_like(weight)
+        grad[:, 0] = 0
+        adamw_step_([mine], [grad], [state], group, {})
+        first, second = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2
+        update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
+        weight = weight - lr * (update + decay * (update * weight >= 0) * weight)
+    torch.testing.assert_close(mine, weight, rtol=0, atol=1e-6)
