@@ -43,6 +43,7 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "zero2": (2, {"sharding": "zero2"}),
     "hsdp": (4, {"replicate_size": 2, "shard_size": 2}),
     "flexdemo": (2, {"replicate_size": 2, "optimizer": _SPARSE}),
+    "async": (2, {"async_save": True}),
     "pipeline": (2, {"pipeline_size": 2, "pipeline_microbatches": 2}),
 }
 # Hook with which a phase begins -> up to how many seconds later the rank is killed.

@@ -3,7 +3,8 @@
     python benchmarks/steady.py
 
 A Trainer with 2 processes takes 3,000 steps of a small model in each mode, and ``AutoResume`` saves each 100 steps. The
-rows compare the steps 500 to 1,000 with the last 500, on the rank where they differ most.
+rows compare the steps 500 to 1,000 with the last 500, on the rank where they differ most. Between steps each rank
+repeats the same work, products of small matrices, so that a slower machine is not taken for slower steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "zero2": {"sharding": "zero2"},
     "FlexDeMo": {"optimizer": FlexDeMoConfig(base="adamw", replicator=DCTTopK(chunk_size=16)), "replicate_size": 2},
 }
-_COLUMNS = ("MiB of memory", "threads", "descriptors", "CPU ms per step", "ms per step")
+_COLUMNS = ("MiB of memory", "threads", "descriptors", "CPU ms of the same work", "CPU ms per step", "step / same work")
 
 
 class Model(pl.LightningModule):
@@ -54,12 +55,20 @@ class Model(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+def _same_work() -> float:
+    """Seconds of a processor for work that never changes; local."""
+    matrix, start = torch.eye(64), time.thread_time()
+    for _ in range(300):
+        matrix = matrix @ matrix
+    return time.thread_time() - start
+
+
 def _now() -> list[float]:
-    """What the columns have, with sums of time; local."""
+    """What the columns have but for the last one, with the sum of time; local."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     memory, threads = (float(status[key].split()[0]) for key in ("VmRSS", "Threads"))
     descriptors = len(os.listdir("/proc/self/fd"))
-    return [memory / 1024, threads, float(descriptors), 1000 * time.process_time(), 1000 * time.perf_counter()]
+    return [memory / 1024, threads, float(descriptors), 1000 * _same_work(), 1000 * time.process_time()]
 
 
 class Sampler(pl.Callback):
@@ -78,13 +87,10 @@ class Sampler(pl.Callback):
     def medians(self, first: int, last: int) -> list[float]:
         """Of the columns between two steps."""
         samples = self.samples[first // self.every : last // self.every]
-        rates = [
-            [(b - a) / self.every for a, b in zip(one[3:], two[3:], strict=True)] for one, two in pairwise(samples)
-        ]
-        kept = [
-            list(map(statistics.median, zip(*columns, strict=True))) for columns in ([s[:3] for s in samples], rates)
-        ]
-        return [*kept[0], *kept[1]]
+        *kept, same_work, _ = map(statistics.median, zip(*samples, strict=True))
+        # The work itself belongs to no step.
+        step = statistics.median((two[-1] - one[-1] - two[-2]) / self.every for one, two in pairwise(samples))
+        return [*kept, same_work, step, step / same_work]
 
 
 def train(name: str, num_steps: int) -> None:

@@ -24,7 +24,7 @@ def _slurm(pl: Any) -> Any:
     os.environ.update({f"SLURM_{name}": value for name, value in values.items()})
     os.environ["PATH"] = f"{os.getcwd()}:{os.environ['PATH']}"
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
-    return environments.SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR2)
+    return environments.SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
 
 
 class _Told:
@@ -144,7 +144,7 @@ def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
     steps: list[int] = []
     for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
         kwargs = {"max_steps": 5000, "default_root_dir": directory}
-        training = _Told(PACKAGES[0], signal.SIGUSR2, told, during="training_step", **kwargs)
+        training = _Told(PACKAGES[0], signal.SIGUSR1, told, during="training_step", **kwargs)
 
         def record(*_: Any, of: Any = training.trainer) -> None:
             steps.append(of.global_step)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +102,17 @@ def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
 
 
 def _is_killed(tmp_path: Path, action: Callable[[], None], kill_at: int) -> bool:
-    """Whether a child process came to its ``kill_at``-th change."""
-    child = os.fork()
-    if child == 0:
-        try:
-            _alone(str(tmp_path / f"store{kill_at}"), action, kill_at)
-        finally:
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    (tmp_path / f"store{kill_at}").unlink(missing_ok=True)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
-    return os.WIFSIGNALED(status)
+    """Whether a process of its own came to its ``kill_at``-th change."""
+    store = tmp_path / f"store{kill_at}"
+    # Not os.fork(): a thread of this process may hold a lock, which the child would wait for.
+    child = multiprocessing.get_context("forkserver").Process(target=_alone, args=(str(store), action, kill_at))
+    child.start()
+    child.join(60)
+    if child.exitcode is None:
+        child.kill()
+    store.unlink(missing_ok=True)
+    assert child.exitcode in (0, -signal.SIGKILL)
+    return child.exitcode != 0
 
 
 def _part_names(whole: bool) -> list[str]:
@@ -154,7 +156,7 @@ def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(tmp_path: Path, 
         _put_parts([directory / name for name in _part_names(before)], 1, whole=before)
         if not before and not whole:
             (directory / "second" / "notes.txt").write_text("mine")
-        is_killed = _is_killed(tmp_path, lambda: _write_parts(directory, 2, whole=whole), kill_at)  # noqa: B023
+        is_killed = _is_killed(tmp_path, partial(_write_parts, directory, 2, whole=whole), kill_at)
         (value,) = _read_parts(directory)
         seen.append(value)
         if before == whole:
@@ -162,7 +164,7 @@ def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(tmp_path: Path, 
             assert all((directory / name).exists() for name in _part_names(whole))
         # Another process goes on, and may be killed too.
         for again in (kill_at // 2, 10_000) if kill_at % 3 == 0 or not is_killed else ():
-            _is_killed(tmp_path, lambda: _write_parts(directory, 3, whole=whole), again)  # noqa: B023
+            _is_killed(tmp_path, partial(_write_parts, directory, 3, whole=whole), again)
             (value,) = _read_parts(directory)
             assert value in ((seen[-1], "3") if again < 10_000 else ("3",))
             if not before and not whole:
@@ -179,7 +181,7 @@ def test_a_checkpoint_is_removed_at_once(tmp_path: Path) -> None:
         path.mkdir()
         for name in _SHARDS:
             (path / name).write_text("")
-        is_killed = _is_killed(tmp_path, lambda: discard(path), kill_at)  # noqa: B023
+        is_killed = _is_killed(tmp_path, partial(discard, path), kill_at)
         assert not path.exists() or _names(path) == _SHARDS
         discard(path)
         assert not path.exists()
