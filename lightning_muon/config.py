@@ -158,8 +158,9 @@ class OptimizerConfig:
         adamw_eps: Denominator term of AdamW.
         adamw_patterns: Shell patterns of qualified names that AdamW takes whatever their type.
         muon_patterns: Shell patterns of qualified names that Muon takes whatever their type.
-        fused: Pattern of a fused weight -> number of equal parts, or the sizes of the parts (Q, K, V); every part is
-            orthogonalized on its own.
+        fused: Pattern of a fused weight -> number of equal parts, or the sizes of the parts (Q, K, V, or the heads of
+            each) along its output features; every part is orthogonalized on its own.
+        fused_inputs: The same along the input features, as the heads lie in the output projection of attention.
         compute_dtype: Of Newton-Schulz. ``"auto"``: bfloat16 where the device multiplies it faster, else float32.
         wire_dtype: Of the matrices and updates that travel between ranks. ``"auto"``: the compute dtype, bfloat16 for
             float16, in which small gradients would be zero.
@@ -183,6 +184,7 @@ class OptimizerConfig:
     adamw_patterns: tuple[str, ...] = ()
     muon_patterns: tuple[str, ...] = ()
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
+    fused_inputs: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: ComputeDtypeName = "auto"
     wire_dtype: DtypeName = "auto"
     error_if_nonfinite: bool = True
@@ -199,7 +201,8 @@ class OptimizerConfig:
                 raise ValueError(
                     f"{key} must be a sequence of patterns, such as ('*.router.weight',), got {patterns!r}"
                 )
-        check_fused(self.fused)
+        for key in ("fused", "fused_inputs"):
+            _check_fused(key, getattr(self, key))
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
         check_whole("max_skipped_steps", self.max_skipped_steps, at_least=0)
 
@@ -298,15 +301,15 @@ def _are_coefficients(value: Any) -> bool:
     return _are_numbers(value, 3) and all(math.isfinite(each) for each in value)
 
 
-def check_fused(fused: object) -> None:
+def _check_fused(key: str, fused: object) -> None:
     """Raise ``ValueError`` unless ``fused`` maps patterns to a number of parts, or to the sizes of the parts."""
     if not isinstance(fused, Mapping):
-        raise ValueError(f"fused must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}")
+        raise ValueError(f"{key} must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}")
     for pattern, parts in fused.items():
         sizes = parts if isinstance(parts, tuple | list) else (parts,)
         if not isinstance(pattern, str) or not sizes or any(type(size) is not int or size < 1 for size in sizes):
             raise ValueError(
-                f"fused must map patterns to a number of parts or their sizes (4096, 1024), got {pattern!r}: {parts!r}"
+                f"{key} must map patterns to a number of parts or their sizes (4096, 1024), got {pattern!r}: {parts!r}"
             )
 
 

@@ -112,6 +112,7 @@ class FlexDeMo(PlannedOptimizer):
         adamw_patterns: tuple[str, ...] = (),
         muon_patterns: tuple[str, ...] = (),
         fused: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused,
+        fused_inputs: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused_inputs,
         compute_dtype: ComputeDtypeName = FlexDeMoConfig.compute_dtype,
         wire_dtype: DtypeName = FlexDeMoConfig.wire_dtype,
         error_if_nonfinite: bool = FlexDeMoConfig.error_if_nonfinite,

@@ -99,8 +99,8 @@ def make_optimizer(model: ModelShapes, *, num_replicas: int = 1, **options: Any)
         chosen = [each for each in trained if (each.kind == "elementwise") == (algorithm == "adamw")]
         if chosen:
             groups.append({"params": [(each.name, _weight(each, mesh)) for each in chosen], "algorithm": algorithm})
-    fused = {parameter.name: parameter.splits for parameter in trained if parameter.splits}
-    return ParallelMuon(groups, fused=fused, **options)
+    parts = [{each.name: each.splits for each in trained if each.splits and each.split_dim == dim} for dim in (0, 1)]
+    return ParallelMuon(groups, fused=parts[0], fused_inputs=parts[1], **options)
 
 
 def _mesh(num_replicas: int) -> DeviceMesh:

@@ -95,12 +95,13 @@ class ParallelMuon(PlannedOptimizer):
         adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         fused: Mapping[str, int | tuple[int, ...]] | None = None,
+        fused_inputs: Mapping[str, int | tuple[int, ...]] | None = None,
         error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
         max_skipped_steps: int = MuonConfig.max_skipped_steps,
     ) -> None:
         if adjust_lr_fn is None:
             adjust_lr_fn = "original"  # What None means to torch.optim.Muon.
-        fused = fused or {}
+        fused, fused_inputs = fused or {}, fused_inputs or {}
         super().__init__(params, from_arguments(MuonConfig, locals()), mesh=mesh, algorithm=algorithm)
 
     @classmethod

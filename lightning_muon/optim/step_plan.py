@@ -273,7 +273,7 @@ def require_equal_parameters(
             tensor, route = each.tensor, each.route
             first = firsts.setdefault(id(each.group), each)
             _, placements = each.layout.mesh_and_placements(tensor)
-            text = f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits}"
+            text = f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits} {route.split_dim}"
             lines.append((route.name, f"{text} trainable={tensor.requires_grad}, in the group of {first.route.name}"))
         for first in firsts.values():
             values = compared(first.group, waits=True)

@@ -122,15 +122,16 @@ def _apply_patterns(
     elsewhere: Iterable[str] = (),
 ) -> dict[str, Route]:
     names = [*(use.name for uses in places for use in uses), *elsewhere]
-    for key in ("adamw_patterns", "muon_patterns", "fused"):
+    for key in ("adamw_patterns", "muon_patterns", "fused", "fused_inputs"):
         for pattern in getattr(options, key):
             if not any(fnmatchcase(name, pattern) for name in names):
                 nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
                 raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {nearest}")
     routes = [_override(route, uses, options) for route, uses in zip(routes, places, strict=True)]
-    for pattern, parts in options.fused.items():
-        _declare_fused_(routes, places, pattern, parts)
-    undeclared = [_first_match(options.fused, uses) is None for uses in places]
+    for key in ("fused", "fused_inputs"):
+        for pattern, parts in getattr(options, key).items():
+            _declare_fused_(routes, places, key, pattern, parts)
+    undeclared = [_first_match((*options.fused, *options.fused_inputs), uses) is None for uses in places]
     return {route.name: _ask_fused(route) if asks else route for route, asks in zip(routes, undeclared, strict=True)}
 
 
@@ -168,22 +169,22 @@ def _first_match(patterns: Iterable[str], uses: tuple[Use, ...]) -> str | None:
 
 
 def _declare_fused_(
-    routes: list[Route], places: Sequence[tuple[Use, ...]], pattern: str, parts: int | Sequence[int]
+    routes: list[Route], places: Sequence[tuple[Use, ...]], key: str, pattern: str, parts: int | Sequence[int]
 ) -> None:
     matched = [i for i, uses in enumerate(places) if _first_match((pattern,), uses) is not None]
     # A pattern such as `*qkv*` also matches the bias, which has nothing to divide.
     matrices = [i for i in matched if routes[i].algorithm == "muon"]
     if matched and not matrices:
         names = ", ".join(routes[i].name for i in matched)
-        raise ValueError(f"fused pattern {pattern!r} matches only parameters that are not on Muon: {names}")
+        raise ValueError(f"{key} pattern {pattern!r} matches only parameters that are not on Muon: {names}")
     for i in matrices:
         if routes[i].splits:
-            raise ValueError(f"{routes[i].name} is matched by two patterns of fused, the second is {pattern!r}")
+            raise ValueError(f"{routes[i].name} is matched by two patterns, the second is {key}: {pattern!r}")
         use = places[i][0]
-        shape, dim = tuple(use.parameter.shape), 1 if is_transposed_linear(use.owner) else 0
-        where = f"fused: {routes[i].name} {shape}"
+        shape, dim = tuple(use.parameter.shape), int((key == "fused_inputs") != is_transposed_linear(use.owner))
+        where = f"{key}: {routes[i].name} {shape}"
         if routes[i].kind == "stack":
-            raise ValueError(f"{where} is a stack of matrices already; leave it out of fused")
+            raise ValueError(f"{where} is a stack of matrices already; leave it out of {key}")
         if isinstance(parts, int):
             if shape[dim] % parts != 0:
                 raise ValueError(

@@ -131,6 +131,36 @@ def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: 
         assert _largest_difference(result, expected) <= EXACT
 
 
+# Dimension and sizes of parts, as heads of queries, keys and values have them.
+_PARTS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "square": (0, (16, 40, 8)),
+    "odd": (1, (3, 4)),
+    "tall": (1, (1, 1, 1)),
+    "convolution": (1, (2, 2)),
+}
+
+
+def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Parts as tensors of their own."""
+    cut: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        dim, sizes = _PARTS.get(name, (0, (tensor.shape[0],)))
+        cut |= {f"{name} {index}": part for index, part in enumerate(tensor.split(sizes, dim))}
+    return cut
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_parts_along_both_sides_are_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR)
+    for step in range(NUM_STEPS):
+        reference.step(_cut(_tensors(1 + step)))
+    parts = {"fused": {"square": (16, 40, 8)}, "fused_inputs": {"odd": (3, 4), "tall": 3, "convolution": 2}}
+    for shard_dim in (0, 1):
+        arguments = (mesh_shape, shard_dim, FLOAT32 | parts)
+        for result in gloo.run(_train_on_mesh, *arguments, world_size=math.prod(mesh_shape)):
+            assert _largest_difference(_cut(result), reference.matrices) <= EXACT
+
+
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:
     # Newton-Schulz rounds its input to bfloat16 and gives bfloat16 back, so the wire rounds nothing more: exact.
     single = _train(lambda tensor: tensor.clone(), compute_dtype="bfloat16")

@@ -110,7 +110,15 @@ def test_patterns_override_the_type_also_through_an_alias() -> None:
         ({"fused": {"0.weight": (4, 1)}}, r"size 6 along dim 0, but the parts \(4, 1\) sum to 5"),
         ({"fused": {"0.weight": (3, 3.0)}}, r"fused must map patterns to .* got '0\.weight': \(3, 3\.0\)"),
         ({"fused": {"*.bias": 2}}, r"fused pattern '\*\.bias' matches only parameters that are not on Muon: 0\.bias"),
-        ({"fused": {"0.weight": 2, "0.*": 3}}, r"0\.weight is matched by two patterns of fused"),
+        ({"fused": {"0.weight": 2, "0.*": 3}}, r"0\.weight is matched by two patterns, the second is fused: '0\.\*'"),
+        (
+            {"fused": {"0.weight": 2}, "fused_inputs": {"0.*": 2}},
+            r"0\.weight is matched by two .* fused_inputs: '0\.\*'",
+        ),
+        (
+            {"fused_inputs": {"0.weight": 3}},
+            r"fused_inputs: 0\.weight \(6, 4\) .* into 3 equal parts along dim 1 of size 4",
+        ),
     ],
 )
 def test_a_wrong_pattern_is_an_error_that_names_it(options: dict[str, Any], message: str) -> None:
