@@ -294,7 +294,7 @@ def provide_default_optimizer(module: Any, config: MuonConfig | FlexDeMoConfig, 
 
     def configure_optimizers(self: nn.Module) -> PlannedOptimizer:
         kind = FlexDeMo if isinstance(config, FlexDeMoConfig) else ParallelMuon
-        return kind.from_config(self.named_parameters(), config)  # type: ignore[arg-type]
+        return kind.from_config(self, config)  # type: ignore[arg-type]
 
     configure_optimizers.is_default = True
     module.configure_optimizers = MethodType(configure_optimizers, module)
