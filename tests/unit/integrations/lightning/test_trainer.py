@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, ParallelMuon
 from lightning_muon.compat.lightning import LightningPackage
@@ -90,6 +91,14 @@ def test_a_module_without_optimizer_gets_one_for_a_run(pl: Any, config: Any, kin
     optimizer = module.configure_optimizers()
     assert isinstance(optimizer, kind) and optimizer.param_groups[0]["lr"] == 0.25
     assert room.has_default_optimizer(module)
+
+
+def test_the_optimizer_that_a_module_gets_knows_its_layers(pl: Any) -> None:
+    module = _module(pl)
+    module.attention, module.head = Conv1D(12, 4), torch.nn.Linear(12, 2)
+    room.provide_default_optimizer(module, MuonConfig(fused={"attention.weight": 3}), _package(pl))
+    route = module.configure_optimizers().routes[0]
+    assert (route.name, route.splits, route.split_dim) == ("attention.weight", (4, 4, 4), 1)
 
 
 def test_the_optimizer_of_the_user_is_not_replaced(pl: Any) -> None:
