@@ -41,8 +41,8 @@ def orthogonalize(
     Divides by the Frobenius norm and runs ``x <- (a I + b A + c A A) x`` with ``A = x x^T`` and ``(a, b, c)`` of each
     step. Tall matrices are transposed first, so that ``A`` is always the small Gram matrix.
 
-    The norm is at least ``eps``, so that a zero matrix stays zero and one whose norm is far below ``eps`` ends near zero.
-    A matrix with NaN or infinite entries becomes NaN throughout. Finite entries whose squares sum to more than float32
+    The norm is at least ``eps``, so that a zero matrix stays zero, and one far smaller than ``eps`` ends near zero. A
+    matrix with NaN or infinite entries becomes NaN throughout. Finite entries whose squares sum to more than float32
     holds (from about 1e19 on) have an infinite norm: the result is zero, as in torch.optim.Muon, but for float16, where
     matrices are divided by their largest entry first and any finite one is orthogonalized. Every product runs in
     ``compute_dtype``, that of the result.

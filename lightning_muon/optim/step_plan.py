@@ -185,7 +185,9 @@ def make_step_plan(
         lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
         lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
         require_equal(lines, group.axes, "the plan of ParallelMuon")
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.compute_dtype, tuple(ops))
+    return StepPlan(
+        tuple(parameters), meshes, layout, groups, buckets, batches, part, options.compute_dtype, tuple(ops)
+    )
 
 
 def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:

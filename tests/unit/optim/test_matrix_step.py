@@ -96,7 +96,7 @@ def test_a_fingerprint_tells_newton_schulz_apart(parameters: list[nn.Parameter])
     others = [{"ns_steps": 4}, {"ns_coefficients": "you"}, {"ns_quality": "fast"}, {"compute_dtype": torch.bfloat16}]
     assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 5  # pyright: ignore[reportArgumentType]
     # Param groups may change after the plan was made.
-    group = dict(ParallelMuon(parameters).param_groups[0])
-    plan = plan_for(parameters, group=group)
-    group["ns_steps"] = 4
+    plan = plan_for(parameters, group=ParallelMuon(parameters).param_groups[0])
+    for parameter in plan.parameters:
+        parameter.group["ns_steps"] = 4
     assert plan.fingerprint == fingerprint(ns_steps=4)
