@@ -152,7 +152,9 @@ def train_two_ranks(device: str) -> dict[str, Any]:
     Gloo carries CUDA tensors in collectives, so two ranks can share one card, which NCCL refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_train_rank, (folder, device), nprocs=2, join=True)
+        # A forked process imports nothing; CUDA does not survive a fork.
+        method = "spawn" if device == "cuda" else "fork"
+        mp.start_processes(_train_rank, (folder, device), nprocs=2, join=True, start_method=method)
         weights = torch.load(Path(folder, "weights.pt"))
     reference = _train("off", None, device, ranks=(0, 1))
     off = weights["off"]

@@ -77,7 +77,8 @@ def compare_with_loop(device: str, folder: Path) -> dict[str, Any]:
 def _fit(
     device: str, folder: Path, batches: Tensor, *, epochs: int = EPOCHS, resume: Path | None = None
 ) -> tuple[dict[str, Tensor], str]:
-    config = MuonConfig(compute_dtype="float32", wire_dtype="float32")
+    # The factor of the loop, not the one that replaces AdamW's learning rate.
+    config = MuonConfig(compute_dtype="float32", wire_dtype="float32", muon_lr_factor=1.0)
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,

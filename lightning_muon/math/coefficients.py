@@ -38,11 +38,28 @@ _CUBIC = (
     (2.2230472, -0.9630650, 0.0),
 )
 _DEEPSEEK_V4 = (*[_JORDAN] * 8, *[(2.0, -1.5, 0.5)] * 2)  # DeepSeek-V4 report: the last two converge to 1.
-_PUBLISHED = {"you": _YOU, "cans": _CANS, "cubic": _CUBIC, "deepseek_v4": _DEEPSEEK_V4}
 
 # Polar Express for bfloat16 (Amsel et al. 2025, arXiv:2505.16932, section 3.4 and its listing): the least singular
 # value that is aimed at, the least quotient of an interval's ends, and how far rounding may carry a value above it.
 _LEAST, _CUSHION, _SAFETY, _NUM_SAFE = 1e-3, 0.02407327424182761, 1.01, 7
+
+
+def _divided_first(steps: Sequence[Quintic]) -> tuple[Quintic, ...]:
+    """The steps after a division of singular values by 1.01.
+
+    These are made for values up to 1, and rounding to bfloat16 takes the one of a matrix of rank one up to 1.008. Beyond
+    1 ``"cubic"`` turns its sign and ``"cans"`` diverges.
+    """
+    a, b, c = steps[0]
+    return (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5), *steps[1:]
+
+
+_PUBLISHED = {
+    "you": _YOU,
+    "cans": _divided_first(_CANS),
+    "cubic": _divided_first(_CUBIC),
+    "deepseek_v4": _DEEPSEEK_V4,
+}
 
 
 @cache

@@ -19,7 +19,7 @@ from lightning_muon.math.symmetric import share_of_full_product
 # default coefficients, which end in [0.68, 1.14] (benchmarks/newton_schulz.py).
 _LEAST_SINGULAR_VALUE = 0.01
 _FAST = (0.65, 1.35)
-# Not "cans": rounding carries values out of the interval, beyond which they grow.
+# Not "cans": on the Gram matrix in bfloat16, rounding takes some values below its band.
 _CANDIDATES: tuple[tuple[NsCoefficients, int], ...] = (
     ("cubic", 5),
     ("you", 5),

@@ -41,8 +41,11 @@ def orthogonalize(
     Divides by the Frobenius norm and runs ``x <- (a I + b A + c A A) x`` with ``A = x x^T`` and ``(a, b, c)`` of each
     step. Tall matrices are transposed first, so that ``A`` is always the small Gram matrix.
 
-    The norm is at least ``eps``, so that a zero matrix stays zero. Every product runs in ``compute_dtype``, that of the
-    result.
+    The norm is at least ``eps``, so that a zero matrix stays zero, and one far smaller than ``eps`` ends near zero. A
+    matrix with NaN or infinite entries becomes NaN throughout. Finite entries whose squares sum to more than float32
+    holds (from about 1e19 on) have an infinite norm: the result is zero, as in torch.optim.Muon, but for float16, where
+    matrices are divided by their largest entry first and any finite one is orthogonalized. Every product runs in
+    ``compute_dtype``, that of the result.
 
     Args:
         matrix: Momentum.
@@ -57,7 +60,7 @@ def orthogonalize(
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
     is_tall = matrix.size(-2) > matrix.size(-1)
-    # Small gradients are zero in float16 until they are divided by their norm.
+    # In float16 small gradients are zero, and large ones infinite, until they are divided by their norm.
     dtype = torch.float32 if compute_dtype == torch.float16 else compute_dtype
     x = matrix.to(dtype, copy=True).reshape(-1, *matrix.shape[-2:])
     if x.size(0) == 1:
@@ -65,7 +68,12 @@ def orthogonalize(
         x = x[0]
     if is_tall:
         x = x.mT
-    x = x.div_(_frobenius_norm(x).clamp(min=eps)).to(compute_dtype)
+    least_norm = eps
+    if compute_dtype == torch.float16:
+        # Squares of entries that are at most 1 neither overflow nor vanish.
+        x.div_(x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=eps))
+        least_norm = 1.0
+    x = x.div_(_frobenius_norm(x).clamp(min=least_norm)).to(compute_dtype)
     x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps)
     return (x.mT if is_tall else x).reshape(matrix.shape)
 

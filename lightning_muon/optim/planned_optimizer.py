@@ -176,7 +176,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan_fingerprint(self) -> str | None:
-        """Of owners and buckets; ``None`` before the first step. Local."""
+        """Of owners, buckets and Newton-Schulz; ``None`` before the first step. Local."""
         return None if self._bound is None else self._bound.plan.fingerprint
 
     @property

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import BoundParameter, MeshMembers, ParamGroup, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
@@ -84,6 +84,7 @@ class StepPlan:
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
     part: StepPart  # What the layout or the optimizer adds to the step.
+    compute_dtype: torch.dtype  # Of Newton-Schulz.
     # Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
     # checked here, and nowhere changed.
     ops: tuple[Op, ...]
@@ -93,17 +94,27 @@ class StepPlan:
         """Where the parameters are."""
         return self.layout.local(self.parameters[0].tensor).device
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """The same for plans with equal matrices, owners and buckets."""
+        """The same for plans with equal matrices, owners and buckets, and equal Newton-Schulz methods, steps and dtype.
+
+        Follows the param groups, as the step does.
+        """
         facts = [
             (
-                [(job.matrix.name, owners) for job, owners in zip(group.jobs, group.plan.owners, strict=True)],
+                [
+                    (job.matrix.name, self._newton_schulz(job), owners)
+                    for job, owners in zip(group.jobs, group.plan.owners, strict=True)
+                ],
                 group.plan.buckets,
             )
             for group in self.exchange_groups
         ]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((facts, self.compute_dtype)).encode()).hexdigest()[:16]
+
+    def _newton_schulz(self, job: MatrixJob) -> NewtonSchulz:
+        options, matrix = NewtonSchulzOptions.of(job.parameter.group), job.matrix
+        return options.choice(matrix.rows, matrix.cols, self.compute_dtype, self.device.type)
 
     @cached_property
     def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:
@@ -174,7 +185,9 @@ def make_step_plan(
         lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
         lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
         require_equal(lines, group.axes, "the plan of ParallelMuon")
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, tuple(ops))
+    return StepPlan(
+        tuple(parameters), meshes, layout, groups, buckets, batches, part, options.compute_dtype, tuple(ops)
+    )
 
 
 def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:

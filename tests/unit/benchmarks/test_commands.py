@@ -51,13 +51,14 @@ ROWS = [
 ]
 
 
-def test_parts_run_on_a_cpu_and_leave_their_rows(tmp_path: Path) -> None:
-    parts = ["waiting", "steps"]
-    command = [warm_python(), "benchmarks/gpu.py", "--device", "cpu", "--small", "--parts", ",".join(parts)]
-    subprocess.run([*command, "--out", str(tmp_path)], cwd=ROOT, check=True, capture_output=True, timeout=150)
+def test_all_parts_run_on_a_cpu_and_keep_promises(gpu: ModuleType, tmp_path: Path) -> None:
+    command = [warm_python(), "benchmarks/gpu.py", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
+    # It ends with 1 if a promise is broken or a part fails.
+    assert ended.returncode == 0, ended.stdout
     result = json.loads((tmp_path / "cpu.json").read_text())
-    assert list(result["parts"]) == parts
-    assert all("error" not in part and part["rows"] for part in result["parts"].values())
+    assert list(result["parts"]) == list(gpu.PARTS)
+    assert all(part["rows"] for part in result["parts"].values())
 
 
 def test_broken_promises_and_parts_without_an_end_are_named(gpu: ModuleType) -> None:

@@ -85,3 +85,18 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
             step.run(AgreedGradients(gradients=dict(zip(parameters, gradients, strict=True))), states)
         results.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *results))
+
+
+def test_a_fingerprint_tells_newton_schulz_apart(parameters: list[nn.Parameter]) -> None:
+    def fingerprint(compute_dtype: torch.dtype = torch.float32, **options: object) -> str:
+        group = dict(ParallelMuon(parameters).param_groups[0]) | options
+        return plan_for(parameters, group=group, compute_dtype=compute_dtype).fingerprint
+
+    assert fingerprint() == fingerprint() == fingerprint(ns_coefficients="jordan")
+    others = [{"ns_steps": 4}, {"ns_coefficients": "you"}, {"ns_quality": "fast"}, {"compute_dtype": torch.bfloat16}]
+    assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 5  # pyright: ignore[reportArgumentType]
+    # Param groups may change after the plan was made.
+    plan = plan_for(parameters, group=ParallelMuon(parameters).param_groups[0])
+    for parameter in plan.parameters:
+        parameter.group["ns_steps"] = 4
+    assert plan.fingerprint == fingerprint(ns_steps=4)
