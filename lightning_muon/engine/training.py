@@ -376,12 +376,8 @@ class TrainingEngine:
             self._guard.end_step()
         return result
 
-    def skipped_steps(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many steps of one of :attr:`optimizers` a NaN or Inf has made all ranks skip so far; local."""
-        return self.finite_check(optimizer).skipped_steps
-
     def finite_check(self, optimizer: torch.optim.Optimizer) -> FiniteCheck:
-        """What skips the steps of one of :attr:`optimizers`; local."""
+        """What makes all ranks skip steps of one of :attr:`optimizers` for a NaN or Inf, and counts them; local."""
         if isinstance(optimizer, PlannedOptimizer):
             return optimizer.finite_check
         return self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))

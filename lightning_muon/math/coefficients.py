@@ -47,8 +47,8 @@ _LEAST, _CUSHION, _SAFETY, _NUM_SAFE = 1e-3, 0.02407327424182761, 1.01, 7
 def _divided_first(steps: Sequence[Quintic]) -> tuple[Quintic, ...]:
     """The steps after a division of singular values by 1.01.
 
-    These are made for values up to 1, and rounding to bfloat16 takes the one of a matrix of rank one up to 1.008. Beyond
-    1 ``"cubic"`` turns its sign and ``"cans"`` diverges.
+    These are made for values up to 1, and rounding to bfloat16 takes the one of a matrix of rank one up to 1.008.
+    Beyond 1 ``"cubic"`` turns its sign and ``"cans"`` diverges.
     """
     a, b, c = steps[0]
     return (a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5), *steps[1:]

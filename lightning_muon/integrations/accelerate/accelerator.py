@@ -55,10 +55,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
         if not (self.gradient_state.sync_gradients and has_gradients):
             return super().step(closure)
 
-        before = self._engine.skipped_steps(self.optimizer)
+        before = self._engine.finite_check(self.optimizer).skipped_steps
         stock = super().step
         result = self._engine.step(self.optimizer, lambda _, closure=None: stock(closure), closure)
-        self.step_was_skipped = self._engine.skipped_steps(self.optimizer) > before  # type: ignore[assignment]
+        self.step_was_skipped = self._engine.finite_check(self.optimizer).skipped_steps > before  # type: ignore[assignment]
         return result
 
 

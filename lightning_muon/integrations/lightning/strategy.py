@@ -250,7 +250,7 @@ class TrainerStrategy(MuonStrategy):
         engine = self._running_engine
         take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
         result = engine.step(optimizer, take_step, closure)
-        if skipped := engine.skipped_steps(optimizer):
+        if skipped := engine.finite_check(optimizer).skipped_steps:
             self.lightning_module.log("skipped_steps", float(skipped))
         return result
 

@@ -114,7 +114,7 @@ def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: A
         engine.step(optimizer, _take_step)
         has_changed = any(not torch.equal(value, before[name]) for name, value in _local(net).items())
         if step == 1:
-            result = engine.skipped_steps(optimizer), has_changed
+            result = engine.finite_check(optimizer).skipped_steps, has_changed
         else:
             assert has_changed
     weights = {name: p.detach().clone() for name, p in net.named_parameters() if p.ndim == 2} if is_tied else {}
@@ -333,7 +333,10 @@ def _leave_out() -> tuple[int, bool]:
         if not has_nan:
             loss.backward()
     engine.step(optimizer, _take_step)
-    result = engine.skipped_steps(optimizer), any(not torch.equal(each, before[n]) for n, each in _local(net).items())
+    result = (
+        engine.finite_check(optimizer).skipped_steps,
+        any(not torch.equal(each, before[n]) for n, each in _local(net).items()),
+    )
     engine.close()
     return result
 
@@ -356,7 +359,10 @@ def _accumulate_with_nan(choice: str) -> tuple[int, bool]:
         net.has_nan = has_nan
         (compute(batch_of(8, 5, seed=step), None) / 2).backward()
     engine.step(optimizer, _take_step)
-    result = engine.skipped_steps(optimizer), any(not torch.equal(each, before[n]) for n, each in _local(net).items())
+    result = (
+        engine.finite_check(optimizer).skipped_steps,
+        any(not torch.equal(each, before[n]) for n, each in _local(net).items()),
+    )
     engine.close()
     return result
 
