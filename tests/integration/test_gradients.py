@@ -1,6 +1,7 @@
 """Gradients in a Trainer: scaled by tokens, clipped and logged, skipped when they are not finite."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,7 +132,15 @@ def test_the_gradients_of_matrices_can_be_left_as_they_are(gloo: ProcessPool, sh
     assert training.max_difference(weights, _clip_elementwise_alone()) < 5e-5
 
 
-def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs: Any) -> tuple[list[bool], float]:
+def _poisoned(
+    sharding: str,
+    bad_steps: Sequence[int],
+    configure: str,
+    *,
+    saves: str | None = None,
+    resumes: str | None = None,
+    **kwargs: Any,
+) -> tuple[list[bool], float]:
     """Whether each step has changed the weights, and the logged counter; rank 1 has a NaN in some steps."""
     pl = training.load()
     make = {
@@ -159,8 +168,10 @@ def _poisoned(sharding: str, bad_steps: Sequence[int], configure: str, **kwargs:
     type(model).training_step = training_step
     del type(model).on_train_batch_end
     strategy = training.strategy_class()(sharding=sharding)
-    fitter = training.trainer(pl, strategy=strategy, max_epochs=1, callbacks=[Poison()], **kwargs)
-    fitter.fit(model, training.loader(num_samples=48))
+    fitter = training.trainer(pl, strategy=strategy, **({"max_epochs": 1, "callbacks": [Poison()]} | kwargs))
+    fitter.fit(model, training.loader(num_samples=48), ckpt_path=resumes, weights_only=False)
+    if saves is not None:
+        fitter.save_checkpoint(saves)
     return changed, float(fitter.callback_metrics.get("skipped_steps", 0.0))
 
 
@@ -190,3 +201,13 @@ def test_too_many_skipped_steps_in_a_row_stop_all_ranks(gloo: ProcessPool, shard
         world_size=2, exception=NonFiniteGradientError, match=r"network\.\S+.*after 3 skipped steps in a row",
     )  # fmt: skip
     assert "network.embedding.weight" in failures[0].message
+
+
+@pytest.mark.parametrize("configure", ["muon", "sgd"])
+def test_skipped_steps_count_on_after_a_checkpoint(gloo: ProcessPool, tmp_path: Path, configure: str) -> None:
+    saved = str(tmp_path / "saved.ckpt")
+    gloo.run(_poisoned, "fsdp", (1, 4, 5), configure, saves=saved, world_size=2)
+    gloo.expect_error_on_all_ranks(
+        _poisoned, "fsdp", (0, 1), configure, resumes=saved, max_epochs=2,
+        world_size=2, exception=NonFiniteGradientError, match=r"after 3 skipped steps in a row \(4 in all\)",
+    )  # fmt: skip
