@@ -12,6 +12,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +28,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
+from lightning_muon.math.symmetric import add_square, halves_of
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.executor import StreamExecutor
 
@@ -143,6 +146,29 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             f"{at_once / in_turn:.2f} of the time of one by one; bits of single ones: {same}",
             None if device.is_cuda else same,
         )
+
+
+def symmetric_kernel(device: Device) -> Iterator[Row]:
+    """``b A + c A A`` by the Triton kernel against cuBLAS: from which side it belongs into ``_KERNEL_WINS``."""
+    if not device.is_cuda or find_spec("triton") is None:
+        yield Row("symmetric products by a kernel", "needs a card and triton")
+        return
+    from lightning_muon.math.symmetric_kernel import symmetric_addmm
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
+            x = torch.randn(side, side, device=device.name) / side
+            gram = (x @ x.mT).to(dtype)
+            full, half = torch.empty_like(gram), torch.empty_like(gram)
+            library = partial(add_square, gram, 0.5, 2.0, halves_of(gram, by_kernel=False), out=full)
+            kernel = partial(symmetric_addmm, gram, gram, out=half, bias=gram, beta=0.5, alpha=2.0)
+            share = device.seconds(kernel) / device.seconds(library)
+            error = ((half.double() - full.double()).abs().max() / full.double().abs().max()).item()
+            yield Row(
+                f"{side} x {side} {str(dtype).removeprefix('torch.')}, symmetric by a kernel",
+                f"{share:.2f} of the time of cuBLAS, error {error:.1e}",
+                error < 4 * torch.finfo(dtype).eps and torch.equal(half, half.mT),
+            )
 
 
 def merging(device: Device) -> Iterator[Row]:
@@ -331,6 +357,7 @@ def trainer(device: Device) -> Iterator[Row]:
 PARTS = {
     "environment": Part(environment, 60),
     "newton_schulz": Part(newton_schulz, 100),
+    "symmetric_kernel": Part(symmetric_kernel, 60),
     "merging": Part(merging, 40),
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),

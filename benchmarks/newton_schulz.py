@@ -1,29 +1,34 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
-    python benchmarks/newton_schulz.py
+    python benchmarks/newton_schulz.py                                     # three minutes
+    python benchmarks/newton_schulz.py --all --dtypes float32 --draw FILE.svg              # hours, on a CPU
     python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
-may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only. "ceiling"
-is the rate of the product of two square matrices with the short side. The candidates take turns and the fastest of each
-counts, since other work on the machine only ever adds. A second table compares batches with one matrix after the other,
-a third one coefficients and methods with the default: measured, by FLOPs, and how far the singular values from 0.01 of
-the norm on are from 1.
+may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
+dtypes the same products by torch. "ceiling" is the rate of the product of two square matrices with the short side. The
+candidates take turns and the fastest of each counts, since other work on the machine only ever adds. A second table
+compares batches with one matrix after the other, a third one all methods with torch's: time, FLOPs, and how far the
+singular values from 0.01 of the norm on are from 1; --draw makes a picture of it. The last one has what ns_quality
+chooses, by FLOPs, and how long that takes beside the fastest method that keeps the same promise.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from lightning_muon.config import MuonConfig
-from lightning_muon.math.coefficients import steps_of
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
+from lightning_muon.config import MuonConfig, NsCoefficients
+from lightning_muon.math.coefficients import band, steps_of
 from lightning_muon.math.methods import NewtonSchulz
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
 from lightning_muon.math.symmetric import share_of_full_product
@@ -34,45 +39,87 @@ SHAPES = {
 }
 BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": ["256x256", "512x512", "1024x1024"]}
 BATCH = 8
-WAYS = {
-    f"{preset} {num_steps} {method}": NewtonSchulz(steps_of(preset, num_steps), method)
-    for preset, num_steps in (("jordan", 5), ("polar_express", 5), ("cubic", 5))
-    for method in ("plain", "gram")
-}
+SIDES = (256, 512, 1024, 2048)
+DEFAULT = ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"]
+ALL = [f"{batch}{side}x{ratio * side}" for side in SIDES for ratio in (1, 4) for batch in ("", f"{BATCH}x")]
+PRESETS: list[tuple[NsCoefficients, int]] = [("jordan", 5), ("cubic", 5), ("you", 5), ("polar_express", 5)]
+ALL_PRESETS: list[tuple[NsCoefficients, int]] = [*PRESETS, ("cans", 5), ("polar_express", 8), ("deepseek_v4", 10)]
+BANDS = {"fast": (0.65, 1.35), "(0.85, 1.15)": (0.85, 1.15), "(0.95, 1.05)": (0.95, 1.05)}
+
+
+@dataclass(frozen=True)
+class Found:
+    """One method on one shape."""
+
+    seconds: float
+    of_torch: float  # Of the time of torch's products.
+    flops: float  # Of the FLOPs of torch's products.
+    error: float  # The largest one of a singular value.
 
 
 def main() -> None:
     arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtypes: list[torch.dtype] = [getattr(torch, name) for name in arguments.dtypes]
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
+    if arguments.rates:
+        print_rates(arguments, device, dtypes)
+    presets = ALL_PRESETS if arguments.all else PRESETS
+    ways = {
+        f"{preset} {num_steps} {method}": NewtonSchulz(steps_of(preset, num_steps), method)
+        for preset, num_steps in presets
+        for method in ("plain", "gram")
+    }
+    texts = arguments.shapes or (ALL if arguments.all else DEFAULT)
+    found: dict[tuple[torch.dtype, str], dict[str, Found]] = {}
+    print(f"\nOf torch's time, of its FLOPs, error:\n\n| shape | dtype | {' | '.join(ways)} |")
+    print(f"| --- | --- |{' --- |' * len(ways)}")
+    for dtype in dtypes:
+        for text in texts:
+            matrix = torch.randn(parse_shape(text), device=device)
+            found[dtype, text] = measure(matrix, dtype, ways, arguments.seconds)
+            cells = [f"{each.of_torch:.2f}, {each.flops:.2f}, {each.error:.2f}" for each in found[dtype, text].values()]
+            print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |", flush=True)
+    print(f"\nTime of the choice, of the fastest:\n\n| shape | dtype | {' | '.join(BANDS)} |")
+    print(f"| --- | --- |{' --- |' * len(BANDS)}")
+    for (dtype, text), of_ways in found.items():
+        cells = [choice_cell(allowed, of_ways, ways) for allowed in BANDS.values()]
+        print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |")
+    if arguments.draw:
+        draw(arguments.draw, found)
+
+
+def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[torch.dtype]) -> None:
+    """The tables of the default method, alone and in batches."""
+    shapes = [text for text in arguments.shapes or SHAPES[device] if text.count("x") == 1]
     print("| shape | dtype | GFLOP/s | of torch's time | ceiling GFLOP/s | of the ceiling |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for dtype in (getattr(torch, name) for name in arguments.dtypes):
-        for rows, cols in map(parse_shape, arguments.shapes or SHAPES[device]):
-            print(row(torch.randn(rows, cols, device=device), dtype, arguments.seconds), flush=True)
+    for dtype in dtypes:
+        for shape in map(parse_shape, shapes):
+            print(row(torch.randn(shape, device=device), dtype, arguments.seconds), flush=True)
     print(f"\n| shape | dtype | {BATCH} as a batch, of one after the other | worth_batching |")
     print("| --- | --- | --- | --- |")
-    for dtype in (getattr(torch, name) for name in arguments.dtypes):
-        for rows, cols in map(parse_shape, BATCHED[device]):
-            print(batch_row(torch.randn(BATCH, rows, cols, device=device), dtype, arguments.seconds), flush=True)
-    print(f"\n| shape | dtype | {' | '.join(WAYS)} |")
-    print(f"| --- | --- |{' --- |' * len(WAYS)}")
-    for dtype in (getattr(torch, name) for name in arguments.dtypes):
-        for rows, cols in map(parse_shape, arguments.shapes or SHAPES[device]):
-            print(ways_row(torch.randn(rows, cols, device=device), dtype, arguments.seconds), flush=True)
+    for dtype in dtypes:
+        for shape in map(parse_shape, BATCHED[device]):
+            print(batch_row(torch.randn(BATCH, *shape, device=device), dtype, arguments.seconds), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", metavar="ROWSxCOLS")
-    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
+    parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]ROWSxCOLS")
+    parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8, all coefficients")
+    # Without units for bfloat16 it is a hundred times as slow, and nobody would take it.
+    is_fast = torch.cuda.is_available() or cpu_multiplies_bfloat16_fast()
+    default = ["bfloat16", "float32"] if is_fast else ["float32"]
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=default)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
+    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first two tables")
+    parser.add_argument("--draw", type=Path, help="an .svg or .png: error against time")
     return parser.parse_args()
 
 
-def parse_shape(text: str) -> tuple[int, int]:
-    rows, cols = text.split("x")
-    return int(rows), int(cols)
+def parse_shape(text: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in text.split("x"))
 
 
 def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
@@ -82,18 +129,14 @@ def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
     candidates: dict[str, Callable[[], Tensor]] = {
         "ours": lambda: ours(matrix, dtype),
         "product": lambda: square @ square,
+        "torch": lambda: by_torch(matrix, dtype),
     }
-    if dtype == torch.bfloat16:
-        candidates["torch"] = lambda: _zeropower_via_newtonschulz(
-            matrix, MuonConfig.ns_coefficients, MuonConfig.ns_steps, MuonConfig.eps
-        )
     best = fastest(candidates, seconds)
     rate = newton_schulz_flops(rows, cols, MuonConfig.ns_steps) / best["ours"]
     ceiling = 2 * short**3 / best["product"]
-    of_torch = f"{best['ours'] / best['torch']:.2f}" if "torch" in best else "-"
     return (
-        f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {of_torch} | {ceiling / 1e9:.0f} | "
-        f"{rate / ceiling:.2f} |"
+        f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {best['ours'] / best['torch']:.2f} | "
+        f"{ceiling / 1e9:.0f} | {rate / ceiling:.2f} |"
     )
 
 
@@ -106,27 +149,78 @@ def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
     return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
 
 
-def ways_row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
-    """For each way its time and its FLOPs, of those of the default, and the largest error of a singular value."""
-    rows, cols = matrix.shape
-    share = share_of_full_product(min(rows, cols), matrix.device.type)
-    best = fastest(
-        {
-            name: partial(way.orthogonalize, matrix, eps=MuonConfig.eps, compute_dtype=dtype)
-            for name, way in WAYS.items()
-        },
-        seconds,
-    )
-    flops = {name: way.flops(rows, cols, dtype, symmetric=share) for name, way in WAYS.items()}
-    is_large = torch.linalg.svdvals(matrix) >= 0.01 * matrix.norm()
-    cells: list[str] = []
-    for name, way in WAYS.items():
-        found = torch.linalg.svdvals(way.orthogonalize(matrix, eps=MuonConfig.eps, compute_dtype=dtype).float())
-        error = (found[: int(is_large.sum())] - 1).abs().max()
-        cells.append(
-            f"{best[name] / best['jordan 5 plain']:.2f}, {flops[name] / flops['jordan 5 plain']:.2f}, {error:.2f}"
-        )
-    return f"| {rows} x {cols} | {name_of(dtype)} | {' | '.join(cells)} |"
+def measure(matrix: Tensor, dtype: torch.dtype, ways: Mapping[str, NewtonSchulz], seconds: float) -> dict[str, Found]:
+    """All ways on a matrix, or on a batch as the optimizer takes it, beside torch's products on one after the other."""
+    *_, rows, cols = matrix.shape
+    members = matrix.view(-1, rows, cols)
+    as_batch = worth_batching(rows, cols, matrix.device.type)
+    stacks = [members] if as_batch else members.split(1)
+
+    def orthogonalize_all(way: NewtonSchulz) -> list[Tensor]:
+        return [way.orthogonalize(stack, eps=MuonConfig.eps, compute_dtype=dtype) for stack in stacks]
+
+    candidates: dict[str, Callable[[], object]] = {name: partial(orthogonalize_all, way) for name, way in ways.items()}
+    best = fastest(candidates | {"torch": lambda: [by_torch(each, dtype) for each in members]}, seconds)
+    share = 1.0 if as_batch and len(members) > 1 else share_of_full_product(min(rows, cols), matrix.device.type)
+    flops = newton_schulz_flops(rows, cols, MuonConfig.ns_steps)
+    num_large = int((torch.linalg.svdvals(members[0]) >= 0.01 * members[0].norm()).sum())
+    found: dict[str, Found] = {}
+    for name, way in ways.items():
+        update = way.orthogonalize(members[0], eps=MuonConfig.eps, compute_dtype=dtype)
+        error = (torch.linalg.svdvals(update.float())[:num_large] - 1).abs().max().item()
+        of_flops = way.flops(rows, cols, dtype, symmetric=share) / flops
+        found[name] = Found(best[name], best[name] / best["torch"], of_flops, error)
+    return found
+
+
+def choice_cell(allowed: tuple[float, float], found: Mapping[str, Found], ways: Mapping[str, NewtonSchulz]) -> str:
+    """Of the ways that keep a band, time of the one with the fewest FLOPs over that of the fastest, and both."""
+    keeps = {name: band(way.steps, 0.01) for name, way in ways.items()}
+    names = [name for name, (low, high) in keeps.items() if allowed[0] <= low and high <= allowed[1]]
+    if not names:
+        return "-"
+    chosen = min(names, key=lambda name: found[name].flops)
+    best = min(names, key=lambda name: found[name].seconds)
+    share = found[chosen].seconds / found[best].seconds
+    return f"{share:.2f}, {chosen}" + ("" if best == chosen else f" (fastest: {best})")
+
+
+def by_torch(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """What torch.optim.Muon does, in another dtype too."""
+    if dtype == torch.bfloat16:
+        return _zeropower_via_newtonschulz(matrix, MuonConfig.ns_coefficients, MuonConfig.ns_steps, MuonConfig.eps)
+    a, b, c = MuonConfig.ns_coefficients
+    x = matrix.to(dtype)
+    x = x.mT if x.size(0) > x.size(1) else x
+    x = x / x.norm().clamp(min=MuonConfig.eps)
+    for _ in range(MuonConfig.ns_steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrix.size(0) > matrix.size(1) else x
+
+
+def draw(path: Path, found: Mapping[tuple[torch.dtype, str], Mapping[str, Found]]) -> None:
+    """One point for each method and shape: error of singular values against time; needs matplotlib."""
+    # Without pyplot: no window, no global state.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
+    figure = Figure(figsize=(6.2 * len(dtypes), 4.6), layout="constrained")
+    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes, strict=True):
+        of_dtype = [of_ways for (its, _), of_ways in found.items() if its == dtype]
+        presets = list(dict.fromkeys(name.rpartition(" ")[0] for name in of_dtype[0]))
+        for index, preset in enumerate(presets):
+            for method, marker in (("plain", "o"), ("gram", "x")):
+                points = [of_ways[f"{preset} {method}"] for of_ways in of_dtype]
+                times, errors = [each.of_torch for each in points], [each.error for each in points]
+                axes.scatter(times, errors, marker=marker, color=f"C{index}", s=28, label=f"{preset}, {method}")
+        axes.set_yscale("log")
+        axes.set(title=name_of(dtype), xlabel="time, of torch's", ylabel="largest error of a singular value")
+        axes.axvline(1.0, color="0.8", linewidth=1, zorder=0)
+        axes.legend(fontsize=7)
+    with rc_context({"svg.hashsalt": "lightning-muon"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_muon.config import NsCoefficients, NsMethod, NsQuality, Quintic
 from lightning_muon.math.coefficients import band, steps_of
 from lightning_muon.math.newton_schulz import gram_restarts, orthogonalize
-from lightning_muon.math.symmetric import share_of_full_product
+from lightning_muon.math.symmetric import kernel_wins, share_of_full_product
 
 # Of singular values from 0.01 of the norm on, those below may stay small: that of ns_quality="fast" has room for the
 # default coefficients, which end in [0.68, 1.14] (benchmarks/newton_schulz.py).
@@ -35,10 +35,18 @@ class NewtonSchulz:
 
     steps: tuple[Quintic, ...]
     method: NsMethod = "plain"
+    by_kernel: bool = False  # Symmetric products by a Triton kernel.
 
     def orthogonalize(self, matrix: Tensor, *, eps: float, compute_dtype: torch.dtype) -> Tensor:
         """See :func:`lightning_muon.math.newton_schulz.orthogonalize`."""
-        return orthogonalize(matrix, steps=self.steps, eps=eps, compute_dtype=compute_dtype, method=self.method)
+        return orthogonalize(
+            matrix,
+            steps=self.steps,
+            eps=eps,
+            compute_dtype=compute_dtype,
+            method=self.method,
+            by_kernel=self.by_kernel,
+        )
 
     def flops(self, rows: int, cols: int, dtype: torch.dtype, *, symmetric: float = 1.0) -> float:
         """FLOPs in ``dtype``; products whose result is symmetric count as the share ``symmetric`` of full ones."""
@@ -69,12 +77,17 @@ class NewtonSchulzOptions:
 
     @cache  # noqa: B019 - as many as there are options and shapes.
     def choice(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> NewtonSchulz:
-        """The cheapest for a ``rows x cols`` matrix; it depends on the arguments alone: all ranks choose the same."""
+        """The cheapest for a ``rows x cols`` matrix, by FLOPs.
+
+        It depends on the arguments and, for the kernel, on the name of the card: all ranks choose the same.
+        """
         if self.quality == "reference":
             return NewtonSchulz(steps_of(self.coefficients, self.num_steps))
         allowed = _FAST if isinstance(self.quality, str) else self.quality
-        share = share_of_full_product(min(rows, cols), device_type)
-        return min(_candidates(allowed), key=lambda each: each.flops(rows, cols, dtype, symmetric=share))
+        short = min(rows, cols)
+        share = share_of_full_product(short, device_type)
+        cheapest = min(_candidates(allowed), key=lambda each: each.flops(rows, cols, dtype, symmetric=share))
+        return replace(cheapest, by_kernel=kernel_wins(short, dtype, device_type))
 
     def flops(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> int:
         """FLOPs of the choice, as textbooks count them: the unit of loads and rates on any device."""

@@ -15,7 +15,7 @@ with suppress(ImportError):  # The shapes in annotations are read by tests and t
 
 from lightning_muon.config import AdjustLr, NsMethod
 from lightning_muon.math.coefficients import Quintic
-from lightning_muon.math.symmetric import add_square, addmm, gram_matrix, panels_of, symmetric_product
+from lightning_muon.math.symmetric import Kernel, Panels, add_square, addmm, gram_matrix, halves_of, symmetric_product
 
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py); below 24 a batched product may add in another
@@ -35,6 +35,7 @@ def orthogonalize(
     eps: float,
     compute_dtype: torch.dtype,
     method: NsMethod = "plain",
+    by_kernel: bool = False,
 ) -> Float[Tensor, "*batch rows cols"]:
     """Replace the singular values of each matrix by values near 1.
 
@@ -56,6 +57,8 @@ def orthogonalize(
             bfloat16 one matrix has the bits of it (on CUDA, where matrices are cut into panels from a short side of
             4096 on, up to the rounding of products). ``"gram"`` iterates on ``A`` and multiplies the matrix at the end
             and wherever rounding would grow: cheaper for matrices with unequal sides, equal up to rounding.
+        by_kernel: Symmetric products by the kernel of :mod:`.symmetric_kernel`, on CUDA and with ``triton`` only; equal
+            up to rounding.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -74,18 +77,18 @@ def orthogonalize(
         x.div_(x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=eps))
         least_norm = 1.0
     x = x.div_(_frobenius_norm(x).clamp(min=least_norm)).to(compute_dtype)
-    x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps)
+    halves = halves_of(x, by_kernel=by_kernel)
+    x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps, halves)
     return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
-def _iterate(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
-    panels = panels_of(x)
+def _iterate(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, following = torch.empty_like(gram), x.new_empty(x.shape)
     for a, b, c in steps:
-        gram_matrix(x, panels, out=gram)
+        gram_matrix(x, halves, out=gram)
         if c:
-            add_square(gram, b, c, panels, out=polynomial)
+            add_square(gram, b, c, halves, out=polynomial)
             addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
         else:
             addmm(x, gram, x, beta=a, alpha=b, out=following)
@@ -94,35 +97,35 @@ def _iterate(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
     return x
 
 
-def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
+def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
     """As :func:`_iterate`, up to rounding: each step makes ``P A P`` of ``A``, and ``P x`` of ``x`` only at the end."""
-    panels, restarts = panels_of(x), gram_restarts(tuple(steps), x.dtype)
+    restarts = gram_restarts(tuple(steps), x.dtype)
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, product, spare = (torch.empty_like(gram) for _ in range(3))
     following = x.new_empty(x.shape)
-    gram_matrix(x, panels, out=gram)
+    gram_matrix(x, halves, out=gram)
     is_first = True  # Since the Gram matrix was computed from x.
     for index, (a, b, c) in enumerate(steps, 1):
         if c:
-            add_square(gram, b, c, panels, out=polynomial)
+            add_square(gram, b, c, halves, out=polynomial)
         else:
             torch.mul(gram, b, out=polynomial)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         ends = index in restarts or index == len(steps)
         if not ends:
-            symmetric_product(polynomial, gram, panels, out=spare)
-            symmetric_product(spare, polynomial, panels, out=gram)
+            symmetric_product(polynomial, gram, halves, out=spare)
+            symmetric_product(spare, polynomial, halves, out=gram)
         if is_first:
             product, polynomial = polynomial, product
         else:
-            symmetric_product(polynomial, product, panels, out=spare)
+            symmetric_product(polynomial, product, halves, out=spare)
             product, spare = spare, product
         is_first = ends
         if ends:
             torch.matmul(product, x, out=following)
             x, following = following, (x if x.is_contiguous() else torch.empty_like(following))
         if index in restarts:
-            gram_matrix(x, panels, out=gram)
+            gram_matrix(x, halves, out=gram)
     return x
 
 

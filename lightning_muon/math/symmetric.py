@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,12 @@ from torch import Tensor
 # the device: chosen, not measured.
 _PANEL_ROWS = {"cpu": 192, "cuda": 1024}
 _LEAST_PANELED = {"cpu": 512, "cuda": 4096}
+# Name of a card and dtype -> the least rows from which the kernel takes at most 0.9 of the time of the products below,
+# as `make gpu` measures it. By name, not by a clock when a plan is made: replicas that repeat a matrix must have the
+# same bits, and not all of them plan together. No card has been measured.
+_KERNEL_WINS: dict[tuple[str, torch.dtype], int] = {}
 Panels = Sequence[tuple[int, int]]
+Kernel = Callable[..., None]  # `symmetric_addmm` of symmetric_kernel.py.
 
 
 def share_of_full_product(num_rows: int, device_type: str) -> float:
@@ -22,8 +28,27 @@ def share_of_full_product(num_rows: int, device_type: str) -> float:
     return 0.65 if num_rows >= _LEAST_PANELED.get(device_type, num_rows + 1) else 1.0
 
 
-def panels_of(x: Tensor) -> Panels:
-    """Row ranges in which symmetric products with the rows of ``x`` are computed; none if they are not cut."""
+def halves_of(x: Tensor, *, by_kernel: bool) -> Panels | Kernel:
+    """How symmetric products with the rows of ``x`` are computed by half: a kernel, or row ranges.
+
+    There are no row ranges if they are computed in full.
+    """
+    if by_kernel:
+        from lightning_muon.math.symmetric_kernel import symmetric_addmm  # noqa: PLC0415 - triton is optional.
+
+        return symmetric_addmm
+    return _panels_of(x)
+
+
+def kernel_wins(num_rows: int, dtype: torch.dtype, device_type: str) -> bool:
+    """Whether the kernel is known to be faster for so many rows; alike on all ranks with the same kind of card."""
+    if device_type != "cuda" or not torch.cuda.is_available() or find_spec("triton") is None:
+        return False
+    least = _KERNEL_WINS.get((torch.cuda.get_device_name(), dtype))
+    return least is not None and num_rows >= least
+
+
+def _panels_of(x: Tensor) -> Panels:
     num_rows, device_type = x.size(-2), x.device.type
     if x.ndim == 3 or num_rows < _LEAST_PANELED.get(device_type, num_rows + 1):
         return []
@@ -33,31 +58,40 @@ def panels_of(x: Tensor) -> Panels:
     return list(pairwise([0, *stops]))
 
 
-def gram_matrix(x: Tensor, panels: Panels, *, out: Tensor) -> None:
-    """``x x^T``; with panels only what is on and below the diagonal is computed, and mirrored."""
-    if not panels:
+def gram_matrix(x: Tensor, halves: Panels | Kernel, *, out: Tensor) -> None:
+    """``x x^T``; by half only what is on and below the diagonal is computed, and mirrored."""
+    if callable(halves):
+        halves(x, x.mT, out=out)
+        return
+    if not halves:
         torch.matmul(x, x.mT, out=out)
-    for start, stop in panels:
+    for start, stop in halves:
         torch.mm(x[start:stop], x[:stop].mT, out=out[start:stop, :stop])
         _mirror_(out, start, stop)
 
 
-def symmetric_product(left: Tensor, right: Tensor, panels: Panels, *, out: Tensor) -> None:
+def symmetric_product(left: Tensor, right: Tensor, halves: Panels | Kernel, *, out: Tensor) -> None:
     """``left right`` of symmetric matrices that commute; ``out`` is neither of them."""
-    if not panels:
+    if callable(halves):
+        halves(left, right, out=out)
+        return
+    if not halves:
         torch.matmul(left, right, out=out)
-    for start, stop in panels:
+    for start, stop in halves:
         torch.mm(left[start:stop], right[:, :stop], out=out[start:stop, :stop])
         _mirror_(out, start, stop)
 
 
-def add_square(gram: Tensor, b: float, c: float, panels: Panels, *, out: Tensor) -> None:
-    """``b A + c A A`` for a symmetric ``A``, by panels as well where that gives the bits of the full product."""
+def add_square(gram: Tensor, b: float, c: float, halves: Panels | Kernel, *, out: Tensor) -> None:
+    """``b A + c A A`` for a symmetric ``A``, by panels only where that gives the bits of the full product."""
+    if callable(halves):
+        halves(gram, gram, out=out, bias=gram, beta=b, alpha=c)
+        return
     # The CPU's float32 product rounds c A first, so that its result is not quite symmetric.
-    if not panels or (gram.device.type == "cpu" and gram.dtype == torch.float32):
+    if not halves or (gram.device.type == "cpu" and gram.dtype == torch.float32):
         addmm(gram, gram, gram, beta=b, alpha=c, out=out)
         return
-    for start, stop in panels:
+    for start, stop in halves:
         panel = gram[start:stop, :stop]
         addmm(panel, gram[start:stop], gram[:, :stop], beta=b, alpha=c, out=out[start:stop, :stop])
         _mirror_(out, start, stop)
