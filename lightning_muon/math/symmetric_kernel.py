@@ -8,7 +8,7 @@ rank with the same kind of device.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -100,7 +100,7 @@ def symmetric_addmm(
     tile, terms, warps = _TILES[left.dtype]
     number = triton.cdiv(num_rows, tile)
     added = out if bias is None else bias
-    launch: Any = _triangle[(number, number, num)]
+    launch = cast("Any", _triangle)[(number, number, num)]
     launch(
         left,
         right,
