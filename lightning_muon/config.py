@@ -17,7 +17,10 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 VERSION = "0.1.0"
 T = TypeVar("T")
 
-AdjustLr = Literal["original", "match_rms_adamw"]
+AdjustLr = Literal["original", "match_rms_adamw", "spectral_mup"]
+MuonEq = Literal["none", "R", "C", "RC"]
+MuonPlus = Literal["none", "row", "col", "row_col", "col_row"]
+Lora = Literal["both", "b_only"]
 # (a, b, c) of a Newton-Schulz step x <- a x + b x^3 + c x^5.
 Quintic = tuple[float, float, float]
 NsPreset = Literal["jordan", "polar_express", "you", "cans", "cubic", "deepseek_v4"]
@@ -149,8 +152,12 @@ class OptimizerConfig:
             ``ns_coefficients`` and ``ns_steps`` take them, by the arithmetic of torch.optim.Muon, bit for bit.
             ``"fast"``: between 0.65 and 1.35, or between two numbers ``(0.85, 1.15)``, by whatever is cheapest for each
             matrix.
-        adjust_lr_fn: ``"original"`` scales by ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by
-            ``0.2 * sqrt(max(rows, cols))``.
+        muon_eq: Equalize the lengths of the rows (``"R"``), columns (``"C"``) or both (``"RC"``) of what is
+            orthogonalized, before Newton-Schulz (Chang et al. 2026, arXiv:2603.28254).
+        muon_plus: Give the rows or the columns of the orthogonalized update the length 1, after Newton-Schulz, or first
+            one and then the other (Zhang et al. 2026, arXiv:2602.21545).
+        adjust_lr_fn: Factor on the learning rate of a matrix: ``"original"`` ``sqrt(max(1, rows / cols))``,
+            ``"match_rms_adamw"`` ``0.2 * sqrt(max(rows, cols))``, ``"spectral_mup"`` ``sqrt(outputs / inputs)``.
         muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
             that schedulers act on both. ``"auto"``: 3 for a ParallelMuon that takes the place of an AdamW or that the
             package makes for a program (as measured in docs/performance.md), 1 for one that a program makes itself.
@@ -158,6 +165,7 @@ class OptimizerConfig:
         adamw_eps: Denominator term of AdamW.
         adamw_patterns: Shell patterns of qualified names that AdamW takes whatever their type.
         muon_patterns: Shell patterns of qualified names that Muon takes whatever their type.
+        lora: Which factors of LoRA run on Muon: ``"both"``, or ``"b_only"``, with A on AdamW. Patterns outweigh it.
         fused: Pattern of a fused weight -> number of equal parts, or the sizes of the parts (Q, K, V, or the heads of
             each) along its output features; every part is orthogonalized on its own.
         fused_inputs: The same along the input features, as the heads lie in the output projection of attention.
@@ -177,12 +185,15 @@ class OptimizerConfig:
     eps: float = 1e-7
     ns_steps: int = 5
     ns_quality: NsQuality = "reference"
+    muon_eq: MuonEq = "none"
+    muon_plus: MuonPlus = "none"
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
     muon_lr_factor: float | Literal["auto"] = "auto"
     betas: tuple[float, float] = (0.9, 0.999)
     adamw_eps: float = 1e-8
     adamw_patterns: tuple[str, ...] = ()
     muon_patterns: tuple[str, ...] = ()
+    lora: Lora = "both"
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     fused_inputs: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: ComputeDtypeName = "auto"
@@ -194,6 +205,7 @@ class OptimizerConfig:
         check_hyperparameters(vars(self))
         check_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtypeName))
         check_one_of("wire_dtype", self.wire_dtype, get_args(DtypeName))
+        check_one_of("lora", self.lora, get_args(Lora))
         for key in ("adamw_patterns", "muon_patterns"):
             patterns = getattr(self, key)
             is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
@@ -264,6 +276,8 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     _check_newton_schulz(group)
     check_flag("nesterov", group.get("nesterov", True))
     check_flag("cautious_weight_decay", group.get("cautious_weight_decay", False))
+    check_one_of("muon_eq", group.get("muon_eq", "none"), get_args(MuonEq))
+    check_one_of("muon_plus", group.get("muon_plus", "none"), get_args(MuonPlus))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
 

@@ -94,7 +94,12 @@ class ReplicaCheck:
         part = whole[matrix.box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
         dtype = optimizer.compute_dtype(whole.device)
         choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, dtype, whole.device.type)
-        update = choice.orthogonalize(part.reshape(matrix.rows, matrix.cols), eps=group["eps"], compute_dtype=dtype)
+        update = choice.orthogonalize(
+            part.reshape(matrix.rows, matrix.cols),
+            eps=group["eps"],
+            compute_dtype=dtype,
+            is_transposed=matrix.is_transposed,
+        )
         has_own_mesh = isinstance(parameter, DTensor) and (
             not self._mode.options.decoupled_nodes or _trains_alone(optimizer)
         )

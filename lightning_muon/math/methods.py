@@ -10,9 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_muon.config import NsCoefficients, NsMethod, NsQuality, Quintic
+from lightning_muon.config import MuonEq, MuonPlus, NsCoefficients, NsMethod, NsQuality, Quintic
 from lightning_muon.math.coefficients import band, steps_of
 from lightning_muon.math.newton_schulz import gram_restarts, orthogonalize
+from lightning_muon.math.normalize import equilibrated, normalized
 from lightning_muon.math.symmetric import kernel_wins, share_of_full_product
 
 # Of singular values from 0.01 of the norm on, those below may stay small: that of ns_quality="fast" has room for the
@@ -36,17 +37,25 @@ class NewtonSchulz:
     steps: tuple[Quintic, ...]
     method: NsMethod = "plain"
     by_kernel: bool = False  # Symmetric products by a Triton kernel.
+    muon_eq: MuonEq = "none"
+    muon_plus: MuonPlus = "none"
 
-    def orthogonalize(self, matrix: Tensor, *, eps: float, compute_dtype: torch.dtype) -> Tensor:
-        """See :func:`lightning_muon.math.newton_schulz.orthogonalize`."""
-        return orthogonalize(
-            matrix,
+    def orthogonalize(
+        self, matrix: Tensor, *, eps: float, compute_dtype: torch.dtype, is_transposed: bool = False
+    ) -> Tensor:
+        """:func:`lightning_muon.math.newton_schulz.orthogonalize`, with what comes before and after it.
+
+        ``is_transposed``: The matrix is stored as (inputs, outputs), so that its columns are what papers call rows.
+        """
+        update = orthogonalize(
+            equilibrated(matrix, self.muon_eq, is_transposed=is_transposed),
             steps=self.steps,
             eps=eps,
             compute_dtype=compute_dtype,
             method=self.method,
             by_kernel=self.by_kernel,
         )
+        return normalized(update, self.muon_plus, is_transposed=is_transposed)
 
     def flops(self, rows: int, cols: int, dtype: torch.dtype, *, symmetric: float = 1.0) -> float:
         """FLOPs in ``dtype``; products whose result is symmetric count as the share ``symmetric`` of full ones."""
@@ -69,11 +78,19 @@ class NewtonSchulzOptions:
     quality: NsQuality
     coefficients: NsCoefficients
     num_steps: int
+    muon_eq: MuonEq = "none"
+    muon_plus: MuonPlus = "none"
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> NewtonSchulzOptions:
         """Those of a param group."""
-        return cls(_tuples(group["ns_quality"]), _tuples(group["ns_coefficients"]), group["ns_steps"])
+        return cls(
+            _tuples(group["ns_quality"]),
+            _tuples(group["ns_coefficients"]),
+            group["ns_steps"],
+            group["muon_eq"],
+            group["muon_plus"],
+        )
 
     @cache  # noqa: B019 - as many as there are options and shapes.
     def choice(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> NewtonSchulz:
@@ -82,12 +99,14 @@ class NewtonSchulzOptions:
         It depends on the arguments and, for the kernel, on the name of the card: all ranks choose the same.
         """
         if self.quality == "reference":
-            return NewtonSchulz(steps_of(self.coefficients, self.num_steps))
+            steps = steps_of(self.coefficients, self.num_steps)
+            return NewtonSchulz(steps, muon_eq=self.muon_eq, muon_plus=self.muon_plus)
         allowed = _FAST if isinstance(self.quality, str) else self.quality
         short = min(rows, cols)
         share = share_of_full_product(short, device_type)
         cheapest = min(_candidates(allowed), key=lambda each: each.flops(rows, cols, dtype, symmetric=share))
-        return replace(cheapest, by_kernel=kernel_wins(short, dtype, device_type))
+        by_kernel = kernel_wins(short, dtype, device_type)
+        return replace(cheapest, by_kernel=by_kernel, muon_eq=self.muon_eq, muon_plus=self.muon_plus)
 
     def flops(self, rows: int, cols: int, dtype: torch.dtype, device_type: str) -> int:
         """FLOPs of the choice, as textbooks count them: the unit of loads and rates on any device."""

@@ -13,7 +13,7 @@ from torch import Tensor
 with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
     from jaxtyping import Float
 
-from lightning_muon.config import AdjustLr, NsMethod
+from lightning_muon.config import AdjustLr, MuonPlus, NsMethod
 from lightning_muon.math.coefficients import Quintic
 from lightning_muon.math.symmetric import Kernel, Panels, add_square, addmm, gram_matrix, halves_of, symmetric_product
 
@@ -169,14 +169,23 @@ def _frobenius_norm(x: Tensor) -> Tensor:
     return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr) -> float:
+def lr_scale(
+    rows: int, cols: int, adjust_lr_fn: AdjustLr, *, muon_plus: MuonPlus = "none", is_transposed: bool = False
+) -> float:
     """Factor on the learning rate of a ``rows x cols`` matrix.
 
-    ``original``: ``sqrt(max(1, rows / cols))``, so that the update has the spectral norm of a change of the outputs
-    (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+    ``original``: ``sqrt(max(1, rows / cols))`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
     ``match_rms_adamw``: ``0.2 * sqrt(max(rows, cols))``, so that the update has the root mean square of AdamW's
-    (Liu et al. 2025, arXiv:2502.16982, equation 4).
+    (Liu et al. 2025, arXiv:2502.16982, equation 4). Where ``muon_plus`` has made all rows, or all columns, unit
+    vectors, the root mean square is another, and the factor ``0.2 * sqrt(cols)``, or ``0.2 * sqrt(rows)``.
+    ``spectral_mup``: ``sqrt(outputs / inputs)``, so that updates of any width change outputs as much (Yang et al. 2023,
+    arXiv:2310.17813, condition 1); outputs are the rows, or the columns where ``is_transposed``.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
-    return 0.2 * math.sqrt(max(rows, cols))
+    outputs, inputs = (cols, rows) if is_transposed else (rows, cols)
+    if adjust_lr_fn == "spectral_mup":
+        return math.sqrt(outputs / inputs)
+    if muon_plus == "none":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return 0.2 * math.sqrt(inputs if muon_plus.endswith("row") else outputs)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
+from lightning_muon.config import AdjustLr, MuonPlus
 from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
@@ -21,6 +22,7 @@ from lightning_muon.optim.parameters import Gradients, States
 from lightning_muon.optim.step_plan import MatrixJob, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule import program
 from lightning_muon.schedule.program import Condition, Op, OpKind
 from lightning_muon.schedule.step import scatter_buffers_for
@@ -256,7 +258,9 @@ class MatrixStep:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
             choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, self._compute_dtype, device.type)
             whole = stack.view(len(jobs), matrix.rows, matrix.cols)
-            update = choice.orthogonalize(whole, eps=group["eps"], compute_dtype=self._compute_dtype)
+            update = choice.orthogonalize(
+                whole, eps=group["eps"], compute_dtype=self._compute_dtype, is_transposed=matrix.is_transposed
+            )
             updates.update(zip(jobs, update.reshape(stack.shape).unbind(), strict=True))
         transfer.pack_updates(updates)
         return ()
@@ -268,8 +272,8 @@ class MatrixStep:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 foreach.lerp_(self._buffers(jobs), self._grads(jobs), 1 - momentum)
         update_of = transfer.updates()
-        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
-        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
+        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn", "muon_plus")
+        for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
             if is_cautious:
@@ -282,7 +286,7 @@ class MatrixStep:
                 foreach.mul_(views, 1 - lr * weight_decay)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
-                by_scale.setdefault(lr_scale(job.matrix.rows, job.matrix.cols, adjust_lr_fn), []).append(index)
+                by_scale.setdefault(_lr_scale(job.matrix, *of_scale), []).append(index)
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
@@ -315,6 +319,10 @@ class MatrixStep:
         return [job.local_view(local_tensor(self._states[job.parameter.tensor]["momentum_buffer"])) for job in jobs]
 
 
+def _lr_scale(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:
+    return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, muon_plus=muon_plus, is_transposed=matrix.is_transposed)
+
+
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
     """The jobs that are orthogonalized together."""
     batches: dict[Any, list[MatrixJob]] = {}
@@ -324,6 +332,6 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob
     for job in jobs:
         matrix, key = job.matrix, cast("Any", job)
         if worth_batching(matrix.rows, matrix.cols, device_type):
-            key = (matrix.box.shape, matrix.rows, options[id(job.parameter.group)])
+            key = (matrix.box.shape, matrix.rows, matrix.is_transposed, options[id(job.parameter.group)])
         batches.setdefault(key, []).append(job)
     return list(batches.values())

@@ -30,7 +30,16 @@ MUON_STATE = frozenset({"momentum_buffer"})
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality"),
-    *("adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
+    *(
+        "muon_eq",
+        "muon_plus",
+        "adjust_lr_fn",
+        "muon_lr_factor",
+        "betas",
+        "adamw_eps",
+        "algorithm",
+        "cautious_weight_decay",
+    ),
 )
 
 

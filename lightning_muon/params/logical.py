@@ -100,6 +100,7 @@ class LogicalMatrix:
     box: Box
     rows: int
     cols: int
+    is_transposed: bool = False  # Whether the columns are the outputs of the layer.
 
 
 def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatrix, ...]:
@@ -119,5 +120,5 @@ def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatri
     for index, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
         box = Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
         name = f"{route.name}[{index}]" if len(sizes) > 1 else route.name
-        parts.append(LogicalMatrix(name, box, box.shape[0], box.numel // box.shape[0]))
+        parts.append(LogicalMatrix(name, box, box.shape[0], box.numel // box.shape[0], route.is_transposed))
     return tuple(parts)

@@ -27,6 +27,7 @@ class Route:
     # Sizes of fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
     splits: tuple[int, ...] = ()
     split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
+    is_transposed: bool = False  # Whether the weight is stored as (inputs, outputs).
 
     @property
     def algorithm(self) -> Literal["muon", "adamw"]:
@@ -51,8 +52,9 @@ class ParameterShape(Route):
         smallest = {"matrix": 2, "convolution": 2, "stack": 3, "elementwise": 0}[self.kind]
         if len(self.shape) < smallest or (self.kind == "matrix" and len(self.shape) != 2):
             raise ValueError(f"{where} is {len(self.shape)}-D and cannot be of kind {self.kind!r}")
-        if type(self.frozen) is not bool:
-            raise ValueError(f"{where}: frozen must be true or false, got {self.frozen!r}")
+        for key in ("frozen", "is_transposed"):
+            if type(getattr(self, key)) is not bool:
+                raise ValueError(f"{where}: {key} must be true or false, got {getattr(self, key)!r}")
         for key in ("split_dim", "shard_dim"):
             last, value = max(len(self.shape) - 1, 0), getattr(self, key)
             if type(value) is not int or not 0 <= value <= last:
