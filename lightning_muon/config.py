@@ -152,6 +152,10 @@ class OptimizerConfig:
             ``ns_coefficients`` and ``ns_steps`` take them, by the arithmetic of torch.optim.Muon, bit for bit.
             ``"fast"``: between 0.65 and 1.35, or between two numbers ``(0.85, 1.15)``, by whatever is cheapest for each
             matrix.
+        ns_costs: File that ``lightning-muon trace`` has measured on such a machine: by it, and no longer by FLOPs
+            alone, ``ns_quality`` chooses methods and, with ``compute_dtype="auto"``, dtypes.
+        adjust_lr_fn: ``"original"`` scales by ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by
+            ``0.2 * sqrt(max(rows, cols))``.
         muon_eq: Equalize the lengths of the rows (``"R"``), columns (``"C"``) or both (``"RC"``) of what is
             orthogonalized, before Newton-Schulz (Chang et al. 2026, arXiv:2603.28254).
         muon_plus: Give the rows or the columns of the orthogonalized update the length 1, after Newton-Schulz, or first
@@ -185,6 +189,7 @@ class OptimizerConfig:
     eps: float = 1e-7
     ns_steps: int = 5
     ns_quality: NsQuality = "reference"
+    ns_costs: str = ""
     muon_eq: MuonEq = "none"
     muon_plus: MuonPlus = "none"
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
@@ -204,6 +209,8 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
         check_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtypeName))
+        if not isinstance(self.ns_costs, str):
+            raise ValueError(f"ns_costs must be the name of a file, got {self.ns_costs!r}")
         check_one_of("wire_dtype", self.wire_dtype, get_args(DtypeName))
         check_one_of("lora", self.lora, get_args(Lora))
         for key in ("adamw_patterns", "muon_patterns"):

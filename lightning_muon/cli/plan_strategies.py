@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.config import Assignment, Dedupe, MuonConfig, from_arguments
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
@@ -85,7 +85,8 @@ class Setting:
         ]
         device_type = "cpu" if self.machine == "cpu" else "cuda"
         dtype = torch.float32 if self.config.compute_dtype == "float32" else torch.bfloat16
-        known = {"dedupe": dedupe, "itemsize": self.wire_itemsize, "device_type": device_type, "compute_dtype": dtype}
+        arithmetic = Arithmetic(device_type, dtype)
+        known = {"dedupe": dedupe, "itemsize": self.wire_itemsize, "arithmetic": arithmetic}
         return group_matrices(parameters, from_arguments(PlanOptions, vars(self.config) | known))
 
 

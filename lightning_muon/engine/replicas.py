@@ -92,13 +92,10 @@ class ReplicaCheck:
         parameter, group, matrix = random.Random(self._num_steps[optimizer]).choice(matrices)
         whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
         part = whole[matrix.box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
-        dtype = optimizer.compute_dtype(whole.device)
-        choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, dtype, whole.device.type)
+        arithmetic = optimizer.arithmetic(whole.device)
+        choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, arithmetic)
         update = choice.orthogonalize(
-            part.reshape(matrix.rows, matrix.cols),
-            eps=group["eps"],
-            compute_dtype=dtype,
-            is_transposed=matrix.is_transposed,
+            part.reshape(matrix.rows, matrix.cols), eps=group["eps"], is_transposed=matrix.is_transposed
         )
         has_own_mesh = isinstance(parameter, DTensor) and (
             not self._mode.options.decoupled_nodes or _trains_alone(optimizer)

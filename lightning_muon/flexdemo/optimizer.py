@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import maxima_over
+from lightning_muon.comm.agreement import maxima_over, require_equal
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import (
@@ -109,6 +109,7 @@ class FlexDeMo(PlannedOptimizer):
         ns_coefficients: NsCoefficients = FlexDeMoConfig.ns_coefficients,
         ns_steps: int = FlexDeMoConfig.ns_steps,
         ns_quality: NsQuality = FlexDeMoConfig.ns_quality,
+        ns_costs: str = FlexDeMoConfig.ns_costs,
         eps: float = FlexDeMoConfig.eps,
         muon_eq: MuonEq = FlexDeMoConfig.muon_eq,
         muon_plus: MuonPlus = FlexDeMoConfig.muon_plus,
@@ -306,6 +307,10 @@ class FlexDeMo(PlannedOptimizer):
     def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
         self._require_mesh()
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
+        if self._mesh is not None:
+            # Not that of the parameters, on which the nodes are apart.
+            costs = self.arithmetic(self._layout.local(parameters[0].tensor).device).costs
+            require_equal([("ns_costs", str(costs))], host_group(axis_group(self._mesh, (0, 1))), "FlexDeMo")
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained(), names)
 

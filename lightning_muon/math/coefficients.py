@@ -76,13 +76,13 @@ def steps_of(coefficients: NsCoefficients, num_steps: int) -> tuple[Quintic, ...
     return (coefficients,) * num_steps  # pyright: ignore[reportReturnType]
 
 
-def polar_express(num_steps: int) -> tuple[Quintic, ...]:
-    """Steps each of which is the best for what the steps before it have left of the singular values.
+def polar_express(num_steps: int, least: float = _LEAST) -> tuple[Quintic, ...]:
+    """Steps each of which is the best for what the steps before it have left of the singular values in [least, 1].
 
     The first seven are scaled so that values up to 1.01 stay in the interval. Source: arXiv:2505.16932, Algorithm 1.
     """
     steps: list[Quintic] = []
-    lower, upper = _LEAST, 1.0
+    lower, upper = least, 1.0
     for index in range(num_steps):
         a, b, c = best_quintic(max(lower, _CUSHION * upper), upper)
         if lower < _CUSHION * upper:  # Centered around 1 on the whole interval again.

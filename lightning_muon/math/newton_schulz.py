@@ -77,14 +77,14 @@ def orthogonalize(
         x.div_(x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=eps))
         least_norm = 1.0
     x = x.div_(_frobenius_norm(x).clamp(min=least_norm)).to(compute_dtype)
-    halves = halves_of(x, by_kernel=by_kernel)
+    halves = halves_of(x, by_kernel=by_kernel)  # Before the loops, which allocate nothing.
     x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps, halves)
     return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
 def _iterate(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
-    polynomial, following = torch.empty_like(gram), x.new_empty(x.shape)
+    polynomial, following, spare = torch.empty_like(gram), *_targets(x)
     for a, b, c in steps:
         gram_matrix(x, halves, out=gram)
         if c:
@@ -92,17 +92,21 @@ def _iterate(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Te
             addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
         else:
             addmm(x, gram, x, beta=a, alpha=b, out=following)
-        # The transposed copy of a tall matrix is slower to write to than contiguous memory.
-        x, following = following, (x if x.is_contiguous() else torch.empty_like(following))
+        x, following, spare = following, spare, following
     return x
+
+
+def _targets(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the new matrix goes, in turns. The transposed copy of a tall one is slower to write to than these."""
+    return x.new_empty(x.shape), x if x.is_contiguous() else x.new_empty(x.shape)
 
 
 def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
     """As :func:`_iterate`, up to rounding: each step makes ``P A P`` of ``A``, and ``P x`` of ``x`` only at the end."""
     restarts = gram_restarts(tuple(steps), x.dtype)
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
-    polynomial, product, spare = (torch.empty_like(gram) for _ in range(3))
-    following = x.new_empty(x.shape)
+    polynomial, product, square = (torch.empty_like(gram) for _ in range(3))
+    following, spare = _targets(x)
     gram_matrix(x, halves, out=gram)
     is_first = True  # Since the Gram matrix was computed from x.
     for index, (a, b, c) in enumerate(steps, 1):
@@ -113,17 +117,17 @@ def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels 
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         ends = index in restarts or index == len(steps)
         if not ends:
-            symmetric_product(polynomial, gram, halves, out=spare)
-            symmetric_product(spare, polynomial, halves, out=gram)
+            symmetric_product(polynomial, gram, halves, out=square)
+            symmetric_product(square, polynomial, halves, out=gram)
         if is_first:
             product, polynomial = polynomial, product
         else:
-            symmetric_product(polynomial, product, halves, out=spare)
-            product, spare = spare, product
+            symmetric_product(polynomial, product, halves, out=square)
+            product, square = square, product
         is_first = ends
         if ends:
             torch.matmul(product, x, out=following)
-            x, following = following, (x if x.is_contiguous() else torch.empty_like(following))
+            x, following, spare = following, spare, following
         if index in restarts:
             gram_matrix(x, halves, out=gram)
     return x

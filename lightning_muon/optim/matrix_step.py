@@ -54,12 +54,11 @@ class MatrixStep:
         *,
         look_ahead: int,
         wire_dtype: torch.dtype,
-        compute_dtype: torch.dtype,
         elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
-        self._compute_dtype, self._pool = compute_dtype, BufferPool(wire_dtype, plan.device)
+        self._pool = BufferPool(wire_dtype, plan.device)
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         self._in_backward: dict[str, list[Op]] = {}
         for op in plan.ops:
@@ -256,10 +255,9 @@ class MatrixStep:
         updates: dict[MatrixJob, Tensor] = {}
         for jobs, stack in batches:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
-            choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, self._compute_dtype, device.type)
             whole = stack.view(len(jobs), matrix.rows, matrix.cols)
-            update = choice.orthogonalize(
-                whole, eps=group["eps"], compute_dtype=self._compute_dtype, is_transposed=matrix.is_transposed
+            update = self.plan.newton_schulz(jobs[0]).orthogonalize(
+                whole, eps=group["eps"], is_transposed=matrix.is_transposed
             )
             updates.update(zip(jobs, update.reshape(stack.shape).unbind(), strict=True))
         transfer.pack_updates(updates)

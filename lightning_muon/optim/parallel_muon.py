@@ -82,6 +82,7 @@ class ParallelMuon(PlannedOptimizer):
         eps: float = MuonConfig.eps,
         ns_steps: int = MuonConfig.ns_steps,
         ns_quality: NsQuality = MuonConfig.ns_quality,
+        ns_costs: str = MuonConfig.ns_costs,
         muon_eq: MuonEq = MuonConfig.muon_eq,
         muon_plus: MuonPlus = MuonConfig.muon_plus,
         adjust_lr_fn: AdjustLr | None = MuonConfig.adjust_lr_fn,

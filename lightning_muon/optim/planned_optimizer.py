@@ -18,6 +18,8 @@ from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unred
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
+from lightning_muon.math.methods import Arithmetic
+from lightning_muon.math.product_costs import read_costs
 from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
@@ -351,16 +353,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         bound = together(check, [members.axes for members in meshes])
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
         device = self._layout.local(bound[0].tensor).device
-        compute_dtype = self.compute_dtype(device)
-        wire_dtype = _DTYPES.get(options.wire_dtype, compute_dtype)
-        if options.wire_dtype == "auto" and compute_dtype == torch.float16:
+        arithmetic = together(lambda: self.arithmetic(device), [members.axes for members in meshes])
+        wire_dtype = _DTYPES.get(options.wire_dtype, arithmetic.dtype)
+        if options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
         plan_options = from_arguments(
-            PlanOptions,
-            vars(options)
-            | {"itemsize": wire_dtype.itemsize, "device_type": device.type, "compute_dtype": compute_dtype},
+            PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
         )
-        settings = f"compute_dtype={compute_dtype} wire_dtype={wire_dtype} {self._settings()} {plan_options}"
+        settings = f"wire_dtype={wire_dtype} {self._settings()} {plan_options}"
         require_equal_parameters(bound, meshes, settings)
 
         if self._bound is not None and self._bound.early is not None:
@@ -378,7 +378,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             plan,
             look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,
             wire_dtype=wire_dtype,
-            compute_dtype=compute_dtype,
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,
         )
@@ -410,12 +409,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
         is_complete = self._completion.is_complete(self._existing_state)
         return bound.key != self._key() or not is_valid or not is_complete
 
-    def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """Dtype of Newton-Schulz on a device."""
-        return resolve_compute_dtype(self._options.compute_dtype, device)
+    def arithmetic(self, device: torch.device) -> Arithmetic:
+        """Of Newton-Schulz on a device; local. Raises a ``ValueError`` if there is no ``ns_costs`` to read."""
+        return arithmetic_of(self._options, device)
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True
+
+
+def arithmetic_of(config: OptimizerConfig, device: torch.device) -> Arithmetic:
+    """Of Newton-Schulz with these options on a device; local. Raises as :func:`.read_costs` does."""
+    dtype = resolve_compute_dtype(config.compute_dtype, device)
+    costs = read_costs(config.ns_costs, device.type) if config.ns_costs else None
+    # float16 is for those who ask for it: it loses small singular values that bfloat16 keeps.
+    may_choose = costs is not None and config.compute_dtype == "auto"
+    others = tuple(each for each in (torch.float32, torch.bfloat16) if may_choose and each != dtype)
+    return Arithmetic(device.type, dtype, costs, others)
 
 
 def resolve_compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:

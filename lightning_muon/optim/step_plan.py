@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
-from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import BoundParameter, MeshMembers, ParamGroup, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
@@ -84,7 +84,7 @@ class StepPlan:
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
     part: StepPart  # What the layout or the optimizer adds to the step.
-    compute_dtype: torch.dtype  # Of Newton-Schulz.
+    arithmetic: Arithmetic  # Of Newton-Schulz.
     # Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
     # checked here, and nowhere changed.
     ops: tuple[Op, ...]
@@ -103,18 +103,19 @@ class StepPlan:
         facts = [
             (
                 [
-                    (job.matrix.name, self._newton_schulz(job), owners)
+                    (job.matrix.name, self.newton_schulz(job), owners)
                     for job, owners in zip(group.jobs, group.plan.owners, strict=True)
                 ],
                 group.plan.buckets,
             )
             for group in self.exchange_groups
         ]
-        return hashlib.sha256(repr((facts, self.compute_dtype)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def _newton_schulz(self, job: MatrixJob) -> NewtonSchulz:
+    def newton_schulz(self, job: MatrixJob) -> NewtonSchulz:
+        """How a matrix is orthogonalized."""
         options, matrix = NewtonSchulzOptions.of(job.parameter.group), job.matrix
-        return options.choice(matrix.rows, matrix.cols, self.compute_dtype, self.device.type)
+        return options.choice(matrix.rows, matrix.cols, self.arithmetic)
 
     @cached_property
     def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:
@@ -185,9 +186,7 @@ def make_step_plan(
         lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
         lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
         require_equal(lines, group.axes, "the plan of ParallelMuon")
-    return StepPlan(
-        tuple(parameters), meshes, layout, groups, buckets, batches, part, options.compute_dtype, tuple(ops)
-    )
+    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
 
 
 def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
@@ -255,7 +254,7 @@ def _estimates(
         for number, (mesh, each) in enumerate(planned):
             if mesh == members.mesh:
                 between = (_spans_nodes(nodes, each.ranks.sharded), _spans_nodes(nodes, each.ranks.mesh_axes))
-                machine = machine_of(options.device_type, is_between_machines=between)
+                machine = machine_of(options.arithmetic.device_type, is_between_machines=between)
                 own[number] = rank_seconds(each.plan.program[each.ranks.rank], machine)
         # Groups have other numbers on ranks that belong to other meshes, too.
         by_group = zip(*(each.values() for each in gather(own, members.host)), strict=True)

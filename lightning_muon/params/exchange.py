@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from lightning_muon.config import ExchangeOptions
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
@@ -33,8 +32,7 @@ class PlanOptions(ExchangeOptions):
     """What decides over owners, buckets and order."""
 
     itemsize: int  # Bytes of an element on the wire.
-    device_type: str  # Where Newton-Schulz runs.
-    compute_dtype: torch.dtype  # Of Newton-Schulz.
+    arithmetic: Arithmetic  # Of Newton-Schulz.
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,14 +184,14 @@ def group_matrices(
     def flops_and_ranks(
         mesh: MeshRanks, sharded: tuple[int, ...], rows: int, cols: int, newton_schulz: NewtonSchulzOptions
     ) -> tuple[int, ExchangeRanks]:
-        flops = newton_schulz.flops(rows, cols, options.compute_dtype, options.device_type)
+        flops = newton_schulz.flops(rows, cols, options.arithmetic)
         is_shared = options.dedupe == "always"
         if options.dedupe == "auto":
             replica_ranks = math.prod(mesh.shape[axis] for axis in sharded)
             is_shared = sharing_pays(
                 flops,
                 rows * cols * options.itemsize,
-                device_type=options.device_type,
+                device_type=options.arithmetic.device_type,
                 num_matrices=num_alike[mesh, sharded],
                 num_replicas=math.prod(mesh.shape) // replica_ranks,
                 replica_ranks=replica_ranks,

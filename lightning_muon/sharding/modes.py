@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners, Results, Transport
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import PRESETS
@@ -252,8 +252,8 @@ def _flops_of_whole_matrices(optimizers: Sequence[Any]) -> dict[Tensor, int]:
         for group in optimizer.param_groups:
             for parameter, route in zip(group["params"], routes, strict=False):
                 matrices = logical_matrices(tuple(parameter.shape), route)
-                options, device_type = NewtonSchulzOptions.of(group), parameter.device.type
-                flops = sum(options.flops(each.rows, each.cols, torch.bfloat16, device_type) for each in matrices)
+                options, arithmetic = NewtonSchulzOptions.of(group), Arithmetic(parameter.device.type, torch.bfloat16)
+                flops = sum(options.flops(each.rows, each.cols, arithmetic) for each in matrices)
                 if flops and route.kind != "stack":
                     found[parameter] = flops
     return found

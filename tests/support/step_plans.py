@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.config import OptimizerConfig
+from lightning_muon.math.methods import Arithmetic
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
@@ -40,7 +41,7 @@ def plan_for(
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], layout)
     require_equal_parameters(parameters, meshes, "")
     given = {"chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
-    machine = {"itemsize": 4, "device_type": "cpu", "compute_dtype": torch.float32}
+    machine = {"itemsize": 4, "arithmetic": Arithmetic("cpu", torch.float32)}
     made = PlanOptions(**{**machine, **given, **options})
     return make_step_plan(
         parameters, meshes, PrivateGroups(), options=made, make_part=lambda done, _: layout.step_part(done)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
+from lightning_muon.math.methods import Arithmetic
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
@@ -17,11 +18,12 @@ from tests.support.step_plans import adamw_state, plan_for
 
 def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
+    arithmetic = Arithmetic(parameters[0].device.type, torch.float32)
     plan = plan_for(
-        parameters, group=group, device_type=parameters[0].device.type, chunk_bytes=100, dedupe="auto", overlap=overlap
+        parameters, group=group, arithmetic=arithmetic, chunk_bytes=100, dedupe="auto", overlap=overlap
     )
     look_ahead = 0 if overlap == "off" else 2
-    return MatrixStep(plan, look_ahead=look_ahead, wire_dtype=torch.float32, compute_dtype=torch.float32)
+    return MatrixStep(plan, look_ahead=look_ahead, wire_dtype=torch.float32)
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
@@ -88,12 +90,12 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
 
 
 def test_a_fingerprint_tells_newton_schulz_apart(parameters: list[nn.Parameter]) -> None:
-    def fingerprint(compute_dtype: torch.dtype = torch.float32, **options: object) -> str:
+    def fingerprint(dtype: torch.dtype = torch.float32, **options: object) -> str:
         group = dict(ParallelMuon(parameters).param_groups[0]) | options
-        return plan_for(parameters, group=group, compute_dtype=compute_dtype).fingerprint
+        return plan_for(parameters, group=group, arithmetic=Arithmetic("cpu", dtype)).fingerprint
 
     assert fingerprint() == fingerprint() == fingerprint(ns_coefficients="jordan")
-    others = [{"ns_steps": 4}, {"ns_coefficients": "you"}, {"ns_quality": "fast"}, {"compute_dtype": torch.bfloat16}]
+    others = [{"ns_steps": 4}, {"ns_coefficients": "you"}, {"ns_quality": "fast"}, {"dtype": torch.bfloat16}]
     assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 5  # pyright: ignore[reportArgumentType]
     # Param groups may change after the plan was made.
     plan = plan_for(parameters, group=ParallelMuon(parameters).param_groups[0])

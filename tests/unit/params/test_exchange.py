@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
@@ -28,8 +28,7 @@ LOCAL = MeshRanks.of_shape(())
 NEWTON_SCHULZ = NewtonSchulzOptions.of(vars(MuonConfig()))
 OPTIONS = PlanOptions(
     itemsize=4,
-    device_type="cpu",
-    compute_dtype=torch.float32,
+    arithmetic=Arithmetic("cpu", torch.float32),
     chunk_bytes=100,
     assignment="lpt",
     dedupe="always",
