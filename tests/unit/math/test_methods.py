@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from lightning_muon.math.coefficients import band, steps_of
-from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.coefficients import band, polar_express, steps_of
+from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions, candidates
 from lightning_muon.math.newton_schulz import gram_restarts, newton_schulz_flops, orthogonalize
+from lightning_muon.math.product_costs import product_flops
 
 _SAFE = [("jordan", 5), ("you", 5), ("polar_express", 5), ("polar_express", 8), ("cubic", 5), ("deepseek_v4", 10)]
 # How far singular values of at least 0.01 are from those of exact arithmetic, and their vectors from theirs.
@@ -48,10 +49,10 @@ def test_gram_in_panels_and_batches_agrees_with_plain(shape: tuple[int, int]) ->
 @pytest.mark.parametrize("preset", [*_SAFE, ("cans", 5)], ids=str)
 def test_odd_matrices_are_as_documented(preset: tuple[str, int], method: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    way = NewtonSchulz(steps_of(*preset), method)  # pyright: ignore[reportArgumentType]
+    way = NewtonSchulz(steps_of(*preset), dtype, method)  # pyright: ignore[reportArgumentType]
 
     def result(matrix: torch.Tensor) -> torch.Tensor:
-        return way.orthogonalize(matrix, eps=1e-7, compute_dtype=dtype)
+        return way.orthogonalize(matrix, eps=1e-7)
 
     assert not result(torch.zeros(5, 9)).any()
     like = torch.randn(13, 7)
@@ -81,9 +82,9 @@ def test_odd_matrices_are_as_documented(preset: tuple[str, int], method: str, dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_a_least_norm_near_zero_keeps_small_matrices(dtype: torch.dtype) -> None:
-    way, like = NewtonSchulz(steps_of("jordan", 5)), torch.randn(4, 6)
+    way, like = NewtonSchulz(steps_of("jordan", 5), dtype), torch.randn(4, 6)
     scales = (1e-15, 1e15) if dtype == torch.float32 else (1e-30, 1e30)
-    small, large = (way.orthogonalize(like * scale, eps=1e-38, compute_dtype=dtype) for scale in scales)
+    small, large = (way.orthogonalize(like * scale, eps=1e-38) for scale in scales)
     torch.testing.assert_close(small, large, rtol=0, atol=1e-3 if dtype == torch.float32 else 0.03)
 
 
@@ -99,23 +100,43 @@ def test_flops_are_those_of_the_products() -> None:
     jordan, cubic, dtype = steps_of("jordan", 5), steps_of("cubic", 5), torch.float16
     unit = 2 * 100**3
     for cols, counts in ((100, (15, 18, 10, 13)), (400, (45, 30, 40, 25))):
-        ways = [NewtonSchulz(steps, method) for steps in (jordan, cubic) for method in ("plain", "gram")]
-        assert [way.flops(100, cols, dtype) / unit for way in ways] == list(counts)
-    assert NewtonSchulz(jordan).flops(30, 20, dtype) == newton_schulz_flops(30, 20, 5)
+        ways = [NewtonSchulz(steps, dtype, method) for steps in (jordan, cubic) for method in ("plain", "gram")]
+        assert [way.flops(100, cols) / unit for way in ways] == list(counts)
+    assert NewtonSchulz(jordan, dtype).flops(30, 20) == newton_schulz_flops(30, 20, 5)
     # With symmetric products by half.
-    assert NewtonSchulz(jordan).flops(100, 400, dtype, symmetric=0.5) / unit == 32.5
-    assert NewtonSchulz(jordan, "gram").flops(100, 400, dtype, symmetric=0.5) / unit == 19
+    halved = product_flops(100, 400, symmetric=0.5)
+    assert NewtonSchulz(jordan, dtype).cost(halved) / unit == 32.5
+    assert NewtonSchulz(jordan, dtype, "gram").cost(halved) / unit == 19
+
+
+@pytest.mark.parametrize("dtype", _ROUNDING, ids=str)
+@pytest.mark.parametrize("allowed", [(0.65, 1.35), (0.95, 1.05)], ids=str)
+def test_every_candidate_keeps_the_promise(allowed: tuple[float, float], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    ways, rounding = candidates(allowed, dtype), _ROUNDING[dtype]
+    assert {way.method for way in ways} == {"plain", "gram"} and len(ways) >= 6
+    for num_decades in (0, 2, 4, 6):
+        left, right = (torch.linalg.qr(torch.randn(size, 20, dtype=torch.float64))[0] for size in (20, 70))
+        singular = torch.logspace(0, -num_decades, 20, dtype=torch.float64)
+        singular = singular / singular.norm()
+        matrix = (left * singular @ right.T).float()
+        for way in ways:
+            found = (left.T @ way.orthogonalize(matrix, eps=1e-7).double() @ right).diag()
+            large = found[singular >= 0.01]
+            assert allowed[0] - rounding <= large.min() and large.max() <= allowed[1] + rounding, way
+            assert found.abs().max() <= allowed[1] + rounding, way  # No more is said of small ones.
 
 
 def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
-    fast = NewtonSchulzOptions("fast", (3.4445, -4.7750, 2.0315), 5)
-    cubic, dtype = steps_of("cubic", 5), torch.float32
-    assert fast.choice(256, 256, dtype, "cpu") == NewtonSchulz(cubic, "plain")
-    assert fast.choice(1024, 256, dtype, "cpu") == NewtonSchulz(cubic, "gram")
+    fast, on_cpu = NewtonSchulzOptions("fast", (3.4445, -4.7750, 2.0315), 5), Arithmetic("cpu", torch.float32)
+    # For singular values from 0.01 on three steps do, where the published ones need five.
+    three, four = (polar_express(num_steps, 0.01) for num_steps in (3, 4))
+    assert fast.choice(256, 256, on_cpu) == NewtonSchulz(three, torch.float32, "plain")
+    assert fast.choice(1024, 256, on_cpu) == NewtonSchulz(three, torch.float32, "gram")
     narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
-    assert narrow.choice(256, 1024, dtype, "cuda") == NewtonSchulz(steps_of("you", 5), "gram")
+    assert narrow.choice(256, 1024, Arithmetic("cuda", torch.float32)) == NewtonSchulz(four, torch.float32, "gram")
     assert NewtonSchulzOptions.of({"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}) == (
         NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5)
     )
     as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
-    assert as_given.choice(256, 1024, dtype, "cpu") == NewtonSchulz(((2.0, -1.5, 0.5),) * 3)
+    assert as_given.choice(256, 1024, on_cpu) == NewtonSchulz(((2.0, -1.5, 0.5),) * 3, torch.float32)

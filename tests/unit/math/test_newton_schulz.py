@@ -1,10 +1,16 @@
 """Newton-Schulz against torch's own and against the singular value decomposition."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, NsMethod
+from lightning_muon.math import symmetric
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
 from tests.reference.muon import orthogonalized
 
@@ -100,3 +106,33 @@ def test_flops_are_counted_per_product() -> None:
     # rows 2, cols 3: gram 2*2*2*3, square 2*2*2*2, last product 2*2*2*3, once.
     assert newton_schulz_flops(2, 3, 1) == newton_schulz_flops(3, 2, 1) == 24 + 16 + 24
     assert newton_schulz_flops(2, 3, 5) == 5 * 64
+
+
+class _NewMemory(TorchDispatchMode):
+    """Counts tensors whose memory is that of none of the arguments."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = (
+            {each.untyped_storage().data_ptr() for each in tree_leaves(tree) if isinstance(each, Tensor)}
+            for tree in ((args, kwargs), result)
+        )
+        self.count += len(made - given)
+        return result
+
+
+@pytest.mark.parametrize("method", ["plain", "gram"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (3, 40, 24), (130, 150), (150, 130)], ids=str)
+def test_the_loop_allocates_nothing(shape: tuple[int, ...], dtype: torch.dtype, method: NsMethod) -> None:
+    matrix = torch.randn(shape)
+    with mock.patch.dict(symmetric._LEAST_PANELED, cpu=128), mock.patch.dict(symmetric._PANEL_ROWS, cpu=48):
+        for a, b, c in (MuonConfig.ns_coefficients, (1.5, -0.5, 0.0)):
+            counts: list[int] = []
+            for num_steps in (1, 3, 8):
+                with _NewMemory() as memory:
+                    orthogonalize(matrix, steps=((a, b, c),) * num_steps, eps=1e-7, compute_dtype=dtype, method=method)
+                counts.append(memory.count)
+            assert counts[0] == counts[1] == counts[2] > 3, "tensors for 1, 3 and 8 steps"

@@ -3,16 +3,14 @@
 import os
 import subprocess
 import sys
-from unittest import mock
+from importlib.util import find_spec
 
 import pytest
 import torch
 
-from lightning_muon.math import symmetric
-from lightning_muon.math.methods import NewtonSchulzOptions
 from tests.support.programs import ROOT
 
-needs_triton = pytest.mark.skipif(symmetric.find_spec("triton") is None, reason="needs triton (pip install triton)")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton (pip install triton)")
 
 # In a process of its own: Triton reads the variable when the kernel is defined, and its interpreter uses numpy.
 AGREES = """
@@ -117,22 +115,3 @@ def test_the_kernel_compiles_for_a_card(dtype: str, name: str, tmp_path) -> None
 @needs_triton
 def test_on_a_card_it_agrees_with_full_products() -> None:
     _run(AGREES, "cuda")
-
-
-def test_the_kernel_is_chosen_by_the_name_of_a_card() -> None:
-    fast, reference = (NewtonSchulzOptions(quality, "jordan", 5) for quality in ("fast", "reference"))
-    with (
-        mock.patch.object(symmetric.torch.cuda, "is_available", return_value=True),
-        mock.patch.object(symmetric.torch.cuda, "get_device_name", return_value="Card 7"),
-        mock.patch.object(symmetric, "find_spec", return_value=True),
-        mock.patch.dict(symmetric._KERNEL_WINS, {("Card 7", torch.bfloat16): 513}),
-    ):
-        # Shapes of this test alone, since choices are kept.
-        assert fast.choice(513, 1031, torch.bfloat16, "cuda").by_kernel
-        assert not fast.choice(512, 1031, torch.bfloat16, "cuda").by_kernel
-        assert not fast.choice(513, 1031, torch.float16, "cuda").by_kernel
-        assert not fast.choice(513, 1031, torch.bfloat16, "cpu").by_kernel
-        # The bits of torch.optim.Muon are promised there.
-        assert not reference.choice(513, 1031, torch.bfloat16, "cuda").by_kernel
-    fast.choice.cache_clear()  # type: ignore[attr-defined]
-    assert not fast.choice(513, 1031, torch.bfloat16, "cuda").by_kernel

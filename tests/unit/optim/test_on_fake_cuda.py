@@ -103,6 +103,7 @@ def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
             torch.zeros(128, 256, device="cuda"),
             steps=((3.4445, -4.7750, 2.0315),) * 5,
             eps=1e-7,
+            compute_dtype=torch.bfloat16,
         )
 
     # Two products in each of 5 steps, 4 panels of which the first needs no mirroring; and not one clone.
