@@ -1,5 +1,6 @@
 """A rank that differs from the others: an error on all of them or the same weights on all, and never a hang."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.math.product_costs import MeasuredCosts, read_costs
 from lightning_muon.params.layout import local_tensor
 from tests.support.processes import ProcessPool
 
@@ -61,11 +63,38 @@ def _message(options: dict[str, Any]) -> str:
     return f"{error.typename}: {error.value}"
 
 
-@pytest.mark.parametrize("options", [{"adamw_patterns": ("nothing.*",)}, {"algorithm": "muon"}], ids=str)
+_WRONG: list[dict[str, Any]] = [
+    {"adamw_patterns": ("nothing.*",)},
+    {"algorithm": "muon"},
+    {"ns_quality": "fast", "ns_costs": "nowhere.json"},
+]
+
+
+@pytest.mark.parametrize("options", _WRONG, ids=str)
 def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[str, Any]) -> None:
     first, wrong, last = gloo.run(_message, options, world_size=3, timeout=30)
     assert wrong.startswith("ValueError")
     assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
+
+
+def _with_costs(folder: str) -> str:
+    """What is said on ranks whose files of costs differ, though their names do not."""
+    path, costs = Path(folder, "costs.json"), dict.fromkeys(("gram", "square", "symmetric", "whole"), 1.0)
+    for rank in range(dist.get_world_size()):
+        if rank == dist.get_rank():
+            measured = {(8, 4): {"float32": costs | {"gram": 9.0 + rank}}}
+            path.write_text(MeasuredCosts("cpu", f"host {rank}", measured).to_json())
+            read_costs(str(path), "cpu")  # Which keeps it: for this process it is the file of its host.
+        dist.barrier()
+    weight = _parameter(0, (8, 4), _line())
+    with pytest.raises(RuntimeError) as error:
+        ParallelMuon([("weight", weight)], ns_quality="fast", ns_costs=str(path)).step()
+    return str(error.value)
+
+
+def test_costs_that_differ_are_an_error_on_all_ranks(gloo: ProcessPool, tmp_path: Path) -> None:
+    for message in gloo.run(_with_costs, str(tmp_path), world_size=2, timeout=30):
+        assert "'host 0'" in message and "'host 1'" in message and "differs between ranks" in message
 
 
 def _nan_in_a_small_mesh() -> None:

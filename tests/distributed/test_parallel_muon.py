@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.math.coefficients import polar_express, steps_of
+from lightning_muon.math.product_costs import MeasuredCosts
 from tests.distributed.sharding.training import mesh_of
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
@@ -119,6 +121,22 @@ def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mes
         expected = _reference(steps=steps)
         for result in gloo.run(_train_on_mesh, mesh_shape, 0, FLOAT32 | options, world_size=math.prod(mesh_shape)):
             assert _largest_difference(result, expected) <= tolerance
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
+def test_measured_costs_choose_alike_on_all_ranks(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    # A machine on which squares are dear: the cubic steps, which have none, for the shapes that were measured.
+    dear = {"gram": 1.0, "square": 9.0, "symmetric": 9.0, "whole": 1.0}
+    shapes = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (10, 6), (12, 5), (6, 36)]
+    path = tmp_path / "costs.json"
+    path.write_text(MeasuredCosts("cpu", "here", {shape: {"float32": dear} for shape in shapes}).to_json())
+    expected = _reference(steps=steps_of("cubic", 5))
+    for options in ({"overlap": "off"}, {"overlap": "step", "chunk_bytes": 400}, {"dedupe": "never"}):
+        chosen = FLOAT32 | {"ns_quality": "fast", "ns_costs": str(path)} | options
+        for result in gloo.run(_train_on_mesh, mesh_shape, 0, chosen, world_size=math.prod(mesh_shape)):
+            assert _largest_difference(result, expected) <= 5 * EXACT
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)

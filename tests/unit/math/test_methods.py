@@ -124,7 +124,7 @@ def test_every_candidate_keeps_the_promise(allowed: tuple[float, float], dtype: 
             found = (left.T @ way.orthogonalize(matrix, eps=1e-7).double() @ right).diag()
             large = found[singular >= 0.01]
             assert allowed[0] - rounding <= large.min() and large.max() <= allowed[1] + rounding, way
-            assert found.abs().max() <= allowed[1] + rounding, way  # No more is said of small ones.
+            assert found.abs().max() < 1.4, way  # Nothing is promised of small ones, but they do no harm.
 
 
 def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
