@@ -149,7 +149,7 @@ def newton_schulz(device: Device) -> Iterator[Row]:
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
-    """``b A + c A A`` by the Triton kernel against cuBLAS: from which side it belongs into ``_KERNEL_WINS``."""
+    """``b A + c A A`` by the Triton kernel against cuBLAS: where ``ns_costs`` will let it be chosen."""
     if not device.is_cuda or find_spec("triton") is None:
         yield Row("symmetric products by a kernel", "needs a card and triton")
         return

@@ -1,22 +1,24 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
     python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --dtypes float32 --draw FILE.svg              # hours, on a CPU
+    python benchmarks/newton_schulz.py --all --no-rates --draw FILE.svg    # eight minutes on one core
     python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
 dtypes the same products by torch. "ceiling" is the rate of the product of two square matrices with the short side. The
 candidates take turns and the fastest of each counts, since other work on the machine only ever adds. A second table
-compares batches with one matrix after the other, a third one all methods with torch's: time, FLOPs, and how far the
-singular values from 0.01 of the norm on are from 1; --draw makes a picture of it. The last one has what ns_quality
-chooses, by FLOPs, and how long that takes beside the fastest method that keeps the same promise.
+compares batches with one matrix after the other.
+
+Then all methods: their time beside that of torch's products, with their FLOPs in brackets; how far singular values of
+at least 0.01 of the norm are from 1, for sides of at most 512; and what ns_quality chooses, by FLOPs and by measured
+costs of products (ns_costs), with its time beside the fastest method that keeps the same promise. Matrices that the
+optimizer does not batch are measured alone: eight take eight times as long. --draw makes a picture of errors and times.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +29,14 @@ from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
-from lightning_muon.config import MuonConfig, NsCoefficients
-from lightning_muon.math.coefficients import band, steps_of
-from lightning_muon.math.methods import NewtonSchulz
+from lightning_muon.config import MuonConfig, NsMethod, Quintic
+from lightning_muon.math.coefficients import band, polar_express, steps_of
+from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
+from lightning_muon.math.product_costs import product_flops
 from lightning_muon.math.symmetric import share_of_full_product
+from lightning_muon.monitor.measure_products import fastest as fastest_call
+from lightning_muon.monitor.measure_products import measure_costs
 
 SHAPES = {
     "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
@@ -41,9 +46,17 @@ BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": 
 BATCH = 8
 SIDES = (256, 512, 1024, 2048)
 DEFAULT = ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"]
-ALL = [f"{batch}{side}x{ratio * side}" for side in SIDES for ratio in (1, 4) for batch in ("", f"{BATCH}x")]
-PRESETS: list[tuple[NsCoefficients, int]] = [("jordan", 5), ("cubic", 5), ("you", 5), ("polar_express", 5)]
-ALL_PRESETS: list[tuple[NsCoefficients, int]] = [*PRESETS, ("cans", 5), ("polar_express", 8), ("deepseek_v4", 10)]
+PRESETS = {
+    "jordan 5": steps_of("jordan", 5),
+    "cubic 5": steps_of("cubic", 5),
+    "you 5": steps_of("you", 5),
+    "polar_express 5": steps_of("polar_express", 5),
+    "from 0.01, 3": polar_express(3, 0.01),
+    "from 0.01, 4": polar_express(4, 0.01),
+}
+ALL_PRESETS = PRESETS | {"cans 5": steps_of("cans", 5), "deepseek_v4 10": steps_of("deepseek_v4", 10)}
+METHODS: tuple[NsMethod, ...] = ("plain", "gram")
+_MOST_FOR_ERROR = 512
 BANDS = {"fast": (0.65, 1.35), "(0.85, 1.15)": (0.85, 1.15), "(0.95, 1.05)": (0.95, 1.05)}
 
 
@@ -57,6 +70,9 @@ class Found:
     error: float  # The largest one of a singular value.
 
 
+Ways = Mapping[str, NewtonSchulz]
+
+
 def main() -> None:
     arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,29 +80,58 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
     if arguments.rates:
         print_rates(arguments, device, dtypes)
-    presets = ALL_PRESETS if arguments.all else PRESETS
-    ways = {
-        f"{preset} {num_steps} {method}": NewtonSchulz(steps_of(preset, num_steps), method)
-        for preset, num_steps in presets
-        for method in ("plain", "gram")
-    }
-    texts = arguments.shapes or (ALL if arguments.all else DEFAULT)
+    texts = arguments.shapes or (all_shapes(device) if arguments.all else DEFAULT)
+    ways = {dtype: ways_of(ALL_PRESETS if arguments.all else PRESETS, dtype) for dtype in dtypes}
+    names = list(ways[dtypes[0]])
     found: dict[tuple[torch.dtype, str], dict[str, Found]] = {}
-    print(f"\nOf torch's time, of its FLOPs, error:\n\n| shape | dtype | {' | '.join(ways)} |")
-    print(f"| --- | --- |{' --- |' * len(ways)}")
+    print(f"\nOf torch's time (of its FLOPs):\n\n| shape | dtype | {' | '.join(names)} |")
+    print(f"| --- | --- |{' ---: |' * len(names)}")
     for dtype in dtypes:
         for text in texts:
             matrix = torch.randn(parse_shape(text), device=device)
-            found[dtype, text] = measure(matrix, dtype, ways, arguments.seconds)
-            cells = [f"{each.of_torch:.2f}, {each.flops:.2f}, {each.error:.2f}" for each in found[dtype, text].values()]
+            found[dtype, text] = measure(matrix, dtype, ways[dtype], arguments.seconds)
+            cells = [f"{each.of_torch:.2f} ({each.flops:.2f})" for each in found[dtype, text].values()]
             print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |", flush=True)
-    print(f"\nTime of the choice, of the fastest:\n\n| shape | dtype | {' | '.join(BANDS)} |")
-    print(f"| --- | --- |{' --- |' * len(BANDS)}")
-    for (dtype, text), of_ways in found.items():
-        cells = [choice_cell(allowed, of_ways, ways) for allowed in BANDS.values()]
-        print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |")
+    print("\nLargest error of a singular value, any shape:\n")
+    print(f"| dtype | {' | '.join(names)} |\n| --- |{' ---: |' * len(names)}")
+    for dtype in dtypes:
+        errors = [max(of_ways[name].error for (its, _), of_ways in found.items() if its == dtype) for name in names]
+        print(f"| {name_of(dtype)} | {' | '.join(f'{error:.3f}' for error in errors)} |")
+    print_choices(found, ways, torch.device(device))
     if arguments.draw:
         draw(arguments.draw, found)
+
+
+def all_shapes(device: str) -> list[str]:
+    """256 to 2048, 1:1 and 1:4, alone and where it makes a difference in batches."""
+    shapes = [(side, ratio * side) for side in SIDES for ratio in (1, 4)]
+    alone = [f"{rows}x{cols}" for rows, cols in shapes]
+    return [*alone, *(f"{BATCH}x{rows}x{cols}" for rows, cols in shapes if worth_batching(rows, cols, device))]
+
+
+def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> Ways:
+    return {
+        f"{name}, {method}": NewtonSchulz(steps, dtype, method) for name, steps in presets.items() for method in METHODS
+    }
+
+
+def print_choices(
+    found: Mapping[tuple[torch.dtype, str], Mapping[str, Found]], ways: Mapping[torch.dtype, Ways], device: torch.device
+) -> None:
+    """What is chosen by FLOPs and by measured products, and its time beside the fastest that keeps the promise."""
+    shapes = {text: parse_shape(text)[-2:] for _, text in found}
+    costs = measure_costs(set(shapes.values()), device, dtypes=list(ways))
+    titles = " | ".join(f"{each}: by FLOPs | by costs" for each in BANDS)
+    print(f"\nTime of the choice, of the fastest:\n\n| shape | dtype | {titles} |")
+    print(f"| --- | --- |{' --- | --- |' * len(BANDS)}")
+    for (dtype, text), of_ways in found.items():
+        cells: list[str] = []
+        for allowed in BANDS.values():
+            for known in (None, costs):
+                options = NewtonSchulzOptions(allowed, "jordan", 5)
+                choice = options.choice(*shapes[text], Arithmetic(device.type, dtype, known))
+                cells.append(choice_cell(allowed, choice, of_ways, ways[dtype]))
+        print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |")
 
 
 def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[torch.dtype]) -> None:
@@ -149,7 +194,7 @@ def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
     return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
 
 
-def measure(matrix: Tensor, dtype: torch.dtype, ways: Mapping[str, NewtonSchulz], seconds: float) -> dict[str, Found]:
+def measure(matrix: Tensor, dtype: torch.dtype, ways: Ways, seconds: float) -> dict[str, Found]:
     """All ways on a matrix, or on a batch as the optimizer takes it, beside torch's products on one after the other."""
     *_, rows, cols = matrix.shape
     members = matrix.view(-1, rows, cols)
@@ -157,32 +202,35 @@ def measure(matrix: Tensor, dtype: torch.dtype, ways: Mapping[str, NewtonSchulz]
     stacks = [members] if as_batch else members.split(1)
 
     def orthogonalize_all(way: NewtonSchulz) -> list[Tensor]:
-        return [way.orthogonalize(stack, eps=MuonConfig.eps, compute_dtype=dtype) for stack in stacks]
+        return [way.orthogonalize(stack, eps=MuonConfig.eps) for stack in stacks]
 
     candidates: dict[str, Callable[[], object]] = {name: partial(orthogonalize_all, way) for name, way in ways.items()}
     best = fastest(candidates | {"torch": lambda: [by_torch(each, dtype) for each in members]}, seconds)
     share = 1.0 if as_batch and len(members) > 1 else share_of_full_product(min(rows, cols), matrix.device.type)
-    flops = newton_schulz_flops(rows, cols, MuonConfig.ns_steps)
-    num_large = int((torch.linalg.svdvals(members[0]) >= 0.01 * members[0].norm()).sum())
+    flops, flops_of_torch = product_flops(rows, cols, symmetric=share), newton_schulz_flops(rows, cols, 5)
+    # Of large matrices a part: their singular values would take longer than all else.
+    part = members[0][: _MOST_FOR_ERROR * max(1, rows // cols), : _MOST_FOR_ERROR * max(1, cols // rows)]
+    left, singular, right = torch.linalg.svd(part, full_matrices=False)
+    is_large = singular >= 0.01 * part.norm()
     found: dict[str, Found] = {}
     for name, way in ways.items():
-        update = way.orthogonalize(members[0], eps=MuonConfig.eps, compute_dtype=dtype)
-        error = (torch.linalg.svdvals(update.float())[:num_large] - 1).abs().max().item()
-        of_flops = way.flops(rows, cols, dtype, symmetric=share) / flops
-        found[name] = Found(best[name], best[name] / best["torch"], of_flops, error)
+        update = way.orthogonalize(part, eps=MuonConfig.eps)
+        values = (left.mT @ update.float() @ right.mT).diagonal()[is_large]
+        error = (values - 1).abs().max().item()
+        found[name] = Found(best[name], best[name] / best["torch"], way.cost(flops) / flops_of_torch, error)
     return found
 
 
-def choice_cell(allowed: tuple[float, float], found: Mapping[str, Found], ways: Mapping[str, NewtonSchulz]) -> str:
-    """Of the ways that keep a band, time of the one with the fewest FLOPs over that of the fastest, and both."""
+def choice_cell(allowed: tuple[float, float], choice: NewtonSchulz, found: Mapping[str, Found], ways: Ways) -> str:
+    """Time of the choice over that of the fastest of the ways that keep a band, and the names of both."""
     keeps = {name: band(way.steps, 0.01) for name, way in ways.items()}
     names = [name for name, (low, high) in keeps.items() if allowed[0] <= low and high <= allowed[1]]
-    if not names:
-        return "-"
-    chosen = min(names, key=lambda name: found[name].flops)
+    chosen = next((name for name in names if ways[name] == choice), None)
+    if chosen is None:
+        return f"- ({len(choice.steps)} steps, {choice.method}, not in the table)"
     best = min(names, key=lambda name: found[name].seconds)
     share = found[chosen].seconds / found[best].seconds
-    return f"{share:.2f}, {chosen}" + ("" if best == chosen else f" (fastest: {best})")
+    return f"{share:.2f}: {chosen}" + ("" if best == chosen else f" (fastest: {best})")
 
 
 def by_torch(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,10 +257,10 @@ def draw(path: Path, found: Mapping[tuple[torch.dtype, str], Mapping[str, Found]
     figure = Figure(figsize=(6.2 * len(dtypes), 4.6), layout="constrained")
     for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes, strict=True):
         of_dtype = [of_ways for (its, _), of_ways in found.items() if its == dtype]
-        presets = list(dict.fromkeys(name.rpartition(" ")[0] for name in of_dtype[0]))
+        presets = list(dict.fromkeys(name.rpartition(", ")[0] for name in of_dtype[0]))
         for index, preset in enumerate(presets):
             for method, marker in (("plain", "o"), ("gram", "x")):
-                points = [of_ways[f"{preset} {method}"] for of_ways in of_dtype]
+                points = [of_ways[f"{preset}, {method}"] for of_ways in of_dtype]
                 times, errors = [each.of_torch for each in points], [each.error for each in points]
                 axes.scatter(times, errors, marker=marker, color=f"C{index}", s=28, label=f"{preset}, {method}")
         axes.set_yscale("log")
@@ -233,24 +281,10 @@ def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Seconds of the fastest call of each, in turns."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for run in candidates.values():
-        run()
-    deadline = time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        for name, run in candidates.items():
-            synchronize()
-            started = time.perf_counter()
-            run()
-            synchronize()
-            best[name] = min(best[name], time.perf_counter() - started)
-    return best
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    """Seconds of the fastest call of each, in turns; of the first one where a round takes longer than ``seconds``."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    first = fastest_call(candidates, 0.0, device, least_rounds=1)
+    return first if sum(first.values()) > seconds else fastest_call(candidates, seconds, device, least_rounds=1)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,21 +1,24 @@
 """Time of one optimizer step on the same FSDP2-sharded matrices, as ratios in one run.
 
-    python benchmarks/optimizer_step.py --meshes 2 4 2x2
+    python benchmarks/optimizer_step.py --meshes 2 4 2x2 --ns-quality fast
 
 Starts gloo processes on this machine (one thread each) and takes turns between
 
 - ParallelMuon,
+- with ``--ns-quality fast`` ParallelMuon with that option,
 - on a grid of replicas x shards also ParallelMuon with an owner in each replica (``dedupe="never"``),
 - torch.optim.Muon on the same DTensors,
 - the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
 - with ``--dion FOLDER``, a clone of https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as
   it compiles itself (which needs a C++ compiler),
 - AdamW, which has no matrices to orthogonalize,
-- the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update.
+- the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update; the same
+  for ``--ns-quality``.
 
-The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike. The first
-round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's Muon
-those weights but for its sums in bfloat16.
+The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike; beside it
+processor seconds of rank 0, median as well, which a busy machine disturbs less. The first round warms up and also
+checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's Muon those weights but for its
+sums in bfloat16.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon.config import NsQuality
 from lightning_muon.math.coefficients import steps_of
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, newton_schulz_flops, orthogonalize
 from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
 from lightning_muon.schedule.assign import longest_first
@@ -73,6 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument("--ns-quality", choices=("fast",), help="measure ParallelMuon with this option, too")
     parser.add_argument("--dion", type=Path, help="folder of microsoft/dion, to measure its Muon too")
     parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
     return parser.parse_args()
@@ -90,22 +96,29 @@ def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     contenders, weights = make_contenders(mesh, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    processor: dict[str, list[float]] = {name: [] for name in contenders}
     for round_ in range(arguments.rounds + 1):
         for name, step in contenders.items():
             dist.barrier()
-            started = time.perf_counter()
+            started, began = time.perf_counter(), time.process_time()
             step()
+            used = time.process_time() - began
             dist.barrier()
             if round_:
                 seconds[name].append(time.perf_counter() - started)
+                processor[name].append(used)
         if round_ == 0:
             check_equal(weights["ParallelMuon"], weights["redundant all-gather"], atol=1e-6)
             if arguments.dion:
                 # An update of LR * 0.2 * sqrt(2048) times entries of about 1 / sqrt(512), with 8 bits of mantissa.
                 check_equal(weights["ParallelMuon"], weights["microsoft/dion's Muon"], atol=5e-5)
     if rank == 0:
-        medians = {name: statistics.median(values) for name, values in seconds.items()}
-        Path(folder, "result.json").write_text(json.dumps({"mesh": "x".join(map(str, mesh_shape)), "seconds": medians}))
+        result = {
+            "mesh": "x".join(map(str, mesh_shape)),
+            "seconds": {name: statistics.median(values) for name, values in seconds.items()},
+            "processor": {name: statistics.median(values) for name, values in processor.items()},
+        }
+        Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
@@ -129,6 +142,11 @@ def make_contenders(
         makers['ParallelMuon, dedupe="never"'] = lambda params: (
             ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, dedupe="never", **options).step
         )
+    if arguments.ns_quality:
+        quality = {"ns_quality": arguments.ns_quality}
+        makers[f'ParallelMuon, ns_quality="{arguments.ns_quality}"'] = lambda params: (
+            ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, **options, **quality).step
+        )
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     weights: dict[str, list[nn.Parameter]] = {}
     steps: dict[str, Step] = {}
@@ -143,7 +161,8 @@ def make_contenders(
         for parameter in weights[name]:
             parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, placements)
         steps[name] = make(weights[name])
-    steps["floor: Newton-Schulz alone"] = make_floor(mesh, arguments.shapes, dtype)
+    for quality in filter(None, ("reference", arguments.ns_quality)):
+        steps[f"floor: Newton-Schulz alone, {quality}"] = make_floor(mesh, arguments.shapes, dtype, quality)
     return steps, weights
 
 
@@ -166,16 +185,17 @@ def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> 
     ).step
 
 
-def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype) -> Step:
+def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype, quality: NsQuality) -> Step:
     """Newton-Schulz of this rank's share, balanced by FLOPs."""
     sizes = [(rows, cols) for rows, cols, count in SHAPES[shapes] for _ in range(count)]
-    costs = [newton_schulz_flops(rows, cols, 5) for rows, cols in sizes]
+    options, arithmetic = NewtonSchulzOptions(quality, "jordan", 5), Arithmetic("cpu", dtype)
+    costs = [options.flops(rows, cols, arithmetic) for rows, cols in sizes]
     owners = longest_first(costs, costs, [(0, 0)] * mesh.size(), taken=range(len(sizes)))
     mine = [torch.randn(size) for index, size in enumerate(sizes) if owners[index] == mesh.get_rank()]
 
     def step() -> None:
         for matrix in mine:
-            orthogonalize(matrix, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=dtype)
+            options.choice(matrix.size(0), matrix.size(1), arithmetic).orthogonalize(matrix, eps=1e-7)
 
     return step
 
@@ -221,15 +241,16 @@ def table(rows: list[dict], shapes: str) -> str:
     flops = sum(newton_schulz_flops(r, c, 5) * n for r, c, n in SHAPES[shapes])
     lines = [
         f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
-        "| mesh | optimizer | ms per step | of torch.optim.Muon |",
-        "| --- | --- | --- | --- |",
+        "| mesh | optimizer | ms per step | of torch.optim.Muon | processor ms | of torch.optim.Muon |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
-        base = row["seconds"]["torch.optim.Muon"]
-        lines += [
-            f"| {row['mesh']} | {name} | {1e3 * value:.0f} | {value / base:.3f} |"
-            for name, value in row["seconds"].items()
-        ]
+        for name in row["seconds"]:
+            cells = [row["mesh"], name]
+            for kind in ("seconds", "processor"):
+                value, base = row[kind][name], row[kind]["torch.optim.Muon"]
+                cells += [f"{1e3 * value:.0f}", f"{value / base:.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

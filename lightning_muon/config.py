@@ -154,8 +154,6 @@ class OptimizerConfig:
             matrix.
         ns_costs: File that ``lightning-muon trace`` has measured on such a machine: by it, and no longer by FLOPs
             alone, ``ns_quality`` chooses methods and, with ``compute_dtype="auto"``, dtypes.
-        adjust_lr_fn: ``"original"`` scales by ``sqrt(max(1, rows / cols))``, ``"match_rms_adamw"`` by
-            ``0.2 * sqrt(max(rows, cols))``.
         muon_eq: Equalize the lengths of the rows (``"R"``), columns (``"C"``) or both (``"RC"``) of what is
             orthogonalized, before Newton-Schulz (Chang et al. 2026, arXiv:2603.28254).
         muon_plus: Give the rows or the columns of the orthogonalized update the length 1, after Newton-Schulz, or first

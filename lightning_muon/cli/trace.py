@@ -89,8 +89,8 @@ def run(arguments: argparse.Namespace) -> None:
         f"predicted  {1e3 * predicted:9.1f} ms, {predicted / measured:.2f} of measured\n"
         f"calibrated {cost.flops_per_second / 1e9:.4g} GFLOP/s, {memory}, "
         f"{1e6 * cost.op_seconds:.0f} us per op; links: {links}\n"
-        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost), ns_costs.json "
-        "(for ns_costs of the optimizer)\n"
+        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost), "
+        "ns_costs.json (for ns_costs of the optimizer)\n"
     )
 
 

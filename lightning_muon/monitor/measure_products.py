@@ -22,7 +22,7 @@ from lightning_muon.schedule.shapes import ModelShapes
 
 _Name = TypeVar("_Name", bound=str)
 _BATCH = 8
-_LEAST_CALLS = 5
+_LEAST_ROUNDS = 5  # The first one loads libraries and touches memory.
 
 
 def model_matrices(model: ModelShapes) -> list[tuple[int, int]]:
@@ -64,7 +64,7 @@ def _of_shape(rows: int, cols: int, variant: Variant, device: torch.device, seco
     x = torch.randn((number, short, long) if number > 1 else (short, long), device=device)
     # Of small norm, so that no product overflows in float16.
     x = x.div_(x.norm()).to(variant.dtype)
-    best = fastest(dict(_products(x, by_kernel=variant.by_kernel)), seconds, device)
+    best = fastest(dict(_products(x, by_kernel=variant.by_kernel)), seconds, device, least_rounds=_LEAST_ROUNDS)
     return {name: best[name] / number for name in best}
 
 
@@ -82,19 +82,18 @@ def _products(x: Tensor, *, by_kernel: bool) -> Iterator[tuple[Product, Callable
 
 
 def fastest(
-    candidates: Mapping[_Name, Callable[[], object]], seconds: float, device: torch.device
+    candidates: Mapping[_Name, Callable[[], object]], seconds: float, device: torch.device, *, least_rounds: int = 1
 ) -> dict[_Name, float]:
-    """Seconds of the fastest call of each, which are called in turns until ``seconds`` are over, some times at least."""
-    best = {name: float("inf") for name in candidates}
+    """Seconds of the fastest call of each, which are called in turns until ``seconds`` are over."""
+    best = dict.fromkeys(candidates, float("inf"))
     deadline, number = time.perf_counter() + seconds, 0
-    while number <= _LEAST_CALLS or time.perf_counter() < deadline:
+    while number < least_rounds or time.perf_counter() < deadline:
         for name, run in candidates.items():
             _synchronize(device)
             started = time.perf_counter()
             run()
             _synchronize(device)
-            if number:  # The first ones load libraries and touch memory.
-                best[name] = min(best[name], time.perf_counter() - started)
+            best[name] = min(best[name], time.perf_counter() - started)
         number += 1
     return best
 

@@ -60,7 +60,10 @@ def test_clearly_fewer_seconds_win(costs: MeasuredCosts, others: tuple[torch.dty
 
 def test_nothing_is_timed_when_a_choice_is_made() -> None:
     arithmetic = Arithmetic("cpu", torch.float32, _costs(float32=(1, 1, 1, 1)))
-    with mock.patch("time.perf_counter", side_effect=AssertionError), mock.patch("torch.mm", side_effect=AssertionError):
+    with (
+        mock.patch("time.perf_counter", side_effect=AssertionError),
+        mock.patch("torch.mm", side_effect=AssertionError),
+    ):
         for quality in ("reference", "fast"):
             NewtonSchulzOptions(quality, "jordan", 5).choice(*_SQUARE, arithmetic)
 
@@ -71,7 +74,9 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path) -> None:
     found = read_costs(str(path), "cpu")
     assert (found.seconds, found.device) == (costs.seconds, "this")
     assert found.of(*_SQUARE, Variant(torch.bfloat16)) == {"gram": 1, "square": 2, "symmetric": 3, "whole": 4}
-    assert found.of(*_SQUARE, Variant(torch.bfloat16, by_kernel=True)) is found.of(1, 2, Variant(torch.bfloat16)) is None
+    assert (
+        found.of(*_SQUARE, Variant(torch.bfloat16, by_kernel=True)) is found.of(1, 2, Variant(torch.bfloat16)) is None
+    )
     # In messages that compare ranks: which file it is, and not all numbers.
     assert found.digest in str(found) and "gram" not in str(found)
     path.write_text(_costs(bfloat16=(1, 2, 3, 5)).to_json())
