@@ -20,6 +20,7 @@ _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
 _TIED = "lightning_muon_tied"  # The other names of each parameter then.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
+_LORA_A = re.compile(r"(^|\.)lora_a(\.|$)", re.IGNORECASE)  # As PEFT and torchtune call it.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
 
@@ -112,7 +113,8 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
             reason = f"{reason}, tied to {others[-1]}"
         elif blocking is not None:
             kind, reason = "elementwise", f"tied to {uses[blocking].name} ({kinds[blocking][1]})"
-    return Route(name=uses[0].name, kind=kind, reason=reason)
+    is_transposed = kind == "matrix" and is_transposed_linear(uses[0].owner)
+    return Route(name=uses[0].name, kind=kind, reason=reason, is_transposed=is_transposed)
 
 
 def _apply_patterns(
@@ -127,6 +129,8 @@ def _apply_patterns(
             if not any(fnmatchcase(name, pattern) for name in names):
                 nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
                 raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {nearest}")
+    if options.lora == "b_only" and not any(map(_LORA_A.search, names)):
+        raise ValueError("lora='b_only', but no parameter has lora_A in its name, as PEFT calls it; use adamw_patterns")
     routes = [_override(route, uses, options) for route, uses in zip(routes, places, strict=True)]
     for key in ("fused", "fused_inputs"):
         for pattern, parts in getattr(options, key).items():
@@ -151,7 +155,8 @@ def _override(route: Route, uses: tuple[Use, ...], options: OptimizerConfig) -> 
     if to_adamw is not None:
         return replace(route, kind="elementwise", reason=f"adamw_patterns {to_adamw!r}")
     if to_muon is None:
-        return route
+        is_left_out = options.lora == "b_only" and route.algorithm == "muon" and _LORA_A.search(route.name)
+        return replace(route, kind="elementwise", reason="factor A of LoRA, lora='b_only'") if is_left_out else route
     shape = tuple(uses[0].parameter.shape)
     if len(shape) < 2:
         raise ValueError(

@@ -1,5 +1,7 @@
 """Methods of orthogonalization: the same singular values, and the cheapest one for each shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -114,8 +116,10 @@ def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
     assert fast.choice(1024, 256, dtype, "cpu") == NewtonSchulz(cubic, "gram")
     narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
     assert narrow.choice(256, 1024, dtype, "cuda") == NewtonSchulz(steps_of("you", 5), "gram")
-    assert NewtonSchulzOptions.of({"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}) == (
-        NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5)
-    )
+    group = {"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}
+    with_more = NewtonSchulzOptions.of(group | {"muon_eq": "R", "muon_plus": "col"})
+    assert with_more == NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5, "R", "col")
+    choice = replace(narrow, muon_eq="R", muon_plus="col").choice(256, 1024, dtype, "cuda")
+    assert choice == NewtonSchulz(steps_of("you", 5), "gram", muon_eq="R", muon_plus="col")
     as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
     assert as_given.choice(256, 1024, dtype, "cpu") == NewtonSchulz(((2.0, -1.5, 0.5),) * 3)
