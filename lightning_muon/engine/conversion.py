@@ -142,14 +142,14 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
             if route.algorithm == "muon" and not lora_factor(route.name)
         ]
         if found:
-            keep = (
-                "FlexDeMoConfig(base='adamw')" if isinstance(optimizer, FlexDeMo) else "optimizer='keep' with an AdamW"
-            )
+            keep = "optimizer='keep' with an AdamW"
+            if isinstance(optimizer, FlexDeMo):
+                keep = "FlexDeMoConfig(base='adamw')"
             (model, name), *_ = found
             return (
-                f"Muon fine-tunes {len(found)} matrices ({name}, ...) of a {model} that from_pretrained has loaded. If "
-                "AdamW has trained them, as most published models, AdamW is better at it: set "
-                f"{keep}, lower muon_lr_factor, or train LoRA. See docs/family.md (fine-tuning) and docs/performance.md."
+                f"Muon fine-tunes {len(found)} matrices ({name}, ...) of a {model} that from_pretrained has loaded. "
+                "Those that AdamW has trained, as in most published models, are better left to AdamW: set "
+                f"{keep}, or lower muon_lr_factor, or train LoRA. See docs/family.md and docs/performance.md."
             )
     return ""
 

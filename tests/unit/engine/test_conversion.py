@@ -341,10 +341,10 @@ class _Adapted(nn.Module):
 
 def test_fine_tuning_with_muon_is_warned_of() -> None:
     def warned(
-        choice: Any, make: Any = torch.optim.AdamW, *, loaded: bool = True, only_lora: bool = False
+        choice: Any, make: Any = torch.optim.AdamW, *, fresh: bool = False, only_lora: bool = False
     ) -> list[str]:
         model = _Adapted()
-        if not loaded:
+        if fresh:
             del model._weight_conversions
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora" in name or not only_lora)
@@ -357,5 +357,5 @@ def test_fine_tuning_with_muon_is_warned_of() -> None:
     assert warned(MuonConfig(), ParallelMuon)[0] == warning
     (warning,) = warned(FlexDeMoConfig(base="muon"))
     assert "set FlexDeMoConfig(base='adamw')" in warning
-    assert warned("auto", loaded=False) == warned("auto", only_lora=True) == warned("keep") == []
+    assert warned("auto", fresh=True) == warned("auto", only_lora=True) == warned("keep") == []
     assert warned(FlexDeMoConfig(base="adamw")) == []
