@@ -128,15 +128,13 @@ def optimizer_warnings(
 
 def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) -> str:
     """Whether Muon trains matrices that are likely to have been trained by AdamW; factors of LoRA begin anew."""
-    pretrained: dict[Tensor, str] = {
-        parameter: type(part).__name__ for part in pretrained_parts(module) for parameter in part.parameters()
-    }
+    pretrained = {parameter for part in pretrained_parts(module) for parameter in part.parameters()}
     for optimizer in (each.optimizer for each in conversions):
         if not isinstance(optimizer, PlannedOptimizer):
             continue
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = [
-            (pretrained[parameter], route.name)
+            route.name
             for parameter, route in zip(parameters, optimizer.routes, strict=True)
             if parameter in pretrained and parameter.requires_grad
             if route.algorithm == "muon" and not lora_factor(route.name)
@@ -145,9 +143,8 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
             keep = "optimizer='keep' with an AdamW"
             if isinstance(optimizer, FlexDeMo):
                 keep = "FlexDeMoConfig(base='adamw')"
-            (model, name), *_ = found
             return (
-                f"Muon fine-tunes {len(found)} matrices ({name}, ...) of a {model} that from_pretrained has loaded. "
+                f"Muon fine-tunes {len(found)} matrices ({found[0]}, ...) of a model that from_pretrained has loaded. "
                 "Those that AdamW has trained, as in most published models, are better left to AdamW: set "
                 f"{keep}, or lower muon_lr_factor, or train LoRA. See docs/family.md and docs/performance.md."
             )

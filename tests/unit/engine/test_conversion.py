@@ -353,7 +353,7 @@ def test_fine_tuning_with_muon_is_warned_of() -> None:
         return optimizer_warnings(conversions, module, choice)
 
     (warning,) = warned("auto")
-    assert "1 matrices (0.up.weight, ...) of a _Adapted" in warning and "optimizer='keep'" in warning
+    assert "1 matrices (0.up.weight, ...) of a model" in warning and "optimizer='keep'" in warning
     assert warned(MuonConfig(), ParallelMuon)[0] == warning
     (warning,) = warned(FlexDeMoConfig(base="muon"))
     assert "set FlexDeMoConfig(base='adamw')" in warning
