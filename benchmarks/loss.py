@@ -53,6 +53,10 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "deepseek_v4": {"ns_coefficients": "deepseek_v4", "ns_steps": 10},
     "fast": {"ns_quality": "fast"},
     "cautious decay": {"cautious_weight_decay": True},
+    **{f"MuonEq {variant}": {"muon_eq": variant} for variant in ("R", "C", "RC")},
+    **{f"Muon+ {variant}": {"muon_plus": variant} for variant in ("row", "col", "row_col", "col_row")},
+    **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
+    "Muon on B": {"lora": "b_only"},
 }
 TUNING_SEED = 1000
 TITLES = ["mode", "configuration", "lr", "seed", "step", "loss", "loss on the first text", "seconds per step"]
@@ -336,7 +340,11 @@ def main() -> None:
     rows: list[list[Any]] = [TITLES]
     first = first_run(arguments)
     for mode in ("all weights", "LoRA") if first.checkpoint else ("all weights",):
-        runs = {name: replace(first, name=name, options=options, mode=mode) for name, options in chosen.items()}
+        runs = {
+            name: replace(first, name=name, options=options, mode=mode)
+            for name, options in chosen.items()
+            if mode == "LoRA" or "lora" not in (options or {})  # All weights have no factors.
+        }
         runs = tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
         train_all(wanted, arguments.out, arguments.workers)

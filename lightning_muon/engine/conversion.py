@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
+from lightning_muon.compat.transformers import pretrained_parts
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
 from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.routing import require_muon
+from lightning_muon.params.routing import lora_factor, require_muon
 from lightning_muon.schedule.shapes import Route
 
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
@@ -110,10 +111,11 @@ def describe_optimizers(conversions: Sequence[Conversion]) -> str:
 
 
 def optimizer_warnings(
-    conversions: Sequence[Conversion], choice: OptimizerChoice, *, is_default: bool = False
+    conversions: Sequence[Conversion], module: nn.Module, choice: OptimizerChoice, *, is_default: bool = False
 ) -> list[str]:
     """What the user may not have meant; ``is_default``: the optimizers were made from ``choice``, not by the user."""
     warnings = [conversion.warning for conversion in conversions if conversion.warning]
+    warnings += filter(None, [_fine_tunes_with_muon(conversions, module)])
     # strategy="flexdemo" brings the defaults without being asked.
     is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig() and not is_default
     if is_given and conversions and all(conversion.is_as_configured for conversion in conversions):
@@ -122,6 +124,31 @@ def optimizer_warnings(
             f"The option optimizer={type(choice).__name__}(...) has no effect: the program made a {name} of its own."
         )
     return warnings
+
+
+def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) -> str:
+    """Whether Muon trains matrices that are likely to have been trained by AdamW; factors of LoRA begin anew."""
+    pretrained = {parameter for part in pretrained_parts(module) for parameter in part.parameters()}
+    for optimizer in (each.optimizer for each in conversions):
+        if not isinstance(optimizer, PlannedOptimizer):
+            continue
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        found = [
+            route.name
+            for parameter, route in zip(parameters, optimizer.routes, strict=True)
+            if parameter in pretrained and parameter.requires_grad
+            if route.algorithm == "muon" and not lora_factor(route.name)
+        ]
+        if found:
+            keep = "optimizer='keep' with an AdamW"
+            if isinstance(optimizer, FlexDeMo):
+                keep = "FlexDeMoConfig(base='adamw')"
+            return (
+                f"Muon fine-tunes {len(found)} matrices ({found[0]}, ...) of a model that from_pretrained has loaded. "
+                "Those that AdamW has trained, as in most published models, are better left to AdamW: set "
+                f"{keep}, or lower muon_lr_factor, or train LoRA. See docs/family.md and docs/performance.md."
+            )
+    return ""
 
 
 def convert_optimizer(

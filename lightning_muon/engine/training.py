@@ -186,7 +186,7 @@ class TrainingEngine:
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
-        for message in optimizer_warnings(fresh, choice, is_default=is_default):
+        for message in optimizer_warnings(fresh, module, choice, is_default=is_default):
             self._warn(message)
         return list(self.optimizers)
 

@@ -131,9 +131,9 @@ def _group_of_dion(group: ParamGroup, own: Sequence[BoundParameter]) -> ParamGro
     if group["algorithm"] == "adamw":
         return found | {"betas": (group["beta1"], group["beta2"]), "adamw_eps": group["epsilon"]}
     found |= {"momentum": group["mu"], "nesterov": group["nesterov"]}
-    # Its "spectral_norm" is sqrt(rows / cols), also for wide matrices.
-    are_tall = all(p.tensor.ndim == 2 and p.tensor.shape[0] >= p.tensor.shape[1] for p in own)
-    rules = {"rms_norm": "match_rms_adamw"} | ({"spectral_norm": "original"} if are_tall else {})
+    # Its "spectral_norm" is sqrt(rows / cols).
+    have_outputs_first = all(p.tensor.ndim == 2 and not p.route.is_transposed for p in own)
+    rules = {"rms_norm": "match_rms_adamw"} | ({"spectral_norm": "spectral_mup"} if have_outputs_first else {})
     if group["adjust_lr"] in rules:
         return found | {"adjust_lr_fn": rules[group["adjust_lr"]], "muon_lr_factor": 1.0}
     _warn(

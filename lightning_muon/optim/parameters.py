@@ -29,17 +29,8 @@ ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MUON_STATE = frozenset({"momentum_buffer"})
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality"),
-    *(
-        "muon_eq",
-        "muon_plus",
-        "adjust_lr_fn",
-        "muon_lr_factor",
-        "betas",
-        "adamw_eps",
-        "algorithm",
-        "cautious_weight_decay",
-    ),
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality", "muon_eq"),
+    *("muon_plus", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
 )
 
 

@@ -286,6 +286,7 @@ def require_equal_parameters(
             first = firsts.setdefault(id(each.group), each)
             _, placements = each.layout.mesh_and_placements(tensor)
             text = f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits} {route.split_dim}"
+            text = f"{text} transposed={route.is_transposed}"
             lines.append((route.name, f"{text} trainable={tensor.requires_grad}, in the group of {first.route.name}"))
         for first in firsts.values():
             values = compared(first.group, waits=True)

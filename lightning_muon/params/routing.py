@@ -20,6 +20,7 @@ _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
 _TIED = "lightning_muon_tied"  # The other names of each parameter then.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
+_LORA = re.compile(r"(?:^|\.)lora_([ab])(?:\.|$)", re.IGNORECASE)  # As PEFT and torchtune call the factors.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
 
@@ -99,6 +100,12 @@ def require_muon(routes: Iterable[Route]) -> None:
         )
 
 
+def lora_factor(name: str) -> str:
+    """``"A"`` or ``"B"`` for the name of a factor of LoRA, else empty."""
+    found = _LORA.search(name)
+    return found[1].upper() if found else ""
+
+
 def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
     kinds = [layer_kind(use) for use in uses]
     kind, reason = kinds[0]
@@ -112,7 +119,8 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
             reason = f"{reason}, tied to {others[-1]}"
         elif blocking is not None:
             kind, reason = "elementwise", f"tied to {uses[blocking].name} ({kinds[blocking][1]})"
-    return Route(name=uses[0].name, kind=kind, reason=reason)
+    is_transposed = kind == "matrix" and is_transposed_linear(uses[0].owner)
+    return Route(name=uses[0].name, kind=kind, reason=reason, is_transposed=is_transposed)
 
 
 def _apply_patterns(
@@ -127,6 +135,8 @@ def _apply_patterns(
             if not any(fnmatchcase(name, pattern) for name in names):
                 nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
                 raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {nearest}")
+    if options.lora == "b_only" and "A" not in map(lora_factor, names):
+        raise ValueError("lora='b_only', but no parameter has lora_A in its name, as PEFT calls it; use adamw_patterns")
     routes = [_override(route, uses, options) for route, uses in zip(routes, places, strict=True)]
     for key in ("fused", "fused_inputs"):
         for pattern, parts in getattr(options, key).items():
@@ -151,6 +161,8 @@ def _override(route: Route, uses: tuple[Use, ...], options: OptimizerConfig) -> 
     if to_adamw is not None:
         return replace(route, kind="elementwise", reason=f"adamw_patterns {to_adamw!r}")
     if to_muon is None:
+        if options.lora == "b_only" and route.algorithm == "muon" and lora_factor(route.name) == "A":
+            return replace(route, kind="elementwise", reason="factor A of LoRA, lora='b_only'")
         return route
     shape = tuple(uses[0].parameter.shape)
     if len(shape) < 2:

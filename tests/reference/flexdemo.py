@@ -38,6 +38,8 @@ class Rules:
     dense_below: int = 4096
     value_format: Literal["fp32", "bf16", "int8", "sign"] = "fp32"
     choose: Choice | None = None
+    muon_eq: str = "none"
+    muon_plus: str = "none"
 
 
 class ReferenceFlexDeMo:
@@ -69,7 +71,14 @@ class ReferenceFlexDeMo:
         ]
         whole = {name: self.weights[name] for name in matrices}
         self._muon = ReferenceMuon(
-            whole, lr=rules.lr, weight_decay=rules.weight_decay, momentum=0.0, nesterov=False, dtype=torch.float64
+            whole,
+            lr=rules.lr,
+            weight_decay=rules.weight_decay,
+            momentum=0.0,
+            nesterov=False,
+            muon_eq=rules.muon_eq,
+            muon_plus=rules.muon_plus,
+            dtype=torch.float64,
         )
         self._adamw = {
             name: torch.optim.AdamW([weight], lr=rules.lr, weight_decay=rules.weight_decay)

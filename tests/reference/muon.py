@@ -26,6 +26,27 @@ def orthogonalized(
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
+def equilibrated(matrix: Tensor, variant: str) -> Tensor:
+    """MuonEq: rows ("R"), columns ("C") or both of equal lengths (Chang et al. 2026, arXiv:2603.28254)."""
+    x = matrix.double() / matrix.abs().max().clamp(min=1e-30)
+    row_lengths, col_lengths = ((x @ x.T).diagonal() + 1e-8).sqrt(), ((x.T @ x).diagonal() + 1e-8).sqrt()
+    if "R" in variant:
+        x = torch.diag(1 / row_lengths) @ x
+    if "C" in variant:
+        x = x @ torch.diag(1 / col_lengths)
+    return x.to(matrix.dtype)
+
+
+def normalized(update: Tensor, variant: str) -> Tensor:
+    """Muon+: rows or columns of length 1, in the given order (Zhang et al. 2026, arXiv:2602.21545)."""
+    x = update.double()
+    for side in variant.split("_"):
+        rows = x if side == "row" else x.T
+        rows = torch.diag(1 / ((rows @ rows.T).diagonal() + 1e-7).sqrt()) @ rows
+        x = rows if side == "row" else rows.T
+    return x.to(update.dtype)
+
+
 class ReferenceMuon:
     """State and step of Muon for named full tensors, all in one process."""
 
@@ -40,6 +61,8 @@ class ReferenceMuon:
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "match_rms_adamw",
+        muon_eq: str = "none",
+        muon_plus: str = "none",
         dtype: torch.dtype = torch.float32,
         steps: Sequence[tuple[float, float, float]] = (COEFFICIENTS,) * 5,
     ) -> None:
@@ -49,6 +72,7 @@ class ReferenceMuon:
         self.cautious_weight_decay = cautious_weight_decay
         self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr_fn, self.dtype, self.steps = adjust_lr_fn, dtype, steps
+        self.muon_eq, self.muon_plus = muon_eq, muon_plus
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
@@ -70,7 +94,15 @@ class ReferenceMuon:
         scale = 0.2 * math.sqrt(max(rows, cols))
         if self.adjust_lr_fn == "original":
             scale = math.sqrt(max(1, rows / cols))
+        elif self.adjust_lr_fn == "spectral_mup":
+            scale = math.sqrt(rows / cols)
+        elif self.muon_plus != "none":  # Unit vectors of so many elements.
+            scale = 0.2 * math.sqrt(cols if self.muon_plus in ("row", "col_row") else rows)
+        if self.muon_eq != "none":
+            ahead = equilibrated(ahead, self.muon_eq)
         update = orthogonalized(ahead, steps=self.steps, dtype=self.dtype)
+        if self.muon_plus != "none":
+            update = normalized(update, self.muon_plus)
         if self.cautious_weight_decay:  # Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
             aligned = update.reshape(target.shape) * target >= 0
             target.mul_(torch.where(aligned, 1 - rate * self.weight_decay, 1.0))

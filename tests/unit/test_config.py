@@ -31,6 +31,7 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("fused", {"*": ()}), ("fused", {3: 3}), ("fused", {"*": 0}), ("ns_steps", True),
      ("ns_coefficients", "deepseek_v4"), ("ns_coefficients", "jordans"), ("ns_coefficients", ((1, 2, 3),)),
      ("ns_coefficients", (1.0, 2.0, float("nan"))),
+     ("muon_eq", "row"), ("muon_eq", None), ("muon_plus", "R"), ("muon_plus", "rowcol"), ("lora", "b"), ("lora", True),
      ("ns_quality", "best"), ("ns_quality", (0.9, 1.0)), ("ns_quality", 0.9),
      ("cautious_weight_decay", 1), ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
      ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],

@@ -29,7 +29,7 @@ EXACT = 1e-5
 TOP_K: dict[str, Any] = {"chunk_size": 8, "top_k": 5}
 PERIOD = 4
 OF_CASE = ("missing", "missing_from", "frozen", "dtype", "plain", "num_steps", "seed")
-OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr")
+OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr", "muon_eq", "muon_plus")
 
 
 def _case(mesh_shape: tuple[int, int], **options: Any) -> Case:
@@ -99,9 +99,14 @@ def test_options_mean_what_they_mean_in_one_process(
 
 
 @pytest.mark.filterwarnings("ignore:.*routed to Muon by their shape")
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
-def test_muon_orthogonalizes_whole_merged_matrices(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
-    case = _case(mesh_shape, base="muon", compute_dtype="float32", wire_dtype="float32", weight_decay=0.1, seed=3)
+@pytest.mark.parametrize(
+    ("mesh_shape", "options"), [((2, 2), {}), ((3, 1), {}), ((2, 2), {"muon_eq": "R", "muon_plus": "col"})], ids=str
+)
+def test_muon_orthogonalizes_whole_merged_matrices(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
+) -> None:
+    float32 = {"compute_dtype": "float32", "wire_dtype": "float32"}
+    case = _case(mesh_shape, base="muon", weight_decay=0.1, seed=3, **float32, **options)
     _check(gloo, case, _reference(case, matrices=MATRICES))
 
 

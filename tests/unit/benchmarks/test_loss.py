@@ -42,8 +42,11 @@ def test_each_run_is_tuned_and_made_once(tmp_path: Path) -> None:
 
 
 def test_fine_tuning_begins_with_one_model_of_adamw(tmp_path: Path) -> None:
-    said = _run(tmp_path, "--finetune", str(tmp_path / "other.txt"), "--first-steps", "3", "--only", "muon")
+    said = _run(
+        tmp_path, "--finetune", str(tmp_path / "other.txt"), "--first-steps", "3", "--only", "muon", "Muon on B"
+    )
     assert said.count("first-adamw") == 1 and said.count("| muon |") == 2
+    assert said.count("| Muon on B |") == 1, "all weights have no factors"
     with (tmp_path / "out" / "losses.csv").open(newline="") as file:
         losses = [row for row in csv.DictReader(file) if row["step"] == "0"]
     # LoRA changes nothing at first, and neither optimizer nor seed does.

@@ -94,7 +94,7 @@ def test_adamw_is_kept_where_models_train_against_each_other(
     optimizers = [torch.optim.AdamW(part.parameters(), betas=b) for part, b in zip(parts, betas, strict=True)]
     kept = convert_optimizers(optimizers, model, choice="auto")
     assert [each.optimizer for each in kept] == optimizers
-    for warning in optimizer_warnings(kept, "auto"):
+    for warning in optimizer_warnings(kept, model, "auto"):
         assert reason in warning and "optimizer=MuonConfig() moves the matrices to Muon" in warning
     converted = convert_optimizers(optimizers, model, choice=MuonConfig())
     assert [type(each.optimizer) for each in converted] == [ParallelMuon] * len(betas)
@@ -139,7 +139,7 @@ class _OwnAdamW(torch.optim.AdamW):
 def test_what_muon_cannot_stand_in_for_is_kept(model: nn.Module, make: Any, reason: str) -> None:
     optimizer = make(model.parameters())
     conversions = convert_optimizers([optimizer], model, choice="auto")
-    (warning,) = optimizer_warnings(conversions, "auto")
+    (warning,) = optimizer_warnings(conversions, model, "auto")
     assert conversions[0].optimizer is optimizer and reason in conversions[0].summary
     assert "is kept and does not run on Muon" in warning and reason in warning
 
@@ -264,7 +264,7 @@ def test_nothing_is_kept_that_would_let_nodes_drift(
 @pytest.mark.parametrize("choice", [MuonConfig(lr=0.5, weight_decay=0.02), FlexDeMoConfig(base="adamw", lr=0.5)])
 def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice: Any) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=choice.weight_decay)
-    (warning,) = optimizer_warnings(convert_optimizers([adamw], model, choice=choice), choice)
+    (warning,) = optimizer_warnings(convert_optimizers([adamw], model, choice=choice), model, choice)
     assert "AdamW of the program decides" in warning and "weight_decay" not in warning
     assert "lr=0.5 (it says 0.003)" in warning
 
@@ -279,10 +279,10 @@ def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice
 )
 def test_a_config_that_nothing_uses_is_named(model: nn.Module, kind: Any, config: Any, warned: bool) -> None:
     conversions = convert_optimizers([kind(model.parameters())], model, choice=config)
-    found = optimizer_warnings(conversions, config)
+    found = optimizer_warnings(conversions, model, config)
     assert len(found) == warned
     assert all(f"has no effect: the program made a {kind.__name__}" in text for text in found)
-    assert optimizer_warnings(conversions, config, is_default=True) == []
+    assert optimizer_warnings(conversions, model, config, is_default=True) == []
 
 
 @pytest.mark.parametrize(
@@ -326,3 +326,36 @@ def test_the_given_optimizer_only_tells_its_rates() -> None:
     saved["param_groups"][0]["lr"] = 0.75
     used.load_state_dict(saved)
     assert given.param_groups is used.param_groups and _groups(given, "lr") == [(0.75,)]
+
+
+class _Adapted(nn.Module):
+    """A model of transformers that from_pretrained has loaded, with an adapter of PEFT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(6, 5), nn.LayerNorm(5)
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 5)})
+        self.down = nn.Linear(5, 6)
+        self._weight_conversions: list[Any] = []  # What transformers leaves in it.
+
+
+def test_fine_tuning_with_muon_is_warned_of() -> None:
+    def warned(
+        choice: Any, make: Any = torch.optim.AdamW, *, fresh: bool = False, only_lora: bool = False
+    ) -> list[str]:
+        model = _Adapted()
+        if fresh:
+            del model._weight_conversions
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name or not only_lora)
+        module = nn.Sequential(model)
+        conversions = convert_optimizers([make(module.parameters(), lr=1e-3)], module, choice=choice)
+        return optimizer_warnings(conversions, module, choice)
+
+    (warning,) = warned("auto")
+    assert "1 matrices (0.up.weight, ...) of a model" in warning and "optimizer='keep'" in warning
+    assert warned(MuonConfig(), ParallelMuon)[0] == warning
+    (warning,) = warned(FlexDeMoConfig(base="muon"))
+    assert "set FlexDeMoConfig(base='adamw')" in warning
+    assert warned("auto", fresh=True) == warned("auto", only_lora=True) == warned("keep") == []
+    assert warned(FlexDeMoConfig(base="adamw")) == []

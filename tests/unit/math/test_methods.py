@@ -1,5 +1,7 @@
 """Methods of orthogonalization: the same singular values, and the cheapest one for each shape."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -134,9 +136,12 @@ def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
     assert fast.choice(256, 256, on_cpu) == NewtonSchulz(three, torch.float32, "plain")
     assert fast.choice(1024, 256, on_cpu) == NewtonSchulz(three, torch.float32, "gram")
     narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
-    assert narrow.choice(256, 1024, Arithmetic("cuda", torch.float32)) == NewtonSchulz(four, torch.float32, "gram")
-    assert NewtonSchulzOptions.of({"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}) == (
-        NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5)
-    )
+    on_cuda = Arithmetic("cuda", torch.float32)
+    assert narrow.choice(256, 1024, on_cuda) == NewtonSchulz(four, torch.float32, "gram")
+    group = {"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}
+    with_more = NewtonSchulzOptions.of(group | {"muon_eq": "R", "muon_plus": "col"})
+    assert with_more == NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5, "R", "col")
+    choice = replace(narrow, muon_eq="R", muon_plus="col").choice(256, 1024, on_cuda)
+    assert choice == NewtonSchulz(four, torch.float32, "gram", muon_eq="R", muon_plus="col")
     as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
     assert as_given.choice(256, 1024, on_cpu) == NewtonSchulz(((2.0, -1.5, 0.5),) * 3, torch.float32)

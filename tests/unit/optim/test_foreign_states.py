@@ -36,11 +36,11 @@ def test_matrices_go_on_with_the_first_moments_of_adamw() -> None:
     assert (group["lr"], group["adamw_eps"], group["eps"]) == (0.03, 1e-6, 1e-7)
 
 
-@pytest.mark.parametrize(("adjust_lr", "rule"), [("rms_norm", "match_rms_adamw"), ("spectral_norm", "original")])
+@pytest.mark.parametrize(("adjust_lr", "rule"), [("rms_norm", "match_rms_adamw"), ("spectral_norm", "spectral_mup")])
 def test_the_sums_of_dion_become_averages(adjust_lr: str, rule: str) -> None:
-    tall = nn.Linear(5, 7, bias=False)
-    saved = _trained(DionMuon([{"params": list(tall.parameters()), "mu": 0.75}], adjust_lr=adjust_lr)).state_dict()
-    optimizer = ParallelMuon(tall.parameters(), adjust_lr_fn="match_rms_adamw")
+    layer = nn.Linear(7, 5, bias=False)
+    saved = _trained(DionMuon([{"params": list(layer.parameters()), "mu": 0.75}], adjust_lr=adjust_lr)).state_dict()
+    optimizer = ParallelMuon(layer.parameters(), adjust_lr_fn="match_rms_adamw")
     optimizer.load_state_dict(saved)
     found = optimizer.state_dict()
     assert torch.equal(found["state"][0]["momentum_buffer"], saved["state"][0]["momentum"] / 4)
@@ -48,10 +48,10 @@ def test_the_sums_of_dion_become_averages(adjust_lr: str, rule: str) -> None:
     assert (group["lr"], group["momentum"], group["nesterov"], group["adjust_lr_fn"]) == (0.01, 0.75, False, rule)
 
 
-def test_a_rule_of_dion_for_wide_matrices_is_left_out() -> None:
-    wide = nn.Linear(7, 5, bias=False)
-    saved = DionMuon([{"params": list(wide.parameters())}], adjust_lr="spectral_norm").state_dict()
-    optimizer = ParallelMuon(wide.parameters(), lr=0.3)
+def test_a_rule_of_dion_for_convolutions_is_left_out() -> None:
+    layer = nn.Conv1d(7, 5, 3, bias=False)
+    saved = DionMuon([{"params": list(layer.parameters())}], adjust_lr="spectral_norm").state_dict()
+    optimizer = ParallelMuon(layer, lr=0.3)
     with pytest.warns(UserWarning, match="adjust_lr='spectral_norm' has no counterpart"):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 0.3

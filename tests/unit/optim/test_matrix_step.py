@@ -94,7 +94,8 @@ def test_a_fingerprint_tells_newton_schulz_apart(parameters: list[nn.Parameter])
 
     assert fingerprint() == fingerprint() == fingerprint(ns_coefficients="jordan")
     others = [{"ns_steps": 4}, {"ns_coefficients": "you"}, {"ns_quality": "fast"}, {"dtype": torch.bfloat16}]
-    assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 5  # pyright: ignore[reportArgumentType]
+    others += [{"muon_eq": "R"}, {"muon_plus": "row"}]
+    assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 7  # pyright: ignore[reportArgumentType]
     # Param groups may change after the plan was made.
     plan = plan_for(parameters, group=ParallelMuon(parameters).param_groups[0])
     for parameter in plan.parameters:

@@ -39,6 +39,24 @@ def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov:
     assert are_equal(mine, theirs)
 
 
+def test_weights_stored_as_inputs_by_outputs_are_the_same() -> None:
+    transformers = pytest.importorskip("transformers.pytorch_utils")
+    # Equal shapes in memory, so that they would be one batch.
+    conv, linear = transformers.Conv1D(40, 33), nn.Linear(40, 33)
+    straight = nn.Linear(33, 40)
+    straight.weight.data.copy_(conv.weight.T)
+    models = [nn.Sequential(conv, nn.GELU(), linear, nn.Linear(33, 2)), nn.Sequential(straight, nn.Linear(40, 2))]
+    options: Any = {"muon_eq": "R", "muon_plus": "row", "adjust_lr_fn": "spectral_mup", "compute_dtype": "float32"}
+    optimizers = [ParallelMuon(model, lr=0.1, **options) for model in models]
+    for step in range(3):
+        set_gradients([conv.weight, linear.weight], step)
+        straight.weight.grad = conv.weight.grad.T.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    # Products of other layouts add in another order.
+    torch.testing.assert_close(conv.weight.T, straight.weight, rtol=0, atol=1e-5)
+
+
 def test_arguments_have_names_and_defaults_of_torch() -> None:
     ours = inspect.signature(ParallelMuon.__init__).parameters
     theirs = inspect.signature(torch.optim.Muon.__init__).parameters

@@ -119,6 +119,7 @@ def test_patterns_override_the_type_also_through_an_alias() -> None:
             {"fused_inputs": {"0.weight": 3}},
             r"fused_inputs: 0\.weight \(6, 4\) .* into 3 equal parts along dim 1 of size 4",
         ),
+        ({"lora": "b_only"}, r"lora='b_only', but no parameter has lora_A in its name"),
     ],
 )
 def test_a_wrong_pattern_is_an_error_that_names_it(options: dict[str, Any], message: str) -> None:
@@ -153,7 +154,24 @@ def test_gpt2_is_divided_along_its_outputs() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config)
     route = _routes(model, fused={"*.c_attn.weight": 3})["transformer.h.0.attn.c_attn.weight"]
-    assert (route.kind, route.splits, route.split_dim) == ("matrix", (8, 8, 8), 1)
+    assert (route.kind, route.splits, route.split_dim, route.is_transposed) == ("matrix", (8, 8, 8), 1, True)
+
+
+def test_lora_b_only_leaves_factor_a_to_adamw() -> None:
+    block = nn.Module()
+    block.base_layer = nn.Linear(4, 6)
+    block.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
+    block.lora_B = nn.ModuleDict({"default": nn.Linear(2, 6, bias=False)})
+    block.lora_embedding_A = nn.ParameterDict({"default": nn.Parameter(torch.zeros(2, 9))})
+    block.lora_embedding_B = nn.ParameterDict({"default": nn.Parameter(torch.zeros(6, 2))})
+    block.lora_magnitude_vector = nn.ParameterDict({"default": nn.Parameter(torch.zeros(6))})
+    model, factors = nn.Sequential(block), {"0.lora_A.default.weight", "0.lora_B.default.weight"}
+    assert _muon(model) == {"0.base_layer.weight", *factors}
+    assert _muon(model, lora="b_only") == {"0.base_layer.weight", "0.lora_B.default.weight"}
+    reasons = {name: route.reason for name, route in _routes(model, lora="b_only").items()}
+    assert reasons["0.lora_A.default.weight"] == "factor A of LoRA, lora='b_only'"
+    assert reasons["0.lora_embedding_A.default"] == reasons["0.lora_embedding_B.default"] == "learned table"
+    assert _muon(model, lora="b_only", muon_patterns=("*.lora_A.*",)) == _muon(model), "patterns outweigh it"
 
 
 def test_weights_with_fused_names_ask_for_fused() -> None:
