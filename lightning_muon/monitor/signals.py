@@ -26,7 +26,7 @@ class SharedSignals:
     A handler that communicates, as Lightning's do (the one for SIGTERM broadcasts, the one for SLURM's requeue saves a
     checkpoint), must not run wherever its rank is at that moment, between other collectives than those of other ranks.
 
-    A thread of each rank looks into the store of the default process group. A rank that gets a signal says so there;
+    A thread of each rank looks into the store of the default process group, if there is one. A rank that gets a signal says so there;
     then every rank says which batch it is in, and the handler runs at the end of the last one of these. A second Ctrl-C
     is not waited with: it raises ``KeyboardInterrupt``.
 
@@ -34,11 +34,14 @@ class SharedSignals:
     """
 
     def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]], *, interval: float = 0.5) -> None:
-        self._handlers, self._interval = handlers, interval
-        self._rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), os.getpid()
-        # A connection of its own: the main thread may wait in the store.
-        store: Any = default_store()
-        store = dist.PrefixStore("lightning_muon_signals", store.clone())
+        self._handlers, self._interval, self._process = handlers, interval, os.getpid()
+        store: Any = dist.HashStore()
+        self._rank, self._size = 0, 1
+        if dist.is_initialized():
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+            # A connection of its own: the main thread may wait in the store.
+            store = default_store().clone()
+        store = dist.PrefixStore("lightning_muon_signals", store)
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
         self._received: list[int] = []  # Signals of this rank that nobody has answered yet.
         self._num_answered = 0
@@ -50,6 +53,11 @@ class SharedSignals:
         for number in handlers:
             signal.signal(number, self._receive)
         threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True).start()
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Signals of this rank that no handler has been run for yet; local."""
+        return list(self._received)
 
     def batch_has_ended(self, *, may_answer: bool = True) -> None:
         """Answer a signal if its time has come. Every rank must call it after each of its batches, and alike."""
@@ -118,3 +126,61 @@ class SharedSignals:
                 )
             time.sleep(self._interval / 10)
         return [int(text) for text in self._store.multi_get(keys)]
+
+
+class StopSignals:
+    """Tells all ranks after the same batch that some rank has got SIGTERM or Ctrl-C: for loops that users write.
+
+    Enter it on every rank, once the process group is there (``fabric.launch()``, ``Accelerator()``). What must be saved
+    belongs inside of the block: when it ends after such a signal, the program ends with the exit code 143 (SIGTERM) or
+    130 (Ctrl-C). A signal that comes after the last call of :meth:`requested` acts at the end of the block, as if
+    there had been none. A second Ctrl-C, two seconds later or more, raises ``KeyboardInterrupt`` at once.
+
+    Example::
+
+        with lightning_muon.StopSignals() as stop:
+            for batch in loader:
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if stop.requested():
+                    fabric.save("checkpoint", {"model": model, "optimizer": optimizer})
+                    break
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._number = 0  # Of the signal that all ranks have answered.
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        caught = [number for number, handler in self._before.items() if handler != signal.SIG_IGN]
+        self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self._shared = SharedSignals(dict.fromkeys(caught, self._answer))
+        return self
+
+    def requested(self) -> bool:
+        """Whether any rank has been told to end; then it stays so.
+
+        Every rank must call it after each of its batches, and alike: the ranks count its calls. It does not communicate
+        before a signal has come.
+        """
+        if dist.is_initialized() and dist.get_world_size() != self._size:
+            raise RuntimeError("StopSignals was entered before the process group was there; enter it after the launch")
+        if not self._number:
+            self._shared.batch_has_ended()
+        return bool(self._number)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._shared.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is not None:
+            return
+        if self._number:
+            raise SystemExit(128 + self._number)
+        for number in self._shared.unanswered:
+            os.kill(os.getpid(), number)
+
+    def _answer(self, number: int, _: Any) -> None:
+        self._number = number
