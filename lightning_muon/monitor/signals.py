@@ -26,9 +26,9 @@ class SharedSignals:
     A handler that communicates, as Lightning's do (the one for SIGTERM broadcasts, the one for SLURM's requeue saves a
     checkpoint), must not run wherever its rank is at that moment, between other collectives than those of other ranks.
 
-    A thread of each rank looks into the store of the default process group, if there is one. A rank that gets a signal says so there;
-    then every rank says which batch it is in, and the handler runs at the end of the last one of these. A second Ctrl-C
-    is not waited with: it raises ``KeyboardInterrupt``.
+    A thread of each rank looks into the store of the default process group, if there is one. A rank that gets a signal
+    says so there; then every rank says which batch it is in, and the handler runs at the end of the last one of these.
+    A second Ctrl-C is not waited with: it raises ``KeyboardInterrupt``.
 
     Made by the main thread of every rank, at the same batch.
     """
