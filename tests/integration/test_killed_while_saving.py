@@ -79,7 +79,7 @@ def fit_killed(directory: str, rank: int, events: str, name: str, *, count: int,
 
 
 def require_resumed(pool: ProcessPool, directory: Path, whole: tuple[list[float], Any]) -> int:
-    """Go on from what is in ``directory``, and return its number of epochs; raises unless losses and weights are equal."""
+    """Go on from ``directory``, and return the number of its epochs; raises unless losses and weights are equal."""
     losses, weights = whole
     # A Trainer finds the last one by looking into the directory, before it asks the strategy.
     resumed = pool.run(fit, str(directory), resume="last", world_size=2)

@@ -442,8 +442,8 @@ def _require_path(what: str, directory: str | os.PathLike[str] | None) -> None:
     """Raise ``ValueError`` for a URL, which Accelerate would take for a folder of that name; local."""
     if directory is not None and is_url(directory):
         raise ValueError(
-            f"{what}({str(directory)!r}): Accelerate's own files go to folders, not to URLs; give a folder, and copy it "
-            "as a whole (fsspec's put and get do it) once all ranks have left save_state"
+            f"{what}({str(directory)!r}): Accelerate's own files go to folders, not to URLs; give a folder, and copy "
+            "it as a whole, as fsspec's put and get do, when all ranks have left save_state"
         )
 
 
