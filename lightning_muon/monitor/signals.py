@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -14,10 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import default_store
+from lightning_muon.monitor.processes import describe_process, is_gone, is_parent
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers pass it on once more.
 _SECONDS_TO_ANSWER = 30.0  # Until a rank that has not said which batch it is in is given up.
+_SECONDS_OF_FIRST_RANK = 60.0  # To end, once it has saved.
+
+
+def _wait_until_gone(process: str) -> None:
+    """Lightning's launcher is a thread of the first rank, which it kills when a rank it has started ends with a code."""
+    deadline = time.monotonic() + _SECONDS_OF_FIRST_RANK
+    while not is_gone(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 class SharedSignals:
@@ -43,6 +53,8 @@ class SharedSignals:
             store = default_store().clone()
         store = dist.PrefixStore("lightning_muon_signals", store)
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
+        if self._rank == 0:
+            self._store.set("first process", describe_process())
         self._received: list[int] = []  # Signals of this rank that nobody has answered yet.
         self._num_answered = 0
         self._pressed: float | None = None  # When Ctrl-C came first.
@@ -71,6 +83,9 @@ class SharedSignals:
                 self._received.remove(number)
             self._announced = None
             self._num_answered += 1
+        first_process = self._store.get("first process").decode()
+        if is_parent(first_process):
+            atexit.register(_wait_until_gone, first_process)
         self._handlers[number](number, None)
 
     def close(self) -> None:

@@ -98,8 +98,8 @@ def test_killed_ranks_come_back_with_equal_bits(whole: list[list[str]], tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
-    [(TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGINT, 130)],
-    ids=["torchrun", "Ctrl-C"],
+    [(TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGTERM, 143), ((), signal.SIGINT, 130)],
+    ids=["torchrun", "SIGTERM", "Ctrl-C"],
 )
 def test_a_launcher_that_is_told_to_end_saves(
     whole: list[list[str]], tmp_path: Path, launcher: tuple[str, ...], number: int, code: int
