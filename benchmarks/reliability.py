@@ -1,28 +1,39 @@
-"""How much damage to a checkpoint is found when it is loaded, and how much time of a training a save takes.
+"""What happens to runs and checkpoints that are broken on purpose, and how much time of a training a save takes.
 
-    python benchmarks/reliability.py
-    python benchmarks/reliability.py saving
-    python benchmarks/reliability.py saving --accelerator cuda --width 2048 --blocks 12 --rows 32000
+    python -m benchmarks.reliability
+    python -m benchmarks.reliability damage
+    python -m benchmarks.reliability kills --tries 9 --restarts 6 --seed 1
+    python -m benchmarks.reliability saving --accelerator cuda --width 2048 --blocks 12 --rows 32000
 
-Damage, to checkpoints of ours, of torch.distributed.checkpoint, and to a file of torch.save:
+Without a word it prints both tables of docs/reliability.md.
 
-Two ranks save the weights and the momenta of a small model twice. Each damage is made to one file alone; a load on both
-ranks then finds it by an error, or does not. A load that does not raise and gives the bytes that were saved counts
-as well: the damage was in bytes that mean nothing.
+damage: to checkpoints of ours, of torch.distributed.checkpoint, and to a file of torch.save. Two ranks save the weights
+and the momenta of a small model twice. Each damage is made to one file alone; a load on both ranks then finds it by an
+error, or does not. A load that does not raise and gives the bytes that were saved counts as well: the damage was in
+bytes that mean nothing.
 
-Saving: seconds of a step alone, while ``async_save=True`` writes, and of a save, with and without hashes.
+kills: trainings of two processes are killed while they save, lose a rank under torchrun, are told to end, or find their
+disk full. An attempt is right if what follows has losses, and weights, equal to the last bit to those of a run that
+nobody breaks. The tests of the suite make the same attempts, at fixed places.
+
+saving: seconds of a step alone, while ``async_save=True`` writes, and of a save, with and without hashes.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
+import re
 import shutil
+import signal
 import statistics
+import sys
 import tempfile
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,6 +54,10 @@ from lightning_muon.checkpoint.background import THREAD
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.monitor.calibrate import run_on_ranks
+from tests.integration import test_killed_while_saving as killing
+from tests.integration import test_torchrun as launching
+from tests.integration.checkpoint.test_full_disk import require_unharmed
+from tests.support.processes import ProcessPool, RanksFailedError
 
 Damage = Callable[[Path, Path], None]
 
@@ -123,10 +138,14 @@ def _cut(seed: int, content: bytes) -> bytes:
 
 def damages(files: list[str]) -> Iterator[tuple[str, str, Damage]]:
     """Kind, file, and what is done to it, given its path and that of the same file of the earlier save."""
-    changes = {"one bit": (_flip, 100), "page of zeros": (_zeros, 20), "cut off": (_cut, 20)}
-    for kind, (change, number) in changes.items():
+    by_kind: dict[str, list[str]] = {}
+    for name in files:
+        by_kind.setdefault(f"bit of {name}" if name in BESIDE_DATA else "bit of data", []).append(name)
+    changes = {kind: (_flip, 40, names) for kind, names in by_kind.items()}
+    changes |= {"page of zeros": (_zeros, 20, files), "cut off": (_cut, 20, files)}
+    for kind, (change, number, names) in changes.items():
         for seed in range(number):
-            yield kind, files[seed % len(files)], partial(_change, partial(change, seed))
+            yield kind, names[seed % len(names)], partial(_change, partial(change, seed))
     for name in files:
         yield "file missing", name, lambda path, _: path.unlink()
         if len(files) > 1:
@@ -167,7 +186,92 @@ def count(folder: str, name: str) -> dict[str, list[int]]:
     return found
 
 
-KINDS = ("one bit", "page of zeros", "cut off", "file missing", "file of another save")
+BESIDE_DATA = (".metadata", "meta.pt", "manifest.json")
+KINDS = ("bit of data", *(f"bit of {name}" for name in BESIDE_DATA))
+KINDS += ("page of zeros", "cut off", "file missing", "file of another save")
+
+
+def print_damages() -> None:
+    """The table of what loads find."""
+    print(f"| found / tried | {' | '.join(KINDS)} |\n|{' --- |' * (1 + len(KINDS))}")
+    for name in FORMATS:
+        with tempfile.TemporaryDirectory() as folder:
+            found: Any = run_on_ranks(count, folder, name, num_ranks=2)
+        cells = [f"{found[kind][0]} / {found[kind][1]}" if kind in found else "" for kind in KINDS]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+class KillSeries:
+    """Kills of all ranks of a training at random changes of its second and third save over ``last``."""
+
+    def __init__(self, pool: ProcessPool, folder: Path, draw: random.Random) -> None:
+        self._pool, self._draw = pool, draw
+        self._whole = pool.run(killing.fit, str(folder / "whole"), world_size=2)[0]
+        self._num_changes = pool.run_fresh(killing.count_changes, str(folder / "counted"), world_size=2)
+
+    def attempt(self, folder: Path, *, seconds: float) -> str:
+        """Kill when a rank is about to change something, which comes ``seconds`` late; which epoch was left."""
+        rank = self._draw.randrange(2)
+        num_changes = self._num_changes[rank]
+        # The first of three saves has the fewest.
+        place = rank, killing.CHANGES, re.escape(str(folder))
+        number = self._draw.randint(num_changes // 3 + 1, num_changes)
+        try:
+            self._pool.run_fresh(killing.fit_killed, str(folder), *place, count=number, seconds=seconds, world_size=2)
+        except RanksFailedError:
+            num_epochs = killing.require_resumed(self._pool, folder, self._whole)
+            return f"went on from epoch {num_epochs}"
+        raise AssertionError(f"change {number} of rank {rank} did not come")
+
+
+def print_attempts(name: str, number: int, attempt: Callable[[Path], str]) -> None:
+    """A row: how many of so many attempts, each in a folder of its own, were right, and what they did."""
+    done = Counter[str]()
+    for _ in range(number):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                done[attempt(Path(folder))] += 1
+            except PermissionError as error:
+                print(f"| {name} | not tried: {error} | |", flush=True)
+                return
+            except Exception as error:
+                print(f"{name}: {error}", file=sys.stderr)
+    what = "; ".join(f"{text}: {times}" for text, times in sorted(done.items()))
+    print(f"| {name} | {done.total()} / {number} | {what} |", flush=True)
+
+
+def print_kills(arguments: argparse.Namespace) -> None:
+    """The table of what happens to runs."""
+    multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
+    draw, pool = random.Random(arguments.seed), ProcessPool()
+    print("| broken | right / tried | what happened |\n| --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as folder:
+        kills = KillSeries(pool, Path(folder), draw)
+        for who, seconds in (("", 0.0), (", one of them slow", 0.5)):
+            name = f"all ranks killed while they overwrite `last`{who}"
+            print_attempts(name, arguments.tries, partial(kills.attempt, seconds=seconds))
+        (Path(folder) / "program").mkdir()
+        whole = launching.end(launching.start(Path(folder) / "program"), Path(folder) / "program")
+
+    def restart(folder: Path) -> str:
+        launching.require_restarted(whole, folder, kill_at=draw.randrange(1, launching.NUM_STEPS))
+        return "came back by itself, with equal losses"
+
+    def told(launcher: tuple[str, ...], number: int, code: int, folder: Path) -> str:
+        num_steps = draw.randrange(1, launching.NUM_STEPS - 2)
+        launching.require_saved(whole, folder, launcher, number, code, num_steps=num_steps)
+        return "saved in the middle of the epoch; no step lost or run again"
+
+    def full_disk(folder: Path) -> str:
+        require_unharmed(pool, folder)
+        return "the same error on all ranks, the old checkpoint intact, equal losses"
+
+    print_attempts("a rank killed under `torchrun --max-restarts`", arguments.restarts, restart)
+    print_attempts("SIGTERM to torchrun", arguments.restarts, partial(told, launching.TORCHRUN, signal.SIGTERM, 1))
+    print_attempts("SIGTERM to the program", arguments.restarts, partial(told, (), signal.SIGTERM, 143))
+    print_attempts("Ctrl-C to the program", arguments.restarts, partial(told, (), signal.SIGINT, 130))
+    print_attempts("disk full, then read-only", 1, full_disk)
+    pool.close()
 
 
 class _Training:
@@ -252,23 +356,25 @@ def time_saving(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Print the rows of the table in docs/reliability.md, or what saving costs."""
+    """Print the tables of docs/reliability.md, or what saving costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", nargs="?", choices=("damage", "saving"), default="damage")
+    parser.add_argument("what", nargs="?", choices=("damage", "kills", "saving"), help="default: damage and kills")
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--folder", help="where to save")
-    numbers = {"ranks": 1, "width": 256, "blocks": 2, "rows": 200_000, "tokens": 512, "rounds": 5}
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    numbers = {"tries": 9, "restarts": 6}
+    numbers |= {"ranks": 1, "width": 256, "blocks": 2, "rows": 200_000, "tokens": 512, "rounds": 5}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     arguments = parser.parse_args()
     if arguments.what == "saving":
         time_saving(arguments)
         return
-    for name in FORMATS:
-        with tempfile.TemporaryDirectory() as folder:
-            found: Any = run_on_ranks(count, folder, name, num_ranks=2)
-        cells = [f"{found[kind][0]} / {found[kind][1]}" if kind in found else "" for kind in KINDS]
-        print(f"| {name} | {' | '.join(cells)} |")
+    if arguments.what != "kills":
+        print_damages()
+    if arguments.what != "damage":
+        print(f"--seed {arguments.seed}")
+        print_kills(arguments)
 
 
 if __name__ == "__main__":

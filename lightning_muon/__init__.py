@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
+    from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
@@ -88,6 +89,8 @@ __all__ = [
     "Slicing",
     "Striding",
     "Turn",
+    # loops of your own
+    "StopSignals",
     # pipelines
     "forward_backward",
     "register_schedule",
@@ -114,6 +117,7 @@ _MODULES = {
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
     "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy",
+    "monitor.signals": "StopSignals",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",

@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
 
+from lightning_muon.checkpoint.manifest import describe
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
-from lightning_muon.checkpoint.saving import NAMES, State, names_in_groups
+from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_groups
 from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import of_version_0_1
 from lightning_muon.params.uses import clean_name
@@ -114,6 +116,12 @@ class Checkpoint:
             )
         fail_together(error, None)
 
+    def load_skipped_steps(self, checks: Mapping[str, FiniteCheck]) -> None:
+        """Count skipped steps on from what was saved with each optimizer, if it was; local."""
+        saved = (describe(self.path) or {}).get(SKIPPED, {})
+        for key in checks.keys() & saved.keys():
+            checks[key].counts = tuple(saved[key])
+
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names, and return what else is in the checkpoint, without shards.
 
@@ -126,6 +134,7 @@ class Checkpoint:
         for key, (module, optimizer) in state.optimizers.items():
             if key not in absent:
                 self.load_optimizer(key, module, optimizer)
+        self.load_skipped_steps({key: check for key, check in state.checks.items() if key not in absent})
         for key, value in state.rest.items():
             if key in absent:
                 continue

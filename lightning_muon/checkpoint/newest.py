@@ -15,10 +15,11 @@ from lightning_muon.comm.agreement import gather, together
 from lightning_muon.errors import DamagedCheckpointError
 
 
-def newest_first(*folders: Path) -> list[Path]:
-    """The checkpoints in ``folders`` that a run can go on from, those written last first; damaged ones are among them.
+def newest_first(*folders: Path, of_runs: bool = True) -> list[Path]:
+    """The checkpoints in ``folders``, those written last first; damaged ones are among them.
 
-    Local. These are files and directories with the suffix ``.ckpt``, and other directories with a manifest.
+    Local. These are files and directories with the suffix ``.ckpt``, and other directories with a manifest; with
+    ``of_runs`` only those that a run can go on from, which have more than weights.
     """
     found: list[tuple[float, Path]] = []
     for path in {path for folder in folders if folder.is_dir() for path in folder.iterdir()}:
@@ -29,7 +30,7 @@ def newest_first(*folders: Path) -> list[Path]:
             about = describe(place) or {}
         except DamagedCheckpointError:
             about = {}
-        if not about.get("weights_only"):
+        if not (of_runs and about.get("weights_only")):
             found.append((about.get("time", _time_of(place)), path))
     return [path for _, path in sorted(found, reverse=True)]
 

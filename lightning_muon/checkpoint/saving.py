@@ -27,6 +27,7 @@ from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
+from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
@@ -37,6 +38,7 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 
     lightning-muon convert THIS_DIRECTORY FILE
 """
+SKIPPED = "skipped_steps"  # In the manifest.
 NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
@@ -50,6 +52,7 @@ class State:
     # Key -> an optimizer and the module that it steps, which comes first.
     optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
+    checks: dict[str, FiniteCheck] = field(default_factory=dict)  # Key of an optimizer -> what counts skipped steps.
     about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
 
 
@@ -79,7 +82,13 @@ def save(
 
     # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
-    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=state.about, saves=saves)
+    about = {**state.about, **skipped_steps(state.checks)}
+    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=about, saves=saves)
+
+
+def skipped_steps(checks: Mapping[str, FiniteCheck]) -> dict[str, Any]:
+    """An entry of the manifest: how many steps of each optimizer were skipped so far; local."""
+    return {SKIPPED: {key: check.counts for key, check in checks.items()}}
 
 
 def weights_to_save(

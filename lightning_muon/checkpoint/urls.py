@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PosixPath
@@ -16,10 +17,15 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(:|/)")  # A Path keeps one of two s
 
 def place(path: str | Path) -> Path:
     """A path; for a URL (``"s3://bucket/run"``) one whose files are there. ``file://`` is an ordinary path. Local."""
-    if isinstance(path, UrlPath) or not _URL.match(str(path)):
+    if isinstance(path, UrlPath) or not is_url(path):
         return Path(path) if isinstance(path, str) else path
     url = UrlPath(path)
     return Path("/", *url.parts[1:]) if url.parts[0] == "file:" else url
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether it begins with the name of a protocol; local."""
+    return bool(_URL.match(str(path)))
 
 
 class UrlPath(PosixPath):

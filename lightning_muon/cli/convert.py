@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from lightning_muon.checkpoint.manifest import HashedFile, damages, write_file, write_manifest
 from lightning_muon.checkpoint.saving import NAMES, describe_save, numbered_optimizer_state, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
+from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.errors import DamagedCheckpointError
@@ -48,8 +49,8 @@ _NOTHING_ELSE = {"optimizer_states": [], "lr_schedulers": [], "epoch": 0, "globa
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="the checkpoint")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="where to write the other one")
+    parser.add_argument("source", metavar="SOURCE", type=place, help="the checkpoint, or its URL")
+    parser.add_argument("target", metavar="TARGET", type=place, help="where to write the other one")
     parser.add_argument("--to", choices=("file", "shards", "safetensors"), help=_TO)
     parser.add_argument("--optimizers", action="store_true", help="keep the states of optimizers: a run can go on")
     parser.add_argument("--key", default="state_dict", help=_KEY)
@@ -64,7 +65,8 @@ def run(arguments: argparse.Namespace) -> None:
     package = first_installed(TRAINERS, "lightning-muon convert needs Lightning")
     metadata_name = metadata_filename(TRAINERS[package])
     source, target = last_written(arguments.source), arguments.target
-    tensors = [source] if source.suffix == _SAFETENSORS else sorted(source.glob(f"*{_SAFETENSORS}"))
+    files = [source] if not source.is_dir() else sorted(source.iterdir())
+    tensors = [path for path in files if path.suffix == _SAFETENSORS]
     kind = "safetensors" if tensors else "shards" if source.is_dir() else "file"
     to = arguments.to or ("shards" if kind == "file" else "file")
     if kind == to:
@@ -105,7 +107,9 @@ def _require_target(target: Path, arguments: argparse.Namespace, to: str) -> Pat
         raise FileExistsError(f"{target} is a directory; name a {'file' if to == 'file' else 'new one'}")
     if target.exists() and not arguments.force:
         raise FileExistsError(f"{target} exists; --force overwrites it")
-    if not target.parent.is_dir():
+    if isinstance(target, UrlPath) and to == "safetensors":
+        raise ValueError(f"from_pretrained reads no folder at a URL such as {target}; name a folder on a disk")
+    if not isinstance(target, UrlPath) and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}")
     if arguments.config is None:
         return None
@@ -120,7 +124,8 @@ def _require_target(target: Path, arguments: argparse.Namespace, to: str) -> Pat
 def _unpickled(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     is_trusted = arguments.trust_pickle
     try:
-        return torch.load(path, map_location="cpu", weights_only=not is_trusted)
+        with path.open("rb") as file:
+            return torch.load(file, map_location="cpu", weights_only=not is_trusted)
     except (pickle.UnpicklingError, EOFError, ImportError, AttributeError) as error:
         if is_trusted or not isinstance(error, pickle.UnpicklingError):
             raise ValueError(f"{path} cannot be read: {error}") from error
@@ -171,16 +176,17 @@ def _read_file(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_safetensors(paths: list[Path], arguments: argparse.Namespace) -> dict[str, Any]:
-    from safetensors.torch import load_file
+    from safetensors.torch import load, load_file
 
     prefix = arguments.prefix or ""
-    weights = {f"{prefix}{name}": value for path in paths for name, value in load_file(path).items()}
+    read = [load(path.read_bytes()) if isinstance(path, UrlPath) else load_file(path) for path in paths]
+    weights = {f"{prefix}{name}": value for tensors in read for name, value in tensors.items()}
     return _NOTHING_ELSE | {"state_dict": weights}
 
 
-def _require_key(key: str, keys: list[str], place: Path) -> None:
+def _require_key(key: str, keys: list[str], source: Path) -> None:
     if key not in keys:
-        raise ValueError(f"{place} has no {key!r}; name the weights with --key, it has {keys}")
+        raise ValueError(f"{source} has no {key!r}; name the weights with --key, it has {keys}")
 
 
 def _named(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -209,9 +215,9 @@ def _write_safetensors(
     tensors, storages = dict[str, Tensor](), set[int]()
     for clean, name in names.items():
         value = weights[name].detach().contiguous()
-        place = value.untyped_storage().data_ptr()
-        tensors[clean.removeprefix(prefix)] = value.clone() if place in storages else value  # Tied, or parts of one.
-        storages.add(place)
+        storage = value.untyped_storage().data_ptr()
+        tensors[clean.removeprefix(prefix)] = value.clone() if storage in storages else value  # Tied, or parts of one.
+        storages.add(storage)
     folder.mkdir()
     contents = {f"model{_SAFETENSORS}": save(tensors, {"format": "pt"})}
     if config is None:

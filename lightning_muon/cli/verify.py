@@ -55,7 +55,7 @@ def _checkpoints(path: Path) -> list[Path]:
         raise FileNotFoundError(f"there is no {path}")
     if not last.is_dir() or (last / MANIFEST).is_file() or (last / INDEX).is_file():
         return [last]
-    found = [last_written(each) for each in newest_first(path)]
+    found = [last_written(each) for each in newest_first(path, of_runs=False)]
     if not found:
         raise FileNotFoundError(f"{path} is no checkpoint with hashes, and there is none in it")
     return found

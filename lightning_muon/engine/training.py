@@ -38,6 +38,7 @@ from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.fsdp_call_log import CLIP, STEP
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel
@@ -324,6 +325,7 @@ class TrainingEngine:
             recorder.started(GRADIENT_NORM)
         with self.explaining():
             self.finish_gradients()
+            self._mark(CLIP)
             norm = self._clip_by_norm(parameters, max_norm)
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
@@ -346,6 +348,7 @@ class TrainingEngine:
         self._require_reduced("clip_gradients (clip_grad_value_)")
         with self.explaining():
             self.finish_gradients()
+            self._mark(CLIP)
             clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
     def step(
@@ -357,6 +360,7 @@ class TrainingEngine:
             result = None if closure is None else closure()
             self._require_reduced("optimizer.step")
             self.finish_gradients()
+            self._mark(STEP)
             self._drop_nonfinite(optimizer)
             return result
 
@@ -536,6 +540,11 @@ class TrainingEngine:
         if self._is_attached:
             self._is_reduced = self._is_last_micro_batch
             self._is_finished = False
+
+    def _mark(self, point: int) -> None:
+        """Let other ranks know that this one clips, or steps, now; local."""
+        if self.mode.call_log is not None:
+            self.mode.call_log.mark(point)
 
     def _require_optimizer(self, what: str) -> None:
         if not self._is_attached:

@@ -103,6 +103,12 @@ def is_gone(description: str) -> bool:
     return bool(host) and host == _host() and _start(int(pid)) != start
 
 
+def is_parent(description: str) -> bool:
+    """Whether this is the process that has started the calling one."""
+    host, pid, _ = description.split(" ")
+    return bool(host) and host == _host() and int(pid) == os.getppid()
+
+
 @cache
 def _host() -> str:
     with suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import signal
@@ -14,10 +15,19 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_muon.compat.torch import default_store
+from lightning_muon.monitor.processes import describe_process, is_gone, is_parent
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers pass it on once more.
 _SECONDS_TO_ANSWER = 30.0  # Until a rank that has not said which batch it is in is given up.
+_SECONDS_OF_FIRST_RANK = 60.0  # To end, once it has saved.
+
+
+def _wait_until_gone(process: str) -> None:
+    """Lightning's launcher is a thread of the first rank, which it kills when a rank it has started ends with a code."""
+    deadline = time.monotonic() + _SECONDS_OF_FIRST_RANK
+    while not is_gone(process) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 class SharedSignals:
@@ -26,20 +36,25 @@ class SharedSignals:
     A handler that communicates, as Lightning's do (the one for SIGTERM broadcasts, the one for SLURM's requeue saves a
     checkpoint), must not run wherever its rank is at that moment, between other collectives than those of other ranks.
 
-    A thread of each rank looks into the store of the default process group. A rank that gets a signal says so there;
-    then every rank says which batch it is in, and the handler runs at the end of the last one of these. A second Ctrl-C
-    is not waited with: it raises ``KeyboardInterrupt``.
+    A thread of each rank looks into the store of the default process group, if there is one. A rank that gets a signal
+    says so there; then every rank says which batch it is in, and the handler runs at the end of the last one of these.
+    A second Ctrl-C is not waited with: it raises ``KeyboardInterrupt``.
 
     Made by the main thread of every rank, at the same batch.
     """
 
     def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]], *, interval: float = 0.5) -> None:
-        self._handlers, self._interval = handlers, interval
-        self._rank, self._size, self._process = dist.get_rank(), dist.get_world_size(), os.getpid()
-        # A connection of its own: the main thread may wait in the store.
-        store: Any = default_store()
-        store = dist.PrefixStore("lightning_muon_signals", store.clone())
+        self._handlers, self._interval, self._process = handlers, interval, os.getpid()
+        store: Any = dist.HashStore()
+        self._rank, self._size = 0, 1
+        if dist.is_initialized():
+            self._rank, self._size = dist.get_rank(), dist.get_world_size()
+            # A connection of its own: the main thread may wait in the store.
+            store = default_store().clone()
+        store = dist.PrefixStore("lightning_muon_signals", store)
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
+        if self._rank == 0:
+            self._store.set("first process", describe_process())
         self._received: list[int] = []  # Signals of this rank that nobody has answered yet.
         self._num_answered = 0
         self._pressed: float | None = None  # When Ctrl-C came first.
@@ -50,6 +65,11 @@ class SharedSignals:
         for number in handlers:
             signal.signal(number, self._receive)
         threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True).start()
+
+    @property
+    def unanswered(self) -> list[int]:
+        """Signals of this rank that no handler has been run for yet; local."""
+        return list(self._received)
 
     def batch_has_ended(self, *, may_answer: bool = True) -> None:
         """Answer a signal if its time has come. Every rank must call it after each of its batches, and alike."""
@@ -63,6 +83,9 @@ class SharedSignals:
                 self._received.remove(number)
             self._announced = None
             self._num_answered += 1
+        first_process = self._store.get("first process").decode()
+        if is_parent(first_process):
+            atexit.register(_wait_until_gone, first_process)
         self._handlers[number](number, None)
 
     def close(self) -> None:
@@ -118,3 +141,61 @@ class SharedSignals:
                 )
             time.sleep(self._interval / 10)
         return [int(text) for text in self._store.multi_get(keys)]
+
+
+class StopSignals:
+    """Tells all ranks after the same batch that some rank has got SIGTERM or Ctrl-C: for loops that users write.
+
+    Enter it on every rank, once the process group is there (``fabric.launch()``, ``Accelerator()``). What must be saved
+    belongs inside of the block: when it ends after such a signal, the program ends with the exit code 143 (SIGTERM) or
+    130 (Ctrl-C). A signal that comes after the last call of :meth:`requested` acts at the end of the block, as if
+    there had been none. A second Ctrl-C, two seconds later or more, raises ``KeyboardInterrupt`` at once.
+
+    Example::
+
+        with lightning_muon.StopSignals() as stop:
+            for batch in loader:
+                fabric.backward(model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                if stop.requested():
+                    fabric.save("checkpoint", {"model": model, "optimizer": optimizer})
+                    break
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._number = 0  # Of the signal that all ranks have answered.
+
+    def __enter__(self) -> StopSignals:
+        self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        caught = [number for number, handler in self._before.items() if handler != signal.SIG_IGN]
+        self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self._shared = SharedSignals(dict.fromkeys(caught, self._answer))
+        return self
+
+    def requested(self) -> bool:
+        """Whether any rank has been told to end; then it stays so.
+
+        Every rank must call it after each of its batches, and alike: the ranks count its calls. It does not communicate
+        before a signal has come.
+        """
+        if dist.is_initialized() and dist.get_world_size() != self._size:
+            raise RuntimeError("StopSignals was entered before the process group was there; enter it after the launch")
+        if not self._number:
+            self._shared.batch_has_ended()
+        return bool(self._number)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._shared.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if kind is not None:
+            return
+        if self._number:
+            raise SystemExit(128 + self._number)
+        for number in self._shared.unanswered:
+            os.kill(os.getpid(), number)
+
+    def _answer(self, number: int, _: Any) -> None:
+        self._number = number

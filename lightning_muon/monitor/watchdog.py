@@ -41,8 +41,8 @@ _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
 _SHARE_OF_TIMEOUT = 0.8
 _ON_EVERY_RANK = (
-    "Call the model (a sample, generate, an evaluation) on every rank, outside of conditions such as is_global_zero, "
-    "and leave only what comes after it, as to print or to save, to one rank."
+    "Call the model (a sample, generate, an evaluation) and clip gradients on every rank, outside of conditions such "
+    "as is_global_zero, and leave only what comes after it, as to print or to save, to one rank."
 )
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 

@@ -27,8 +27,14 @@ from lightning_muon.sharding.shard_model import fsdp_modules, original_class, ow
 # So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
 # Calls that are no units: points that all ranks must reach in the same place of their order.
-END, LEFT = -2, -3
-_TEXTS = {None: "runs nothing more", END: "ends the step or the evaluation", LEFT: "ends the run"}
+END, LEFT, CLIP, STEP = -2, -3, -4, -5
+_TEXTS = {
+    None: "runs nothing more",
+    END: "ends the backward passes or the evaluation",
+    LEFT: "ends the run",
+    CLIP: "clips gradients",
+    STEP: "steps the optimizer",
+}
 # Of a digest in :meth:`FsdpCallLog.words`, and what stands in the place of those that a rank does not have.
 NUM_WORDS = 4
 NO_WORD = -(2**31)
@@ -131,7 +137,7 @@ class FsdpCallLog:
                 self._units[unit] = names[unit], original_class(unit).__name__  # type: ignore[arg-type]
 
     def mark(self, point: int) -> None:
-        """Note :data:`END` or :data:`LEFT`; local."""
+        """Note that this rank does :data:`END`, :data:`CLIP`, :data:`STEP` or :data:`LEFT` now; local."""
         self._add(point, crosses=True, waits=point != LEFT)
 
     def words(self) -> list[int]:
@@ -190,6 +196,8 @@ class FsdpCallLog:
                     found.setdefault(call, []).append(rank)
             if len(found) > 1:
                 what = "; ".join(f"{_ranks(ranks)} {self.text(call)}" for call, ranks in found.items())
+                if CLIP in found:
+                    return f"Gradients are clipped on some ranks only: {what}. All ranks must clip, or none."
                 return f"The ranks run different units of the model: {what}. {self.advice(found)}"
         return None
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,21 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import lightning_muon
 from lightning_muon.integrations.registry import auto_resume_class
-from tests.integration.training import PACKAGES, dataset, language_model, load, loader, strategy_class, trainer
+from tests.integration.integrations.accelerate import loop as accelerate_loop
+from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.training import (
+    PACKAGES,
+    dataset,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
 from tests.support.processes import ProcessPool
 
 
@@ -168,3 +182,91 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[in
     results = ProcessPool().run_fresh(_requeue, str(tmp_path), receivers, world_size=2)
     assert results[0] == results[1] and results[0][0] == results[0][1] < 5000
     assert (tmp_path / "told").read_text() == "requeue 77\n"
+
+
+_NUM_STEPS = 12
+
+
+def _train(take_step: Callable[[int], None], save: Callable[[int], None], start: int, number: int) -> tuple[int, Any]:
+    """Steps taken, and the exit code, of a loop in whose fourth step rank 1 gets a signal, or none if it is 0."""
+    step, code = start, None
+    try:
+        with lightning_muon.StopSignals() as stop:
+            while step < _NUM_STEPS:
+                if number and step == 3 and dist.get_rank() == 1:
+                    os.kill(os.getpid(), number)
+                    time.sleep(1.1)  # The threads look twice a second.
+                take_step(step)
+                step += 1
+                if stop.requested():
+                    save(step)
+                    break
+    except SystemExit as error:
+        code = error.code
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    return step - start, code
+
+
+def _train_with_fabric(folder: str, number: int) -> tuple[int, Any, Any]:
+    fabric, model, optimizer = fabric_loop.set_up()
+    state, path = {"model": model, "optimizer": optimizer, "step": 0}, Path(folder) / "checkpoint"
+    if path.exists():
+        fabric.load(path, state)
+
+    def take_step(step: int) -> None:
+        fabric_loop.run_steps(fabric, model, optimizer, steps=range(step, step + 1))
+
+    taken = _train(take_step, lambda step: fabric.save(path, state | {"step": step}), state["step"], number)
+    return *taken, fabric_loop.end(fabric, model)
+
+
+def _train_with_accelerate(folder: str, number: int) -> tuple[int, Any, Any]:
+    with accelerate_loop.training_on_cpu() as (accelerator, model, optimizer):
+        path = Path(folder) / "state"
+        if path.exists():
+            accelerator.load_state(str(path))
+
+        def take_step(step: int) -> None:
+            accelerate_loop.run_steps(accelerator, model, optimizer, steps=range(step, step + 1))
+
+        def save(step: int) -> None:
+            accelerator.save_state(str(path))
+            (path / "step").write_text(str(step))
+
+        start = int((path / "step").read_text()) if path.exists() else 0
+        taken = _train(take_step, save, start, number)
+        return *taken, full_weights(model)
+
+
+@pytest.mark.parametrize(
+    ("train", "number"), [(_train_with_fabric, signal.SIGTERM), (_train_with_accelerate, signal.SIGINT)]
+)
+def test_loops_of_users_save_on_all_ranks_together(
+    gloo: ProcessPool, tmp_path: Path, train: Callable[..., Any], number: int
+) -> None:
+    for name in ("told", "whole"):
+        (tmp_path / name).mkdir()
+    told = gloo.run(train, str(tmp_path / "told"), number, world_size=2)
+    resumed = gloo.run(train, str(tmp_path / "told"), 0, world_size=2)
+    whole = gloo.run(train, str(tmp_path / "whole"), 0, world_size=2)
+    assert told[0][:2] == told[1][:2] and told[0][1] == 128 + number and 0 < told[0][0] < _NUM_STEPS
+    assert [code for _, code, _ in resumed + whole] == [None] * 4
+    assert told[0][0] + resumed[0][0] == whole[0][0] == _NUM_STEPS
+    assert max_difference(resumed[0][2], whole[0][2]) == 0.0
+
+
+def _told_in_block(number: int, *, seconds: float) -> None:
+    """This process gets a signal at the beginning of a loop that goes on for at most so many seconds."""
+    with lightning_muon.StopSignals() as stop:
+        os.kill(os.getpid(), number)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not stop.requested():
+            time.sleep(0.01)
+
+
+def test_a_program_of_one_process_needs_no_process_group() -> None:
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        _told_in_block(signal.SIGTERM, seconds=10.0)
+    with pytest.raises(KeyboardInterrupt):  # Nobody has asked after it.
+        _told_in_block(signal.SIGINT, seconds=0.0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -106,8 +107,9 @@ def _answer(connection: socket.socket) -> None:
     connection.sendall(pid.to_bytes(4, "big"))
 
     def end_with_caller() -> None:
-        if not connection.recv(1):  # The caller was killed.
-            os.kill(pid, signal.SIGKILL)
+        if not connection.recv(1):  # The caller was killed, or has its answer.
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     threading.Thread(target=end_with_caller, daemon=True).start()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

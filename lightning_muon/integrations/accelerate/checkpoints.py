@@ -15,12 +15,13 @@ from torch.distributed.fsdp import StateDictType
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.manifest import require_one_save, write_file
 from lightning_muon.checkpoint.newest import first_intact
-from lightning_muon.checkpoint.saving import describe_save, write_shards
+from lightning_muon.checkpoint.saving import describe_save, skipped_steps, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.grad_sync.clipping import FiniteCheck
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
 _MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
@@ -48,7 +49,7 @@ def _write(
     engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
 ) -> None:
     """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
-    about = describe_save(**engine.description())
+    about = describe_save(**engine.description(), **skipped_steps(_checks(engine)))
 
     def write(path: Path, key: str, state: Any) -> None:
         if whole:
@@ -98,7 +99,13 @@ def _read(engine: TrainingEngine, directory: Path, *, with_model: bool, with_opt
         parts.pop().load_weights(_MODEL_KEY, engine.module, strict=True)
     for part, optimizer in zip(parts, optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
+        part.load_skipped_steps(_checks(engine))
     engine.weights_have_changed()
+
+
+def _checks(engine: TrainingEngine) -> dict[str, FiniteCheck]:
+    """What counts the skipped steps of each optimizer; local."""
+    return {f"{_OPTIMIZER}_{index}": engine.finite_check(each) for index, each in enumerate(engine.optimizers)}
 
 
 TRAINER_FUNCTIONS = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")

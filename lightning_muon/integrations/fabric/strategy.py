@@ -265,6 +265,7 @@ class FabricStrategy(MuonStrategy):
             elif isinstance(value, torch.optim.Optimizer):
                 engine, current = self._engine_of(value)
                 result.optimizers[key] = (engine.module, current)
+                result.checks[key] = engine.finite_check(current)
             else:
                 result.rest[key] = value
         return result

@@ -43,6 +43,7 @@ from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
+    require_own_files,
     require_single_batches,
     sharded_plugin,
 )
@@ -103,6 +104,8 @@ class TrainerStrategy(MuonStrategy):
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
         if self._checkpoint is None:
             require_same_checkpoint(None)
+        if self.options.async_save:
+            require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.

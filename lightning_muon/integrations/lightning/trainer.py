@@ -90,6 +90,26 @@ def _check_async_save(trainer: Any, package: LightningPackage) -> None:
         raise ValueError(f"async_save=True does not go with {plugin.__name__}, which writes by itself; remove one")
 
 
+def require_own_files(trainer: Any, package: LightningPackage) -> None:
+    """Raise ``ValueError`` if two ``ModelCheckpoint`` would write one file; local, on all ranks, after their ``setup``.
+
+    Without ``async_save`` the second one sees the file of the first, and gives its own a version.
+    """
+    owners: dict[str, Any] = {}
+    for each in trainer.checkpoint_callbacks:
+        if not isinstance(each, package.module("callbacks").ModelCheckpoint):
+            continue
+        names = [each.format_checkpoint_name({})] if each.save_top_k != 0 else []
+        names += [each.format_checkpoint_name({}, each.CHECKPOINT_NAME_LAST)] if each.save_last else []
+        for name in names:
+            if owners.setdefault(name, each) is not each:
+                raise ValueError(
+                    f"{type(owners[name]).__name__} and {type(each).__name__} both write such files as {name}; with "
+                    "async_save=True the second cannot see that of the first, which is not there yet. Give one of them "
+                    "another filename or dirpath (for save_last: another dirpath, or CHECKPOINT_NAME_LAST)"
+                )
+
+
 def require_single_batches(trainer: Any) -> None:
     """Raise ``ValueError`` where batches are accumulated, from the start on or by a callback; local, on all ranks."""
     micro_batches = trainer.accumulate_grad_batches

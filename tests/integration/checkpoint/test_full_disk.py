@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,17 @@ from tests.support.processes import ProcessPool
 _KIBIBYTES = 900
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, with room for two checkpoints."""
-    path = tmp_path / "disk"
+@contextmanager
+def small_disk(path: Path) -> Generator[Path]:
+    """A file system of its own, with room for two checkpoints; ``PermissionError`` unless this is root."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={_KIBIBYTES}k", "none", str(path)]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a file system takes root")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+        raise PermissionError("mounting a file system takes root")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 def _change_disk(directory: str, step: int) -> None:
@@ -72,12 +74,21 @@ def _train(directory: str, *, changes: bool) -> tuple[list[float], list[str], li
     return model.losses, errors, intact
 
 
-def test_a_disk_that_takes_nothing_stops_no_training(gloo: ProcessPool, disk: Path) -> None:
-    whole = gloo.run(_train, str(disk.parent), changes=False, world_size=2)
-    changed = gloo.run(_train, str(disk), changes=True, world_size=2)
+def require_unharmed(pool: ProcessPool, folder: Path) -> None:
+    """Raises unless a training goes on as before after saves to a full and to a read-only disk, the old one intact."""
+    whole = pool.run(_train, str(folder), changes=False, world_size=2)
+    with small_disk(folder / "disk") as disk:
+        changed = pool.run(_train, str(disk), changes=True, world_size=2)
     for (losses, none, _), (others, errors, intact) in zip(whole, changed, strict=True):
         assert others == losses and none == []
         assert len(errors) == 2, errors
         for error, reason in zip(errors, ("No space left on device", "Read-only file system"), strict=True):
             assert reason in error
         assert intact == [1, 1, 1, 7]
+
+
+def test_a_disk_that_takes_nothing_stops_no_training(gloo: ProcessPool, tmp_path: Path) -> None:
+    try:
+        require_unharmed(gloo, tmp_path)
+    except PermissionError as error:
+        pytest.skip(str(error))

@@ -134,6 +134,21 @@ def test_what_cannot_be_converted_is_explained(
     assert Model.load_from_checkpoint(file).hparams["num_blocks"] == 2
 
 
+def test_sources_and_targets_may_be_urls(trained: Any, tmp_path: Path) -> None:
+    path, weights, _ = trained
+    store = "memory://converted"
+    main(["convert", f"local://{path}", f"{store}/whole.ckpt"])
+    main(["convert", f"{store}/whole.ckpt", f"{store}/shards.ckpt"])
+    main(["convert", f"{store}/shards.ckpt", str(tmp_path / "whole.ckpt")])
+    found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(found[name], value) for name, value in weights.items() if isinstance(value, Tensor))
+    main(["verify", store])
+    with pytest.raises(SystemExit, match=r"memory://converted/whole\.ckpt exists; --force"):
+        main(["convert", f"{store}/shards.ckpt", f"{store}/whole.ckpt"])
+    with pytest.raises(SystemExit, match="name a folder on a disk"):
+        main(["convert", f"{store}/shards.ckpt", f"{store}/model", "--to", "safetensors"])
+
+
 def _disk_full(content: Any, file: Any) -> None:
     file.write(b"half")
     raise OSError("disk full")

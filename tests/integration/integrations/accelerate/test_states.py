@@ -92,6 +92,26 @@ def test_a_resumed_training_is_bit_equal(
             assert all(torch.equal(torch.as_tensor(states[name][key]), torch.as_tensor(state[key])) for key in state)
 
 
+def _skip(directory: str, steps: range) -> tuple[int, int]:
+    """Load what is there, train with NaN, save; how many steps were skipped, and how many of them in a row."""
+    with training_on_cpu() as (accelerator, model, optimizer):
+        if Path(directory).exists():
+            accelerator.load_state(directory)
+
+        def poison() -> None:
+            if accelerator.sync_gradients:
+                next(model.parameters()).grad.fill_(float("nan"))
+
+        run_steps(accelerator, model, optimizer, steps=steps, clip=poison)
+        accelerator.save_state(directory)
+        return optimizer.optimizer.finite_check.counts
+
+
+def test_skipped_steps_count_on_after_load_state(gloo: ProcessPool, tmp_path: Path) -> None:
+    for steps, count in ((range(2), 2), (range(2, 3), 3)):
+        assert gloo.run(_skip, str(tmp_path / "state"), steps, world_size=2) == [(count, count)] * 2
+
+
 @pytest.mark.parametrize(
     ("sizes", "before", "after"),
     [

@@ -3,7 +3,9 @@
 import re
 import subprocess
 import sys
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -403,6 +405,50 @@ def test_the_example_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert text.count("AdamW -> ParallelMuon") == 1
     saved = torch.load(tmp_path / "checkpoint" / "meta.pt")
     assert saved["step"] == saved["scheduler"]["last_epoch"] == 40
+
+
+def _clip_on_one_rank(how: dict[str, float], **options: Any) -> None:
+    """From the third step on rank 1 alone clips."""
+    fabric, model, optimizer = loop.set_up(**options)
+    clip = partial(fabric.clip_gradients, model, optimizer, **how)
+    loop.run_steps(fabric, model, optimizer, steps=range(2), clip=clip)
+    began = time.monotonic()
+    try:
+        loop.run_steps(fabric, model, optimizer, steps=range(2, 4), clip=clip if dist.get_rank() == 1 else None)
+    finally:
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(("sharding", "how"), [("fsdp", {"max_norm": 1.0}), ("ddp", {"clip_val": 1.0})])
+def test_ranks_that_clip_alone_are_named_within_seconds(
+    gloo: ProcessPool, sharding: str, how: dict[str, float]
+) -> None:
+    gloo.expect_error_on_all_ranks(
+        _clip_on_one_rank, how, sharding=sharding, world_size=2, exception=RuntimeError,
+        match="clipped on some ranks only: rank 0 steps the optimizer; rank 1 clips gradients",
+    )  # fmt: skip
+
+
+def _skip(path: Path, steps: range, *, is_nan: bool) -> tuple[int, int]:
+    """Load what is there, train, save; how many steps were skipped, and how many of them in a row."""
+    fabric, model, optimizer = loop.set_up()
+    state = {"model": model, "optimizer": optimizer}
+    if path.exists():
+        fabric.load(path, state)
+
+    def poison() -> None:
+        next(model.parameters()).grad.fill_(float("nan") if is_nan else 0.0)
+
+    loop.run_steps(fabric, model, optimizer, steps=steps, clip=poison)
+    fabric.save(path, state)
+    counts = optimizer.finite_check.counts
+    fabric.strategy.teardown()
+    return counts
+
+
+def test_skipped_steps_count_on_after_a_checkpoint(gloo: ProcessPool, tmp_path: Path) -> None:
+    for steps, is_nan, counts in ((range(2), True, (2, 2)), (range(2, 3), True, (3, 3)), (range(3, 4), False, (3, 0))):
+        assert gloo.run(_skip, tmp_path / "checkpoint", steps, is_nan=is_nan, world_size=2) == [counts] * 2
 
 
 _FAILS = """

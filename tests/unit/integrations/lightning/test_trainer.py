@@ -64,6 +64,18 @@ def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
             room.check_run(module, Options(async_save=True), _package(pl))
 
 
+def test_two_callbacks_that_write_one_file_are_refused(pl: Any) -> None:
+    def check(*options: dict[str, Any]) -> None:
+        callbacks = [pl.callbacks.ModelCheckpoint(**{"dirpath": "runs"} | each) for each in options]
+        room.require_own_files(_trainer(None, *callbacks), _package(pl))
+
+    check({}, {"filename": "{epoch}-{val_loss:.2f}"}, {"dirpath": "others", "save_last": True})
+    check({"save_top_k": 0, "save_last": True}, {})
+    for other in ({}, {"monitor": "loss"}, {"filename": "best", "save_last": True}):
+        with pytest.raises(ValueError, match=r"both write such files as .*runs/(last|epoch=0-step=0)\.ckpt"):
+            check({"save_last": True}, other)
+
+
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
     class Own(pl.Callback):
         def on_before_zero_grad(self, *_: Any) -> None:
