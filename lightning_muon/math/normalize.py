@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from contextlib import suppress
 
 import torch
@@ -39,7 +38,7 @@ def equilibrated(
     if variant == "none":
         return matrix
     x = matrix.to(torch.float32, copy=True)
-    x.div_(torch.linalg.vector_norm(x, math.inf, dim=(-2, -1), keepdim=True).clamp_(min=_TINY))
+    x.div_(x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=_TINY))
     sides = {"R": ("row",), "C": ("col",), "RC": ("row", "col")}[variant]
     for factor in [_inverse_lengths(x, _dim(side, is_transposed), _EPS_BEFORE) for side in sides]:
         x.mul_(factor)
@@ -71,4 +70,4 @@ def _dim(side: str, is_transposed: bool) -> int:
 
 
 def _inverse_lengths(x: Tensor, dim: int, eps: float) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=dim, keepdim=True).square_().add_(eps).rsqrt_()
+    return x.square().sum(dim=dim, keepdim=True).add_(eps).rsqrt_()
