@@ -57,6 +57,8 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     **{f"Muon+ {variant}": {"muon_plus": variant} for variant in ("row", "col", "row_col", "col_row")},
     **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
     "Muon on B": {"lora": "b_only"},
+    "normuon": {"normuon": True},
+    "hyperball": {"hyperball": True},
 }
 TUNING_SEED = 1000
 TITLES = ["mode", "configuration", "lr", "seed", "step", "loss", "loss on the first text", "seconds per step"]
@@ -344,6 +346,7 @@ def main() -> None:
             name: replace(first, name=name, options=options, mode=mode)
             for name, options in chosen.items()
             if mode == "LoRA" or "lora" not in (options or {})  # All weights have no factors.
+            if mode != "LoRA" or "hyperball" not in (options or {})  # It would keep B, which begins with zeros, there.
         }
         runs = tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]

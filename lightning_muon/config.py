@@ -258,7 +258,20 @@ class ExchangeOptions:
 @takes_options()
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(ExchangeOptions, OptimizerConfig):
-    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`."""
+    """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
+
+    Args:
+        normuon: Divide each row of an orthogonalized matrix, a neuron, by the root of its second moment, and keep the
+            norm of the whole (NorMuon: Li et al. 2025, arXiv:2510.05491, Algorithm 1).
+        normuon_beta2: Decay of these second moments.
+        hyperball: Matrices on Muon keep the Frobenius norm R that they begin with, and each step goes ``lr *
+            muon_lr_factor * R`` far (Wen et al. 2026, arXiv:2606.16899). They have no weight decay then, and
+            ``adjust_lr_fn`` does not count; ``weight_decay`` is for the parameters on AdamW.
+    """
+
+    normuon: bool = False
+    normuon_beta2: float = 0.95
+    hyperball: bool = False
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
@@ -285,6 +298,18 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     check_one_of("muon_plus", group.get("muon_plus", "none"), get_args(MuonPlus))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
+    check_flag("normuon", group.get("normuon", False))
+    check_number("normuon_beta2", group.get("normuon_beta2", 0.0))
+    if not 0.0 <= float(group.get("normuon_beta2", 0.0)) < 1.0:
+        raise ValueError(f"normuon_beta2 must be in [0, 1), got {group['normuon_beta2']}")
+    if group.get("normuon") and group.get("muon_plus", "none") != "none":
+        raise ValueError(f"normuon=True and muon_plus={group['muon_plus']!r} both even out rows; leave out one of them")
+    check_flag("hyperball", group.get("hyperball", False))
+    if group.get("hyperball") and group.get("algorithm") == "muon" and float(group["weight_decay"]):
+        raise ValueError(
+            f"weight_decay={group['weight_decay']} has no effect on matrices with hyperball=True, which keep their "
+            "norm; set weight_decay=0 in this group with algorithm='muon'"
+        )
 
 
 def _check_newton_schulz(group: Mapping[str, Any]) -> None:

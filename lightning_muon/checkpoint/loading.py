@@ -34,7 +34,7 @@ from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.parameters import of_version_0_1
+from lightning_muon.optim.parameters import NEURON_STATE, of_version_0_1, warn_of_new_neuron_state
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.sharding.shard_model import original_class
@@ -208,6 +208,7 @@ class Checkpoint:
         state[key]["state"] = {renamed.get(name, name): value for name, value in states.items()}
         # The names of a group are those of one stage.
         names_of_groups = [group.pop("params") for group in groups_of_now]
+        state[key]["state"] = _without_new_neuron_state(entries, state[key]["state"])
         _check_entries(entries, state[key]["state"])
         for name, own in state[key]["state"].items():
             for entry in own.keys() & _of_nodes(optimizer):
@@ -235,6 +236,7 @@ class Checkpoint:
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
         if state is not whole:
             _begin_others(named["state"], own)
+        _begin_neuron_state(named["state"], own)
         _check_entries(named["state"], own)
         # torch takes the sizes of now for those of what it broadcasts. All ranks have the file.
         are_as_before = all(
@@ -327,6 +329,26 @@ def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) 
     """Let parameters without a state, which had no gradient in a program with another optimizer, begin with zeros."""
     for name in own.keys() - states.keys():
         states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in own[name].items()}
+
+
+def _without_new_neuron_state(
+    saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Leave out what the checkpoint does not have of NorMuon and Hyperball: they begin anew, with a warning."""
+    return {
+        name: {entry: state[entry] for entry in state if entry not in NEURON_STATE or entry in saved.get(name, ())}
+        for name, state in own.items()
+    }
+
+
+def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Zeros for what :func:`_without_new_neuron_state` leaves out: torch would let the values of now stay."""
+    missing: set[str] = set()
+    for name in states.keys() & own.keys():
+        entries = {*NEURON_STATE} & own[name].keys() - states[name].keys()
+        states[name] = {**states[name], **{entry: torch.zeros(own[name][entry].shape) for entry in entries}}
+        missing |= entries
+    warn_of_new_neuron_state(missing)
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:

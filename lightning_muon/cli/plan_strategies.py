@@ -31,7 +31,7 @@ from lightning_muon.params.layout import held_boxes
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
-from lightning_muon.schedule.program import Op, OpKind, branch
+from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, step_program
@@ -44,7 +44,7 @@ GRID = "lpt+pipeline, owner grid"
 MOST_RANKS_IN_FULL = 16
 # Larger buckets keep within this what is simulated, and what is counted: ranks times buckets.
 _MOST_OPS, _MOST_COUNTS = 20_000, 1_000_000
-_OPS_PER_BUCKET = 5
+_OPS_PER_BUCKET = len(STEP_KINDS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,15 @@ class Setting:
         """The exchange groups that the optimizer makes of the trainable matrices."""
         ranks, newton_schulz = MeshRanks.of_shape(self.mesh), NewtonSchulzOptions.of(vars(self.config))
         parameters = [
-            ParameterToPlan(each, each.shape, ranks, (Replicate(), Shard(each.shard_dim)), newton_schulz)
+            ParameterToPlan(
+                each,
+                each.shape,
+                ranks,
+                (Replicate(), Shard(each.shard_dim)),
+                newton_schulz,
+                normuon=self.config.normuon,
+                hyperball=self.config.hyperball,
+            )
             for each in self.model.parameters
             if each.kind != "elementwise" and not each.frozen
         ]

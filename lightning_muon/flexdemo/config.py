@@ -27,7 +27,10 @@ Merge = Literal["contributors", "mean"]
 ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
 ExchangeOverlap = Literal["auto", "backward", "step"]
 # For explains_keywords: what there is in the place of an option.
-REMOVED = {"to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",)}
+REMOVED = {
+    "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
+    "to ParallelMuon": ("normuon", "normuon_beta2", "hyperball"),
+}
 
 
 @takes_options(OptimizerConfig, REMOVED)

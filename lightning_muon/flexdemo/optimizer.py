@@ -354,6 +354,9 @@ class FlexDeMo(PlannedOptimizer):
         """As in torch; most options of FlexDeMo cannot differ between groups."""
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
             raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
+        for key in ("normuon", "hyperball"):
+            if param_group.get(key):
+                raise ValueError(f"{key} is an option of ParallelMuon, which FlexDeMo does not have; remove it")
         super().add_param_group(param_group)
 
 

@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, StepPart
+from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, StepPart, contiguous_stride
 from lightning_muon.schedule.program import IN_BACKWARD, TRANSFER, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
@@ -133,25 +133,30 @@ class ShardedLayout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)))
+        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)), tuple(parameter.shape))
 
     @override
-    def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
+        zeros = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
+        return self._laid_out(parameter, self._shard_map.local(parameter, zeros).clone(), shape)
+
+    @override
+    def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """State of owners as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
-        owned = {index: state for index, (parameter, state) in enumerate(states) if self._owner(parameter) is not None}
-        self._require_equal(owned)
-        result = [state for _, state in states]
-        for index, state in owned.items():
-            result[index] = self._as_rows(states[index][0], self._rows_of_owner(states[index][0], state))
+        owned = {index: each for index, each in enumerate(states) if self._owner(each.parameter) is not None}
+        self._require_equal({index: each.state for index, each in owned.items()})
+        result = [each.state for each in states]
+        for index, each in owned.items():
+            result[index] = self._as_rows(self._rows_of_owner(each), each.shape)
         return result
 
     @override
-    def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it."""
         rows = {
-            index: state
-            for index, (parameter, state) in enumerate(states)
-            if isinstance(state, DTensor) and self._owner(parameter) is not None
+            index: each.state
+            for index, each in enumerate(states)
+            if isinstance(each.state, DTensor) and self._owner(each.parameter) is not None
         }
         error, placements = None, self._row_placements
         for state in rows.values():
@@ -162,12 +167,12 @@ class ShardedLayout(Layout):
                 )
         fail_together(error, self._shard_map.shard)
         self._require_equal(rows)
-        wholes = [rows[index].full_tensor() if index in rows else state for index, (_, state) in enumerate(states)]
+        wholes = [rows[index].full_tensor() if index in rows else each.state for index, each in enumerate(states)]
         return [
             whole
             if isinstance(whole, DTensor)
-            else self._laid_out(parameter, self._shard_map.local(parameter, whole.contiguous()).clone())
-            for (parameter, _), whole in zip(states, wholes, strict=True)
+            else self._laid_out(parameter, self._shard_map.local(parameter, whole.contiguous()).clone(), shape)
+            for (parameter, _, shape), whole in zip(states, wholes, strict=True)
         ]
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
@@ -175,13 +180,13 @@ class ShardedLayout(Layout):
         lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
         require_equal(lines, self._shard_map.shard, "optimizer state")
 
-    def _rows_of_owner(self, parameter: Tensor, state: Tensor) -> Tensor:
+    def _rows_of_owner(self, each: PlacedState) -> Tensor:
         """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""
-        group = self._shard_map.shard
-        box = boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)[group.rank]
-        whole = state.contiguous() if group.rank == self._owner(parameter) else state.new_empty(parameter.shape)
+        group, owner = self._shard_map.shard, self._owner(each.parameter)
+        box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
+        whole = each.state.contiguous() if group.rank == owner else each.state.new_empty(each.shape)
         if group.group is not None:
-            dist.broadcast(whole, group=group.group, group_src=self._owner(parameter))
+            dist.broadcast(whole, group=group.group, group_src=owner)
         return whole[box.start[0] : box.stop[0]].clone()
 
     def _owner(self, parameter: Tensor) -> int | None:
@@ -189,17 +194,18 @@ class ShardedLayout(Layout):
         placement = self._shard_map.placements(parameter)[-1]
         return placement.rank if isinstance(placement, OwnedBy) else None
 
-    def _laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+    def _laid_out(self, parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         has_rows = isinstance(self._shard_map.placements(parameter)[-1], Shard)
-        return self._as_rows(parameter, part) if has_rows else part
+        return self._as_rows(part, shape) if has_rows else part
 
     @property
     def _row_placements(self) -> tuple[Placement, ...]:
         return (*(Replicate() for _ in range(self._shard_map.mesh.ndim - 1)), Shard(0))
 
-    def _as_rows(self, parameter: Tensor, local: Tensor) -> DTensor:
-        mesh, shape, stride = self._shard_map.mesh, parameter.shape, parameter.stride()
-        return DTensor.from_local(local, mesh, self._row_placements, run_check=False, shape=shape, stride=stride)
+    def _as_rows(self, local: Tensor, shape: tuple[int, ...]) -> DTensor:
+        mesh, size = self._shard_map.mesh, torch.Size(shape)
+        stride = contiguous_stride(shape)
+        return DTensor.from_local(local, mesh, self._row_placements, run_check=False, shape=size, stride=stride)
 
 
 def _key(index: int) -> str:

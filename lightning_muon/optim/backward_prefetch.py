@@ -189,11 +189,17 @@ class GatherPrefetch(BackwardPrefetch):
     def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
         super().__init__({each.key: each.tensors for each in step.early_buckets}, step.plan.names)
         self._step, self._states, self._is_valid = step, states, is_valid
+        self._parameters = {
+            bucket.key: {bucket.group.jobs[index].parameter: None for index in bucket.taken}
+            for bucket in step.early_buckets
+        }
 
     @override
     def _is_ready(self, key: str) -> bool:
         states = self._states()
-        return self._is_valid() and all("momentum_buffer" in states.get(tensor, ()) for tensor in self._buckets[key])
+        return self._is_valid() and all(
+            states.get(each.tensor, {}).keys() >= each.state_keys for each in self._parameters[key]
+        )
 
     @override
     def _start(self, key: str, gradients: Gradients) -> None:

@@ -11,15 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool
+from lightning_muon.comm.collectives import BufferPool, start_all_to_all
 from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, MuonPlus
 from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
+from lightning_muon.math.rescaling import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.parameters import Gradients, States
-from lightning_muon.optim.step_plan import MatrixJob, StepPlan
+from lightning_muon.optim.parameters import INITIAL_NORM, SECOND_MOMENT, Gradients, States
+from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
@@ -58,7 +59,7 @@ class MatrixStep:
         has_momentum: bool = True,
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
-        self._pool = BufferPool(wire_dtype, plan.device)
+        self._pool, self._sums = BufferPool(wire_dtype, plan.device), BufferPool(torch.float32, plan.device)
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         self._in_backward: dict[str, list[Op]] = {}
         for op in plan.ops:
@@ -78,6 +79,8 @@ class MatrixStep:
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
+        # What has arrived of buckets whose sums are on their way.
+        self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         self.executor = make_executor(
             {
@@ -87,6 +90,8 @@ class MatrixStep:
                 OpKind.EARLY_GATHER: self._communicate,
                 OpKind.NEWTON_SCHULZ: self._newton_schulz,
                 OpKind.SCATTER: self._communicate,
+                OpKind.SUM_PIECES: self._sum_pieces,
+                OpKind.EXCHANGE_SUMS: self._exchange_sums,
                 OpKind.UPDATE: self._update,
                 OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
@@ -154,6 +159,7 @@ class MatrixStep:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
         self._agreed, self._states = replace(self._agreed, gradients={}), {}
+        self._arrived.clear()
 
     @contextmanager
     def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
@@ -226,8 +232,11 @@ class MatrixStep:
 
     def _look_ahead_of(
         self, transfer: Transfer, *, in_place: bool
-    ) -> Iterator[tuple[Sequence[MatrixJob], Sequence[Tensor]]]:
-        """What is to be orthogonalized of the calling rank's pieces, some jobs at a time."""
+    ) -> Iterator[tuple[Sequence[MatrixJob | NeuronValues], Sequence[Tensor]]]:
+        """What is to be orthogonalized of the calling rank's pieces, and their second moments, some jobs at a time."""
+        for job, neurons in transfer.moments.items():
+            if neurons.holds_some:
+                yield [neurons], [self._neuron_values(job, SECOND_MOMENT, self._pool.dtype)]
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             grads = self._grads(jobs)
             if not self._has_momentum:
@@ -249,17 +258,27 @@ class MatrixStep:
             (jobs, torch.empty((len(jobs), *jobs[0].matrix.box.shape), dtype=self._pool.dtype, device=device))
             for jobs in _batches(transfer.owned, device.type)
         ]
+        moments = {
+            job: torch.empty((job.matrix.num_neurons, 1), dtype=torch.float32, device=device)
+            for job in transfer.owned
+            if job in transfer.moments
+        }
         transfer.unpack(
             {job: whole for jobs, stack in batches for job, whole in zip(jobs, stack.unbind(), strict=True)}
+            | {transfer.moments[job]: self._on_wire(job, values) for job, values in moments.items()}
         )
-        updates: dict[MatrixJob, Tensor] = {}
+        updates: dict[MatrixJob | NeuronValues, Tensor] = {}
         for jobs, stack in batches:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
             whole = stack.view(len(jobs), matrix.rows, matrix.cols)
             update = self.plan.newton_schulz(jobs[0]).orthogonalize(
                 whole, eps=group["eps"], is_transposed=matrix.is_transposed
             )
-            updates.update(zip(jobs, update.reshape(stack.shape).unbind(), strict=True))
+            for job, each in zip(jobs, update.unbind(), strict=True):
+                if job in moments:
+                    each, values = self._normalized(job, each, moments[job])
+                    updates[transfer.moments[job]] = self._on_wire(job, values)
+                updates[job] = each.reshape(job.matrix.box.shape)
         transfer.pack_updates(updates)
         return ()
 
@@ -269,9 +288,16 @@ class MatrixStep:
         if self._has_momentum and op.key not in self._committed:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
                 foreach.lerp_(self._buffers(jobs), self._grads(jobs), 1 - momentum)
-        update_of = transfer.updates()
+        update_of = self._arrived.pop(op.key, None) or transfer.updates()
+        for job, neurons in transfer.moments.items():
+            if neurons in update_of:
+                self._neuron_values(job, SECOND_MOMENT, self._pool.dtype).copy_(update_of[neurons])
+        if transfer.summed:
+            is_exchanged = f"{OpKind.EXCHANGE_SUMS}[{op.key}]" in op.deps
+            self._step_on_spheres(transfer, update_of, is_exchanged=is_exchanged)
+        others = [job for job in transfer.jobs if not job.parameter.group["hyperball"]]
         keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn", "muon_plus")
-        for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(transfer.jobs, *keys):
+        for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(others, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
             if is_cautious:
@@ -289,6 +315,56 @@ class MatrixStep:
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
         return ()
+
+    def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
+        """Sums over the local pieces, for each rank of the replica."""
+        transfer = self._transfers[op.key]
+        self._arrived[op.key] = transfer.updates()
+        sums = self._local_sums(transfer, self._arrived[op.key])
+        self._sum_buffer(transfer, "sent").copy_(sums)
+        return ()
+
+    def _exchange_sums(self, op: Op) -> Sequence[dist.Work]:
+        """Bring the sums to the other ranks of the replica."""
+        transfer = self._transfers[op.key]
+        send, receive = (self._sum_buffer(transfer, which).view(-1) for which in ("sent", "received"))
+        splits = transfer.sum_splits
+        return start_all_to_all(send, to=splits, receive=receive, source=splits, group=transfer.group.axes)
+
+    def _sum_buffer(self, transfer: Transfer, which: str) -> Tensor:
+        """(ranks of the replica, matrices, 3), float32; rolls as that of the updates does."""
+        numel = sum(transfer.sum_splits)
+        buffer = self._sums.take(f"{which}-{transfer.slots['scatter']}", numel)[:numel]
+        return buffer.view(-1 if numel else 0, len(transfer.summed), NUM_SUMS)
+
+    def _local_sums(self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor]) -> Tensor:
+        """(matrices, 3), float32: of the local pieces, zeros where there is none."""
+        none = torch.zeros(NUM_SUMS, dtype=torch.float32, device=self._pool.device)
+        views = {job: job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in transfer.jobs}
+        sums = [hyperball_sums(views[job], update_of[job]) if job in views else none for job in transfer.summed]
+        return torch.stack(sums) if sums else none.new_empty((0, NUM_SUMS))
+
+    def _step_on_spheres(
+        self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor], *, is_exchanged: bool
+    ) -> None:
+        """The Hyperball step of the local pieces; also keeps the norms of matrices that take their first one."""
+        if is_exchanged:
+            # In the order of the ranks: the same bits on all of them, whatever else is in the bucket.
+            sums = self._sum_buffer(transfer, "received").sum(0, dtype=torch.float64).float()
+        else:
+            sums = self._local_sums(transfer, update_of)
+        place_of = {job: place for place, job in enumerate(transfer.summed)}
+        held = [job for job in transfer.summed if job.neurons is not None and job.neurons.holds_some]
+        for (shared_lr, factor), jobs in self._runs(held, "lr", "muon_lr_factor"):
+            norms = [self._neuron_values(job, INITIAL_NORM) for job in jobs]
+            known = torch.stack([norm.flatten()[0] for norm in norms])
+            own_sums = torch.stack([sums[place_of[job]] for job in jobs])
+            radii, scales, rates = hyperball_factors(own_sums, known, shared_lr * factor)
+            for job, norm, radius, scale, rate in zip(jobs, norms, radii, scales, rates, strict=True):
+                norm.copy_(radius)
+                if job in update_of:
+                    view = job.local_view(self.plan.layout.local(job.parameter.tensor))
+                    view.copy_(view.to(torch.float32) * scale - update_of[job].to(torch.float32) * rate)
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Jobs whose param groups have equal values for ``keys``, together.
@@ -311,6 +387,23 @@ class MatrixStep:
 
     def _grads(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
         return [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
+
+    def _neuron_values(self, job: MatrixJob, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
+        """What the state has for the calling rank's neurons, as ``dtype`` in one more dimension. Shares memory."""
+        assert job.neurons is not None
+        return job.neurons.local_view(local_tensor(self._states[job.parameter.tensor][key]), dtype)
+
+    def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
+        """Values of all neurons (neurons, 1) as elements of the wire, in the shape of their box. Shares memory."""
+        assert job.neurons is not None
+        return values.view(self._pool.dtype).view(job.neurons.pieces.box.shape)
+
+    def _normalized(self, job: MatrixJob, update: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+        """The NorMuon update of an owned matrix, and the new second moments (neurons, 1)."""
+        beta2 = number(job.parameter.group["normuon_beta2"], self._agreed.numbers)
+        is_transposed = job.matrix.is_transposed
+        update, moments = normalize_neurons(update.mT if is_transposed else update, moments.view(-1), beta2=beta2)
+        return (update.mT if is_transposed else update), moments.view(-1, 1)
 
     def _buffers(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
         """The calling rank's pieces of the momenta."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
 from typing import Any
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters
-from lightning_muon.params.layout import Layout
+from lightning_muon.params.layout import Layout, PlacedState
+from lightning_muon.params.logical import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 States = dict[Tensor, dict[str, Any]]
@@ -27,16 +28,39 @@ ParamGroup = dict[str, Any]
 # Keys of the state of a parameter.
 ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MUON_STATE = frozenset({"momentum_buffer"})
+# Of Muon with NorMuon and with Hyperball: float32, a value for each neuron of each matrix, sharded like the neurons.
+# The norm is that of the whole matrix, once for each neuron, so that every rank with a piece has it; 0: not known yet.
+SECOND_MOMENT, INITIAL_NORM = NEURON_STATE = ("second_momentum_buffer", "initial_norm")
+_NEURON_STATE_OF = {SECOND_MOMENT: "normuon", INITIAL_NORM: "hyperball"}
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality", "muon_eq"),
     *("muon_plus", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
+    *("normuon", "normuon_beta2", "hyperball"),
 )
 
 
 def state_keys(algorithm: str) -> frozenset[str]:
     """What the state of a parameter on ``algorithm`` must have."""
     return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
+
+
+def neuron_state_keys(algorithm: str, group: ParamGroup) -> frozenset[str]:
+    """What it must have beside that by the options of its param group."""
+    return frozenset(
+        key for key, option in _NEURON_STATE_OF.items() if algorithm != "adamw" and group.get(option, False)
+    )
+
+
+def warn_of_new_neuron_state(missing: Iterable[str]) -> None:
+    """Say on rank 0 what becomes of these entries, which a loaded state does not have."""
+    keys = sorted(set(missing))
+    if keys and (not dist.is_initialized() or dist.get_rank() == 0):
+        warnings.warn(
+            f"the loaded state has no {' and no '.join(keys)}: second moments begin with zeros, and the norms that "
+            "matrices keep are those that they have now",
+            stacklevel=3,
+        )
 
 
 class CheckedGroups:
@@ -99,7 +123,10 @@ def of_version_0_1(keys: Collection[str]) -> ParamGroup:
 
 
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
-    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``."""
+    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
+
+    So do ``normuon`` and ``hyperball``, whatever was saved.
+    """
     groups = [dict(group) for group in saved]
     for group, before in zip(groups, own, strict=False):
         for key in ("amsgrad", "maximize"):
@@ -111,6 +138,8 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
             group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
         group |= of_version_0_1(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
+        # What a state consists of is for the program to say.
+        group |= {key: before[key] for key in _NEURON_STATE_OF.values() if key in before}
         check_group_(group)
     return groups
 
@@ -123,6 +152,11 @@ class BoundParameter:
     group: ParamGroup
     route: Route
     layout: Layout
+
+    @property
+    def state_keys(self) -> frozenset[str]:
+        """What its state must have."""
+        return state_keys(self.route.algorithm) | neuron_state_keys(self.route.algorithm, self.group)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +204,7 @@ class KnownRoutes:
         for param in [param for param in states if param not in current]:
             del states[param]
         for param in before.keys() & current.keys() & states.keys():
-            for key in state_keys(before[param][1].algorithm) - state_keys(self[param].algorithm):
+            for key in {*state_keys(before[param][1].algorithm), *NEURON_STATE} - state_keys(self[param].algorithm):
                 states[param].pop(key, None)
         return True
 
@@ -253,7 +287,12 @@ def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool
 def zero_state(parameter: BoundParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
     if parameter.route.algorithm != "adamw":
-        return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)}
+        shape = tuple(parameter.tensor.shape)
+        of_neurons = neuron_shape(shape, parameter.route), neuron_dims(shape, parameter.route)
+        return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)} | {
+            key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
+            for key in neuron_state_keys(parameter.route.algorithm, parameter.group)
+        }
     moments = {key: parameter.layout.zeros_like(parameter.tensor) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
 
@@ -269,11 +308,14 @@ class StateCompletion:
 
     def keys(self, parameter: BoundParameter) -> frozenset[str]:
         """What the state of a parameter must have."""
-        return state_keys(parameter.route.algorithm)
+        return parameter.state_keys
 
     def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
-        """Put zero state of a parameter in the place of what there is; local."""
-        state.update(zero_state(parameter))
+        """Put zero state of a parameter in the place of what there is; of its neurons alone if only that is missing."""
+        zeros = zero_state(parameter)
+        if state.keys() >= state_keys(parameter.route.algorithm):
+            zeros = {key: value for key, value in zeros.items() if key not in state}
+        state.update(zeros)
 
     def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
         """Make what these parameters lack, frozen ones too, so that all ranks have equal keys; local."""
@@ -320,23 +362,32 @@ class StateCompletion:
             )
 
 
-def check_shapes(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` for a saved state of another shape, outside of which fused kernels would write; local."""
+def check_shapes(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    shape_of: Callable[[Tensor, str], tuple[int, ...]],
+) -> None:
+    """Raise ``ValueError`` for a saved state of another shape, outside of which fused kernels would write; local.
+
+    ``shape_of`` says of a parameter and a key of its state which shape it has.
+    """
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
             saved_keys = state_dict["state"].get(number, {}).keys()
-            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"}) & saved_keys):
-                shape = tuple(getattr(state_dict["state"][number][key], "shape", ()))
-                if shape != tuple(parameter.shape):
+            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {*NEURON_STATE}) & saved_keys):
+                shape, wanted = tuple(getattr(state_dict["state"][number][key], "shape", ())), shape_of(parameter, key)
+                if shape != wanted:
                     name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
                     raise ValueError(
-                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape}: the state is of "
-                        "another model, or its parameters were in another order"
+                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place of {wanted}: "
+                        "the state is of another model, or its parameters were in another order"
                     )
 
 
 def convert_(
-    states: Sequence[tuple[Tensor, dict[str, Any]]], convert: Callable[[Sequence[tuple[Tensor, Tensor]]], list[Tensor]]
+    states: Sequence[tuple[Tensor, dict[str, Any]]],
+    convert: Callable[[Sequence[PlacedState]], list[Tensor]],
+    shape_of: Callable[[Tensor, str], tuple[int, ...]],
 ) -> None:
     """Replace what is laid out like its parameter by what ``convert`` makes of it. Collective if ``convert`` is."""
     places = [
@@ -345,6 +396,8 @@ def convert_(
         for key, value in state.items()
         if isinstance(value, Tensor) and key != "step"
     ]
-    converted = convert([(parameter, state[key]) for parameter, state, key in places])
+    converted = convert(
+        [PlacedState(parameter, state[key], shape_of(parameter, key)) for parameter, state, key in places]
+    )
     for (_, state, key), value in zip(places, converted, strict=True):
         state[key] = value

@@ -26,9 +26,10 @@ from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter
-from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
+from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor
+from lightning_muon.params.logical import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -249,7 +250,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         packed = super().state_dict()
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
         given = self._all_parameters()
-        parameters.convert_([(given[number], state) for number, state in states.items()], self._layout.saved)
+        located = [(given[number], state) for number, state in states.items()]
+        parameters.convert_(located, self._layout.saved, self._shape_of_state)
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -258,14 +260,38 @@ class PlannedOptimizer(torch.optim.Optimizer):
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
-        parameters.check_shapes(state_dict, self.param_groups)
+        parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
         states = self._existing_state
-        parameters.convert_(
-            [(each, states[each]) for each in self._all_parameters() if each in states], self._layout.loaded
-        )
+        self._take_neuron_state(state_dict)
+        located = [(each, states[each]) for each in self._all_parameters() if each in states]
+        parameters.convert_(located, self._layout.loaded, self._shape_of_state)
+
+    def _take_neuron_state(self, state_dict: Mapping[str, Any]) -> None:
+        """Values of neurons as they were saved, in float32; torch rounds them to the dtype of the parameter. Local."""
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        missing: list[str] = []
+        for number, parameter, group in zip(numbers, self._all_parameters(), groups, strict=True):
+            saved = state_dict["state"].get(number, {})
+            algorithm = "muon" if "momentum_buffer" in saved else "adamw"
+            needed = parameters.neuron_state_keys(algorithm, group)
+            missing += sorted(needed - saved.keys())
+            for key in parameters.NEURON_STATE:
+                if key in needed & saved.keys():
+                    self._existing_state[parameter][key] = saved[key].to(parameter.device, torch.float32)
+                elif parameter in self._existing_state:
+                    self._existing_state[parameter].pop(key, None)
+        parameters.warn_of_new_neuron_state(missing)
+
+    def _shape_of_state(self, parameter: Tensor, key: str) -> tuple[int, ...]:
+        shape = tuple(parameter.shape)
+        if key not in parameters.NEURON_STATE:
+            return shape
+        self._bind_parameters()
+        return neuron_shape(shape, self._routes[parameter])
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -334,7 +360,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _key(self) -> tuple[Any, ...]:
         """Changes when the plan must be made anew."""
         params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
-        return id(self._module), *(group.get("algorithm") for group in self.param_groups), *params
+        kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "hyperball")]
+        return id(self._module), *kinds, *params
 
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
@@ -374,6 +401,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._completion.agree(bound, meshes, self._existing_state)
         self._prepare(bound)
         plan = make_step_plan(bound, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
+        if any(group["hyperball"] for group in self.param_groups):
+            require_norms(plan)
         step = MatrixStep(
             plan,
             look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,

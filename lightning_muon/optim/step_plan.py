@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, require_equal, together
+from lightning_muon.comm.agreement import gather, maxima_over, require_equal, together
+from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
 from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import BoundParameter, MeshMembers, ParamGroup, compared
@@ -33,11 +34,23 @@ class MatrixJob:
     parameter: BoundParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
+    neurons: NeuronValues | None = None  # Of the state, if it has any.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
-        slices = self.pieces.slices
-        return local if slices is None else local[slices]
+        return self.pieces.local_view(local)
+
+
+@dataclass(frozen=True, eq=False)
+class NeuronValues:
+    """The float32 values that the state has for the neurons of a matrix, as elements of the wire."""
+
+    pieces: exchange.Pieces
+    holds_some: bool  # Whether the calling rank has any.
+
+    def local_view(self, local: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Those of the calling rank, read as ``dtype`` in one more dimension; ``local`` is its part of the state."""
+        return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +238,15 @@ def _exchange_groups(
         mesh, placements = each.layout.mesh_and_placements(each.tensor)
         shape = tuple(each.tensor.shape)
         to_plan.append(
-            exchange.ParameterToPlan(each.route, shape, ranks[mesh], placements, NewtonSchulzOptions.of(each.group))
+            exchange.ParameterToPlan(
+                each.route,
+                shape,
+                ranks[mesh],
+                placements,
+                NewtonSchulzOptions.of(each.group),
+                normuon=each.group["normuon"],
+                hyperball=each.group["hyperball"],
+            )
         )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
     planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
@@ -236,7 +257,15 @@ def _exchange_groups(
     for number, ((_, each), axes) in enumerate(zip(planned, private, strict=True)):
         estimate = estimates.get(number)
         sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
-        jobs = tuple(MatrixJob(matrices[placed.parameter], placed.matrix, placed.pieces) for placed in each.matrices)
+        jobs = tuple(
+            MatrixJob(
+                matrices[placed.parameter],
+                placed.matrix,
+                placed.pieces,
+                None if placed.neurons is None else NeuronValues(placed.neurons, axes.rank in placed.neurons.by_rank),
+            )
+            for placed in each.matrices
+        )
         groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan, sends_early, estimate))
     return tuple(groups)
 
@@ -270,6 +299,39 @@ def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[in
         if node_of.setdefault(others, node) != node:
             return True
     return False
+
+
+def require_norms(plan: StepPlan) -> None:
+    """Raise for zero matrices that shall keep their norm (``hyperball``), and so would stay zero.
+
+    Collective over the meshes of ``plan``; every rank must call it.
+    """
+    zero: list[str] = []
+    for members in plan.meshes:
+        own = set(members.tensors)
+        of_mesh = [(group, job) for group in plan.exchange_groups for job in group.jobs if job.parameter.tensor in own]
+        asked = [(group, job) for group, job in of_mesh if job.parameter.group["hyperball"]]
+        if not asked:
+            continue
+        no_part = torch.zeros((), dtype=torch.bool, device=plan.device)
+        flags = [
+            job.local_view(plan.layout.local(job.parameter.tensor)).any()
+            if group.axes.rank in job.pieces.by_rank
+            else no_part
+            for group, job in asked
+        ]
+        (filled,) = start_reading([torch.stack(flags)])()
+        of_any_rank = zip(asked, maxima_over(members.host, [int(flag) for flag in filled]), strict=True)
+        zero += [job.matrix.name for (_, job), is_filled in of_any_rank if not is_filled]
+
+    def check() -> None:
+        if zero:
+            raise ValueError(
+                f"{len(zero)} matrices ({zero[0]}, ...) are zero, and with hyperball=True a matrix keeps its norm: put "
+                "them in a param group with hyperball=False, or give them other values before the first step"
+            )
+
+    together(check, [members.axes for members in plan.meshes])
 
 
 def require_equal_parameters(

@@ -2,7 +2,8 @@
 
 An owner takes the pieces of its matrices from the ranks of its own replica and sends the updates to every rank that it
 serves. A rank's own piece never travels, and what several ranks get is packed once. All tensors of a bucket are in the
-wire dtype, so that a matrix gives the same update whoever owns it.
+wire dtype, so that a matrix gives the same update whoever owns it. Second moments of neurons (NorMuon) travel with
+their matrix, in the same message: float32, whose bits are read as elements of the wire.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
+from lightning_muon.math.rescaling import NUM_SUMS
+from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
 from lightning_muon.params.logical import Box
 
-_Piece = tuple[MatrixJob, Box]
+# What travels: a matrix, or what the state has for its neurons.
+_Job = MatrixJob | NeuronValues
+_Piece = tuple[_Job, Box]
 # Pieces, each with the other rank that gets or sends it.
 _Addressed = Sequence[tuple[int, _Piece]]
 
@@ -32,12 +37,15 @@ class Leg:
         self, name: str, outgoing: _Addressed, incoming: _Addressed, *, num_ranks: int, is_all_to_all: bool
     ) -> None:
         self.name = name
-        # Ranks with equal messages share one region of the send buffer.
+        # Ranks with equal messages share one region of the send buffer, but not in an all-to-all.
         messages: dict[int, list[_Piece]] = {}
         for rank, piece in outgoing:
             messages.setdefault(rank, []).append(piece)
-        first_with: dict[tuple[_Piece, ...], int] = {}
-        self._region_of = {rank: first_with.setdefault(tuple(messages[rank]), rank) for rank in sorted(messages)}
+        first_with: dict[tuple[_Piece, ...] | int, int] = {}
+        self._region_of = {
+            rank: first_with.setdefault(rank if is_all_to_all else tuple(messages[rank]), rank)
+            for rank in sorted(messages)
+        }
         regions = set(first_with.values())
         self.sent, self.send_layout = _packed([each for each in outgoing if each[0] in regions], num_ranks)
         self.received, self.receive_layout = _packed(incoming, num_ranks)
@@ -71,12 +79,23 @@ class Transfer:
 
     def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool) -> None:
         self.group, self.taken, self._pool = group, tuple(taken), pool
-        me, self._owners = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
-        self.jobs = [job for job in self._owners if me in job.pieces.by_rank]  # Of which the calling rank has a piece.
-        self.owned = [job for job, owners in self._owners.items() if me in owners]  # Whose matrices it orthogonalizes.
+        me, matrices = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
+        self.matrices = list(matrices)
+        self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Of which the calling rank has a piece.
+        self.owned = [job for job, owners in matrices.items() if me in owners]  # Whose matrices it orthogonalizes.
+        # Matrices whose second moments travel, with these.
+        self.moments = {
+            job: job.neurons for job in matrices if job.neurons is not None and job.parameter.group["normuon"]
+        }
+        self._owners: dict[_Job, tuple[int, ...]] = {
+            **matrices,
+            **{neurons: matrices[job] for job, neurons in self.moments.items()},
+        }
+        self._held = [job for job in self._owners if me in job.pieces.by_rank]
+        self._owned = [job for job, owners in self._owners.items() if me in owners]
         self.slots: Mapping[str, str] = {}  # Leg -> the buffers that it uses in this step.
-        self._to_keep = frozenset(self.owned)
-        self._own_pieces: dict[MatrixJob, Tensor] = {}
+        self._to_keep = frozenset(self._owned)
+        self._own_pieces: dict[_Job, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @cached_property
@@ -85,10 +104,10 @@ class Transfer:
         replica_of, me = self.group.replica_of, self.group.axes.rank
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
         outgoing = [
-            (rank, (job, job.pieces.by_rank[me])) for job in self.jobs for rank in self._owners[job] if rank in peers
+            (rank, (job, job.pieces.by_rank[me])) for job in self._held for rank in self._owners[job] if rank in peers
         ]
         incoming = [
-            (rank, (job, piece)) for job in self.owned for rank, piece in job.pieces.by_rank.items() if rank in peers
+            (rank, (job, piece)) for job in self._owned for rank, piece in job.pieces.by_rank.items() if rank in peers
         ]
         has_single_owners = all(len(ranks) == 1 for ranks in self.group.plan.owners)
         return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
@@ -99,7 +118,7 @@ class Transfer:
         replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing = [
             (rank, (job, piece))
-            for job, owners in ((job, set(self._owners[job])) for job in self.owned)
+            for job, owners in ((job, set(self._owners[job])) for job in self._owned)
             for rank, piece in job.pieces.by_rank.items()
             if rank not in owners
         ]
@@ -112,21 +131,21 @@ class Transfer:
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
-    def _sent_at(self) -> Mapping[MatrixJob, Sequence[int]]:
+    def _sent_at(self) -> Mapping[_Job, Sequence[int]]:
         """Places of the piece of each job in the buffer to the owners: one for each of them."""
-        places: dict[MatrixJob, list[int]] = {}
+        places: dict[_Job, list[int]] = {}
         for place, (job, _) in enumerate(self.gather.sent):
             places.setdefault(job, []).append(place)
         return places
 
-    def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
+    def pack(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
         views, piece_of = self._views(self.gather, is_sent=True), dict(zip(jobs, pieces, strict=True))
         sent = [(views[place], piece) for job, piece in piece_of.items() for place in self._sent_at.get(job, ())]
         _copy([view for view, _ in sent], [piece for _, piece in sent])
         self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
 
-    def is_packed(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> list[Tensor]:
+    def is_packed(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> list[Tensor]:
         """Whether the pieces of some of the jobs have the bits of those that were packed: bools on the device."""
         views = self._views(self.gather, is_sent=True)
         same: list[Tensor] = []
@@ -134,11 +153,14 @@ class Transfer:
             packed = [views[place] for place in self._sent_at.get(job, ())]
             if job in self._own_pieces:
                 packed.append(self._own_pieces[job])
+            if isinstance(job, NeuronValues):  # Half of a float32 may be a NaN, which would equal nothing.
+                bits = {2: torch.int16, 4: torch.int32}[piece.element_size()]
+                packed, piece = [each.view(bits) for each in packed], piece.view(bits)
             same += [(each == piece.to(each.dtype)).all() for each in packed]
         return same
 
-    def unpack(self, matrices: Mapping[MatrixJob, Tensor]) -> None:
-        """Fill the whole matrices (box shape) that this rank owns."""
+    def unpack(self, matrices: Mapping[_Job, Tensor]) -> None:
+        """Fill the whole matrices and second moments (box shape) that this rank owns."""
         leg, parts = self.gather, _parts(matrices)
         me = self.group.axes.rank
         targets = [parts[job][box.start] for job, box in leg.received]
@@ -149,23 +171,34 @@ class Transfer:
         _copy(targets, sources)
         self._own_pieces = {}
 
-    def pack_updates(self, updates: Mapping[MatrixJob, Tensor]) -> None:
-        """Take the update of every owned matrix."""
+    def pack_updates(self, updates: Mapping[_Job, Tensor]) -> None:
+        """Take the update of every owned matrix, and its second moments."""
         leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
         _copy(self._views(leg, is_sent=True), [parts[job][box.start] for job, box in leg.sent])
         self._own_pieces = {
             job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
-            for job in self.owned
+            for job in self._owned
             if me in job.pieces.by_rank
         }
 
-    def updates(self) -> dict[MatrixJob, Tensor]:
+    def updates(self) -> dict[_Job, Tensor]:
         """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
         leg = self.scatter
         received = zip((job for job, _ in leg.received), self._views(leg, is_sent=False), strict=True)
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
         return found
+
+    @cached_property
+    def summed(self) -> Sequence[MatrixJob]:
+        """Matrices whose updates need sums over all pieces, equal on all ranks."""
+        return [job for job in self.matrices if job.parameter.group["hyperball"]]
+
+    @cached_property
+    def sum_splits(self) -> Sequence[int]:
+        """Elements of the sums for each rank: all of them for those of the same replica, this one too."""
+        replica_of, numel = self.group.replica_of, NUM_SUMS * len(self.summed)
+        return [numel * (replica == replica_of[self.group.axes.rank]) for replica in replica_of]
 
     def buffer(self, leg: Leg, *, is_sent: bool) -> Tensor:
         """What goes to the others, or what they fill."""
@@ -183,9 +216,9 @@ class Transfer:
         return self._cached_views[key][1]
 
 
-def _parts(matrices: Mapping[MatrixJob, Tensor]) -> dict[MatrixJob, dict[tuple[int, ...], Tensor]]:
+def _parts(matrices: Mapping[_Job, Tensor]) -> dict[_Job, dict[tuple[int, ...], Tensor]]:
     """What each rank holds of whole matrices, by the start of its box."""
-    return {job: job.pieces.views(matrix, job.matrix.box) for job, matrix in matrices.items()}
+    return {job: job.pieces.views(matrix) for job, matrix in matrices.items()}
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 from lightning_muon.config import ExchangeOptions
 from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, tile
+from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, neuron_shape, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.estimates import sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 Coordinate = tuple[int, ...]
+NEURON_ITEMSIZE = 4  # Bytes of a value that the state has for a neuron: float32.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class ParameterToPlan:
     mesh: MeshRanks
     placements: tuple[AxisPlacement, ...]
     newton_schulz: NewtonSchulzOptions
+    normuon: bool = False  # Second moments of the neurons travel with the matrices.
+    hyperball: bool = False  # The update needs sums over all pieces of a matrix.
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +118,15 @@ class Pieces:
         parts = sorted(set(self.by_rank.values()), key=lambda part: part.start)
         return parts, cut_of(parts)
 
-    def views(self, whole: Tensor, box: Box) -> dict[Coordinate, Tensor]:
-        """The part of every rank in a tensor that holds just ``box``, the matrix; by the start of its box."""
+    def local_view(self, local: Tensor) -> Tensor:
+        """The planning rank's part, which must have elements, in its local tensor."""
+        return local if self.slices is None else local[self.slices]
+
+    def views(self, whole: Tensor) -> dict[Coordinate, Tensor]:
+        """The part of every rank in a tensor that holds just the matrix; by the start of its box."""
         parts, cut = self._parts
         if cut is None:
-            views = [whole[part.slices_in(box)] for part in parts]
+            views = [whole[part.slices_in(self.box)] for part in parts]
         else:
             dim, sizes = cut
             views = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
@@ -133,6 +140,9 @@ class PlacedMatrix:
     parameter: int  # Index of its parameter among those of `plan_exchanges`.
     matrix: LogicalMatrix  # Its box in the parameter.
     pieces: Pieces  # Where it lies.
+    # Where the values lie that the state has for each neuron, if any: in a float32 tensor of `neuron_shape`, read as
+    # elements of the wire in one more dimension.
+    neurons: Pieces | None
     spec: MatrixSpec  # What the planner is told of it.
 
 
@@ -201,9 +211,21 @@ def group_matrices(
     for index, (each, sharded, matrices) in enumerate(found):
         for matrix in matrices:
             flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.newton_schulz)
-            pieces = shards_of(each.shape, each.placements, ranks).pieces(matrix)
-            spec = MatrixSpec(name=matrix.name, rows=matrix.rows, cols=matrix.cols, flops=flops, shards=pieces.on_ranks)
-            groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, spec))
+            shards = shards_of(each.shape, each.placements, ranks)
+            pieces, neurons = shards.pieces(matrix), None
+            if each.normuon or each.hyperball:
+                width = NEURON_ITEMSIZE // options.itemsize
+                neurons = shards.neurons(matrix, neuron_shape(each.shape, each.route), width)
+            spec = MatrixSpec(
+                name=matrix.name,
+                rows=matrix.rows,
+                cols=matrix.cols,
+                flops=flops,
+                shards=pieces.on_ranks,
+                neuron_shards=neurons.on_ranks if neurons is not None and each.normuon else None,
+                sums_pieces=each.hyperball and neurons is not None and neurons.on_ranks.is_divided,
+            )
+            groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, neurons, spec))
     return sorted(groups.items(), key=lambda item: any(item[0].replica_of))
 
 
@@ -214,6 +236,7 @@ class _ParameterShards:
         self._ranks = ranks
         self._shards = ShardBoxes(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
+        self._known_neurons: dict[tuple[Box, int], Pieces] = {}
         self._on_ranks: dict[tuple[object, ...], MatrixShards] = {}
 
     def pieces(self, matrix: LogicalMatrix) -> Pieces:
@@ -228,6 +251,28 @@ class _ParameterShards:
             slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
             self._known[box] = Pieces(box, self._shards, self._on_ranks[pattern], slices)
         return self._known[box]
+
+    def neurons(self, matrix: LogicalMatrix, shape: tuple[int, ...], width: int) -> Pieces:
+        """Where the values of its neurons lie, ``width`` elements of the wire each, in a tensor of ``shape``.
+
+        They lie like the neurons of the parameter, also on ranks that have none of its inputs.
+        """
+        key = matrix.box, width
+        if key not in self._known_neurons:
+            kept, own = matrix.neuron_dims, matrix.neuron_box
+            held = [
+                Box(
+                    (*(box.start[dim] if dim in kept else 0 for dim in range(len(shape))), 0),
+                    (*(box.stop[dim] if dim in kept else size for dim, size in enumerate(shape)), width),
+                )
+                for box in self._shards.boxes
+            ]
+            whole = Box((*own.start, 0), (*own.stop, width))
+            mine, outer = held[self._ranks.rank].intersect(whole), held[self._ranks.rank]
+            on_ranks = MatrixShards([box.intersect(whole).numel for box in held], self._ranks.replica_of)
+            slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
+            self._known_neurons[key] = Pieces(whole, ShardBoxes(held), on_ranks, slices)
+        return self._known_neurons[key]
 
     def _count(self, matrix: LogicalMatrix) -> MatrixShards:
         """Elements of the matrix on each rank."""

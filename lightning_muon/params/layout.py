@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +49,14 @@ class StepPart:
     actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(default_factory=dict)
     # Parameters that take part in a step -> the conditions of these ops.
     facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
+
+
+class PlacedState(NamedTuple):
+    """What an optimizer keeps for a parameter, laid out like it, or like its neurons."""
+
+    parameter: Tensor
+    state: Tensor
+    shape: tuple[int, ...]  # Of the whole state.
 
 
 class Layout:
@@ -120,16 +128,35 @@ class Layout:
         """Zeros laid out like the parameter: optimizer state."""
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
-    def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Pairs of parameter and state -> states as a checkpoint has them: DTensors or whole tensors.
+    def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
+        """Optimizer state with a value for each neuron of a parameter: float32 zeros, laid out like the neurons.
+
+        ``shape`` has as many dimensions as the parameter, of which it has the size of those that are ``kept``.
+        """
+        own = self.local(parameter)
+        sizes = [own.shape[dim] if dim in kept else size for dim, size in enumerate(shape)]
+        local = torch.zeros(sizes, dtype=torch.float32, device=own.device)
+        if not isinstance(parameter, DTensor):
+            return local
+        placements = [each if getattr(each, "dim", None) in kept else Replicate() for each in parameter.placements]
+        mesh, size, stride = parameter.device_mesh, torch.Size(shape), contiguous_stride(shape)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+
+    def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
+        """States as a checkpoint has them: DTensors or whole tensors.
 
         Collective over the mesh of the parameters; every rank must call it.
         """
-        return [state for _, state in states]
+        return [each.state for each in states]
 
-    def loaded(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is; every rank must call it."""
-        return [state for _, state in states]
+        return [each.state for each in states]
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -101,6 +101,36 @@ class LogicalMatrix:
     rows: int
     cols: int
     is_transposed: bool = False  # Whether the columns are the outputs of the layer.
+    neuron_dims: tuple[int, ...] = (0,)  # `neuron_dims` of its parameter.
+    part: tuple[int, int] = (0, 0)  # Dimension along which its parameter is fused, and number of the part.
+
+    @property
+    def num_neurons(self) -> int:
+        """Number of outputs of the layer that the matrix has."""
+        return self.cols if self.is_transposed else self.rows
+
+    @property
+    def neuron_box(self) -> Box:
+        """The values of its neurons in a tensor of :func:`neuron_shape`."""
+        split_dim, part = self.part
+        start, stop = list(self.box.start), list(self.box.stop)
+        for dim in range(len(start)):
+            if dim not in self.neuron_dims:
+                start[dim] = part if dim == split_dim else 0
+                stop[dim] = start[dim] + 1
+        return Box(tuple(start), tuple(stop))
+
+
+def neuron_dims(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
+    """Dimensions of a parameter that count neurons, the outputs of its layer, or matrices and their neurons."""
+    return tuple(range(len(shape) - 1)) if route.kind == "stack" else (int(route.is_transposed),)
+
+
+def neuron_shape(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
+    """Shape of a tensor with a value for each neuron of each matrix of a parameter; as many dimensions as it."""
+    kept = neuron_dims(shape, route)
+    parts = {route.split_dim: len(route.splits)} if route.splits else {}
+    return tuple(size if dim in kept else parts.get(dim, 1) for dim, size in enumerate(shape))
 
 
 def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatrix, ...]:
@@ -111,7 +141,11 @@ def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatri
         *leading, rows, cols = shape
         return tuple(
             LogicalMatrix(
-                f"{route.name}{list(index)}", Box((*index, 0, 0), (*(i + 1 for i in index), rows, cols)), rows, cols
+                f"{route.name}{list(index)}",
+                Box((*index, 0, 0), (*(i + 1 for i in index), rows, cols)),
+                rows,
+                cols,
+                neuron_dims=neuron_dims(shape, route),
             )
             for index in product(*map(range, leading))
         )
@@ -120,5 +154,7 @@ def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatri
     for index, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
         box = Box((0,) * dim + (start,) + (0,) * (len(shape) - dim - 1), (*shape[:dim], stop, *shape[dim + 1 :]))
         name = f"{route.name}[{index}]" if len(sizes) > 1 else route.name
-        parts.append(LogicalMatrix(name, box, box.shape[0], box.numel // box.shape[0], route.is_transposed))
+        rows, cols = box.shape[0], box.numel // box.shape[0]
+        kept = neuron_dims(shape, route)
+        parts.append(LogicalMatrix(name, box, rows, cols, route.is_transposed, neuron_dims=kept, part=(dim, index)))
     return tuple(parts)

@@ -28,6 +28,8 @@ _STYLES = {
     OpKind.GATHER: _Style("G", "gather", "#56B4E9"),
     OpKind.NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),
     OpKind.SCATTER: _Style("S", "scatter", "#29B98A"),
+    OpKind.SUM_PIECES: _Style("P", "sums over pieces", "#BBBBBB"),
+    OpKind.EXCHANGE_SUMS: _Style("X", "exchange of sums", "#A8DFC8"),
     OpKind.UPDATE: _Style("U", "update", "#F0E442"),
     OpKind.ADAMW: _Style("A", "AdamW", "#A58ADB"),
     # Of a pipeline; i is a stage and a micro-batch.

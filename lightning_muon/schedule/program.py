@@ -31,6 +31,9 @@ class OpKind:
     GATHER = "gather"  # Bring the pieces to the owners.
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
+    # Sums over the local pieces of a bucket's matrices, where the update needs those over whole matrices.
+    SUM_PIECES = "sum_pieces"
+    EXCHANGE_SUMS = "exchange_sums"  # Bring these sums to the other ranks of the replica.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
     EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be thrown away.
     EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
@@ -48,7 +51,10 @@ class OpKind:
 
 EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
 """What runs during backward in the place of which op of the step."""
-STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
+STEP_KINDS = (
+    *(OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER),
+    *(OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS, OpKind.UPDATE),
+)
 """The ops of one bucket, in their order."""
 
 

@@ -48,7 +48,8 @@ def prefetch(program: Program, look_ahead: int) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
     Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
-    Newton-Schulz and scatter of k, the update of an earlier bucket, momentum and gather of k + look_ahead. With 0 the
+    Newton-Schulz and scatter of k, sums over pieces (if needed) and update of earlier buckets, momentum and gather of k
+    + look_ahead. With 0 the
     program is left as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1
     queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
@@ -78,6 +79,8 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     delay = scatter_buffers - 1
     stages = (
         (0, (OpKind.NEWTON_SCHULZ, OpKind.SCATTER)),
+        # In front of an older update, so that the sums are on their way meanwhile.
+        (min(1 - delay, -1), (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS)),
         (-delay, (OpKind.UPDATE,)),
         (look_ahead, (OpKind.MOMENTUM, OpKind.GATHER)),
     )

@@ -33,6 +33,11 @@ class MatrixShards:
         # The rank that holds all elements while no other has any; rank 0 if there are no elements.
         self.sole_holder = 0 if not filled else filled[0] if len(filled) == 1 else None
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether several ranks of one replica have elements."""
+        return any(len(ranks) > 1 for ranks in self.by_replica.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
@@ -43,11 +48,23 @@ class MatrixSpec:
     cols: int
     flops: int  # Cost of Newton-Schulz.
     shards: MatrixShards  # How it lies on the ranks of its exchange group.
+    # Elements of the wire that travel with it: values of its neurons that each rank holds, some on several ranks.
+    neuron_shards: MatrixShards | None = None
+    sums_pieces: bool = False  # Whether ranks need sums over its pieces, which lie on several of them.
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return self.rows * self.cols
+
+    @property
+    def travelling(self) -> list[tuple[MatrixShards, int]]:
+        """How everything lies that travels to the owner and back, and how many elements each replica has of it."""
+        found = [(self.shards, self.numel)]
+        if self.neuron_shards is not None and self.neuron_shards.by_replica:
+            holders = next(iter(self.neuron_shards.by_replica.values()))
+            found.append((self.neuron_shards, sum(count for _, count in holders)))
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +87,7 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
     num_alike: Counter[MatrixShards] = Counter()
     # By shards and replica: owners there, and matrices with an owner there.
     num_owners, num_served = Counter[tuple[MatrixShards, int]](), Counter[tuple[MatrixShards, int]]()
-    alike = Counter((specs[matrix].shards, specs[matrix].numel, chosen) for matrix, chosen in owners.items())
+    alike = Counter((*each, chosen) for matrix, chosen in owners.items() for each in specs[matrix].travelling)
     for (shards, whole, chosen), times in alike.items():
         num_alike[shards] += times
         for owner in chosen:

@@ -120,8 +120,8 @@ def replaced_state(model: Net, optimizer: ParallelMuon, step: int) -> None:
         state = optimizer.state_dict()
         state["state"] = {key: {k: v.clone() for k, v in values.items()} for key, values in state["state"].items()}
         for values in state["state"].values():
-            if "momentum_buffer" in values:
-                values["momentum_buffer"].mul_(0.5)
+            for key in {"momentum_buffer", "second_momentum_buffer"} & values.keys():
+                values[key].mul_(0.5)
         optimizer.load_state_dict(state)
 
 

@@ -65,7 +65,13 @@ class ReferenceMuon:
         muon_plus: str = "none",
         dtype: torch.dtype = torch.float32,
         steps: Sequence[tuple[float, float, float]] = (COEFFICIENTS,) * 5,
+        normuon: bool = False,
+        normuon_beta2: float = 0.95,
+        hyperball: bool = False,
     ) -> None:
+        self.normuon, self.normuon_beta2, self.hyperball = normuon, normuon_beta2, hyperball
+        self.second_moments: dict[str, Tensor] = {}  # By name, and number of the matrix in a stack.
+        self.norms: dict[str, Tensor] = {}
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
@@ -81,15 +87,15 @@ class ReferenceMuon:
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
             tensor = self.matrices[name]
-            if not self.cautious_weight_decay:
+            if not self.cautious_weight_decay and not self.hyperball:
                 tensor.mul_(1 - rate * self.weight_decay)
             if tensor.ndim == 3:
-                for matrix, target in zip(ahead, tensor, strict=True):
-                    self._add(target, matrix, rate)
+                for number, (matrix, target) in enumerate(zip(ahead, tensor, strict=True)):
+                    self._add(f"{name} {number}", target, matrix, rate)
             else:
-                self._add(tensor, ahead.flatten(1), rate)
+                self._add(name, tensor, ahead.flatten(1), rate)
 
-    def _add(self, target: Tensor, ahead: Tensor, rate: float) -> None:
+    def _add(self, name: str, target: Tensor, ahead: Tensor, rate: float) -> None:
         rows, cols = ahead.shape
         scale = 0.2 * math.sqrt(max(rows, cols))
         if self.adjust_lr_fn == "original":
@@ -103,7 +109,22 @@ class ReferenceMuon:
         update = orthogonalized(ahead, steps=self.steps, dtype=self.dtype)
         if self.muon_plus != "none":
             update = normalized(update, self.muon_plus)
+        if self.normuon:
+            update = self._normuon(name, update)
+        if self.hyperball:  # Wen et al. 2026, arXiv:2606.16899.
+            radius = self.norms.setdefault(name, target.norm())
+            ahead = target - rate * radius * (update / update.norm()).reshape(target.shape)
+            target.copy_(radius * ahead / ahead.norm())
+            return
         if self.cautious_weight_decay:  # Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
             aligned = update.reshape(target.shape) * target >= 0
             target.mul_(torch.where(aligned, 1 - rate * self.weight_decay, 1.0))
         target.add_(update.reshape(target.shape), alpha=-rate * scale)
+
+    def _normuon(self, name: str, update: Tensor) -> Tensor:
+        """Li et al. 2025, arXiv:2510.05491, Algorithm 1, where an update has the norm 0.2 * sqrt(rows * cols)."""
+        rows, cols = update.shape
+        moment = self.second_moments.setdefault(name, torch.zeros(rows))
+        moment.copy_(self.normuon_beta2 * moment + (1 - self.normuon_beta2) * update.square().mean(1))
+        update = update / (moment.sqrt() + 1e-10)[:, None]
+        return 0.2 * math.sqrt(rows * cols) * update / update.norm() / (0.2 * math.sqrt(max(rows, cols)))

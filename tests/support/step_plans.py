@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.groups import PrivateGroups
-from lightning_muon.config import OptimizerConfig
+from lightning_muon.config import MuonConfig
 from lightning_muon.math.methods import Arithmetic
 from lightning_muon.optim.parameters import BoundParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
@@ -31,7 +31,7 @@ def plan_for(
 
     Collective over the meshes of the tensors; every rank of them must call it.
     """
-    layout, of_all = Layout(mesh), {**vars(OptimizerConfig()), **(group or {})}
+    layout, of_all = Layout(mesh), {**vars(MuonConfig()), **(group or {})}
     parameters = [
         BoundParameter(tensor, of_all, route_by_shape(f"w{index}", tuple(tensor.shape)), layout)
         for index, tensor in enumerate(

@@ -34,6 +34,7 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("muon_eq", "row"), ("muon_eq", None), ("muon_plus", "R"), ("muon_plus", "rowcol"), ("lora", "b"), ("lora", True),
      ("ns_quality", "best"), ("ns_quality", (0.9, 1.0)), ("ns_quality", 0.9),
      ("cautious_weight_decay", 1), ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
+     ("normuon", 1), ("normuon_beta2", 1.0), ("normuon_beta2", "x"), ("hyperball", "yes"),
      ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:
@@ -108,3 +109,18 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
         assert default == getattr(made, field.name) or (default is None and field.name.startswith("fused"))
         assert parameters[field.name].annotation is not inspect.Parameter.empty
         assert (kind.__doc__ or "").count(f"        {field.name}: ") == 1, f"{field.name} has no documentation"
+
+
+def test_hyperball_takes_no_decay_where_it_would_do_nothing() -> None:
+    weight = torch.nn.Parameter(torch.eye(3))
+    with pytest.raises(ValueError, match=r"weight_decay=0.1 has no effect on matrices with hyperball=True.*set"):
+        ParallelMuon([weight], hyperball=True, algorithm="muon")
+    ParallelMuon([weight], hyperball=True, algorithm="muon", weight_decay=0)
+    ParallelMuon([weight], hyperball=True)  # For parameters on AdamW.
+
+
+def test_flexdemo_says_that_it_has_no_rescaled_updates() -> None:
+    with pytest.raises(TypeError, match="there is no option 'normuon'; it belongs to ParallelMuon"):
+        FlexDeMo([torch.nn.Parameter(torch.eye(3))], normuon=True)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="hyperball is an option of ParallelMuon"):
+        FlexDeMo([{"params": [torch.nn.Parameter(torch.eye(3))], "hyperball": True}])

@@ -5,6 +5,9 @@ Each group of ranks saves, or loads all that was saved, in all its modes: proces
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lightning_muon import forward_backward
 from tests.integration.integrations.fabric.loop import launch, own_rows
+from tests.integration.training import EXACT
 from tests.support.processes import ProcessPool
 
 _VOCABULARY, _WIDTH, _ROWS = 13, 7, 24
@@ -111,10 +115,14 @@ _LOADED = {
 }
 
 
+# With state for the rows of matrices.
+_OPTIMIZER = replace(EXACT, normuon=True, hyperball=True)
+
+
 class _Run:
     def __init__(self, seed: int, options: dict[str, Any]) -> None:
         torch.manual_seed(seed)
-        self.fabric, module = launch(**options), _Model()
+        self.fabric, module = launch(**{"optimizer": _OPTIMIZER, **options}), _Model()
         if "tensor_size" in options:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             parallelize_module(module.parts[1], self.fabric.strategy.device_mesh["tensor"], plan)
@@ -171,6 +179,7 @@ def _save(folder: str) -> None:
         dist.all_gather_object(parts, run.gathered())
         run.fabric.strategy.teardown()
         whole = {key: value for part in parts for key, value in part.items()}
+        assert any("second_momentum_buffer" in key for key in whole) and any("initial_norm" in key for key in whole)
         assert all(torch.equal(whole[key], value) for part in parts for key, value in part.items())
         if dist.get_rank() == 0:
             torch.save(whole, f"{folder}/{name}.expected")
@@ -208,3 +217,35 @@ def folder(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("world_size", _MODES)
 def test_states_are_the_same_in_other_modes(gloo: ProcessPool, folder: str, world_size: int) -> None:
     assert gloo.run(_load, folder, world_size=world_size) == [[]] * world_size
+
+
+def _load_without_rows(folder: str) -> list[Tensor]:
+    """The state of a matrix that goes on with NorMuon and Hyperball after a checkpoint without them."""
+    found: list[Tensor] = []
+    for name, options in (("shards", {}), ("one file", {"save_distributed_checkpoint": False})):
+        before = _Run(0, options | {"optimizer": EXACT})
+        before.step()
+        before.fabric.save(f"{folder}/{name}", before.state)
+        before.fabric.strategy.teardown()
+        run = _Run(1, options)
+        run.step()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fabric.load(f"{folder}/{name}", run.state)
+        said = [str(each.message) for each in caught if "second moments begin with zeros" in str(each.message)]
+        assert len(said) == (dist.get_rank() == 0)
+        after = run.gathered()
+        key = next(key for key in after if key.endswith("up.weight momentum_buffer"))
+        assert not after[key.replace("momentum_buffer", "second_momentum_buffer")].any()
+        weight = after[key.partition(" ")[0]]
+        run.step()
+        found += [after[key], run.gathered()[key.replace("momentum_buffer", "initial_norm")] - weight.norm()]
+        run.fabric.strategy.teardown()
+    return found
+
+
+def test_a_checkpoint_without_values_of_rows_begins_them(gloo: ProcessPool, tmp_path: Path) -> None:
+    for shards, norms, file, file_norms in gloo.run(_load_without_rows, str(tmp_path), world_size=2):
+        assert shards.any() and torch.equal(shards, file)
+        # Sums of squares by pieces.
+        assert max(norms.abs().max(), file_norms.abs().max()) < 1e-5

@@ -19,6 +19,7 @@ from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
+from lightning_muon.optim import planned_optimizer
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Simulation
@@ -35,6 +36,8 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, backward, clip": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", clip=True),
     "fsdp, backward, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", lr_on_device=True),
     "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
+    "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
+    "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
     "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2),
     "zero2, clip": lambda: run_zero2(SMALL, NUM_RANKS, clip=True),
@@ -53,6 +56,12 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
 }
 SMALL = shapes_of("small")
+
+
+def _rescaled(**options: Any) -> tuple[Simulation, Any]:
+    """With NorMuon and Hyperball, which refuses weights that are zero, as all are on a fake device."""
+    with mock.patch.object(planned_optimizer, "require_norms"):
+        return run_fsdp(SMALL, NUM_RANKS, normuon=True, hyperball=True, weight_decay=0.0, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)

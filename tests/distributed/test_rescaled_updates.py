@@ -1,0 +1,255 @@
+"""NorMuon and Hyperball on shards against full matrices in one process; their state, and steps that are not taken."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from transformers.pytorch_utils import Conv1D
+
+from lightning_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from tests.distributed.backward_passes import (
+    branch_on_some_ranks,
+    clipped,
+    make_optimizer,
+    replaced_state,
+    sharded,
+)
+from tests.distributed.sharding.training import mesh_of
+from tests.distributed.test_step_program import start
+from tests.reference.muon import ReferenceMuon
+from tests.support.processes import ProcessPool
+from tests.support.recorded_ops import recorded_ops
+from tests.support.tensors import are_equal, weights_of, whole
+
+# Rows that do not divide, fewer rows or columns than ranks, tall, wide, a stack of experts, a convolution, fused parts.
+SHAPES = {
+    "odd": (13, 7),
+    "flat": (3, 200),
+    "row": (1, 9),
+    "tall": (200, 3),
+    "column": (9, 1),
+    "stack": (3, 10, 6),
+    "stack_of_one": (1, 12, 5),
+    "convolution": (6, 4, 3, 3),
+    "queries": (12, 8),
+    "heads": (5, 12),
+}
+PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3}}
+NUM_STEPS, LR = 6, 0.02
+NORMUON, HYPERBALL = {"normuon": True}, {"hyperball": True, "weight_decay": 0.0}
+CHOICES: list[dict[str, Any]] = [NORMUON, HYPERBALL, NORMUON | HYPERBALL | {"normuon_beta2": 0.8}]
+FLOAT32 = {"compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 4000}
+# Sums of squares are added up by pieces, in another order than by whole matrices.
+TOLERANCE = 2e-6
+
+
+def _tensors(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def _distribute(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
+    mesh = mesh_of(mesh_shape)
+    last = Replicate() if shard_dim is None else Shard(shard_dim)
+    return lambda tensor: distribute_tensor(tensor, mesh, [*[Replicate()] * (len(mesh_shape) - 1), last])
+
+
+def _train(place: Callable[[Tensor], Tensor], options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and whole states after some steps; one gradient is missing in the first ones, one is NaN in the third."""
+    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in _tensors(0).items()}
+    optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", **PARTS, **options)
+    for step in range(NUM_STEPS):
+        for name, grad in _tensors(1 + step).items():
+            parameters[name].grad = None if name == "odd" and step < 2 else place(grad)
+        if step == 3:
+            gradients = [parameter.grad for parameter in parameters.values()]
+            before = _states(optimizer)
+            parameters["stack"].grad = place(torch.full(SHAPES["stack"], math.nan))
+            optimizer.step()
+            assert are_equal(_states(optimizer).values(), before.values()), "a skipped step leaves all state"
+            for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+    names, states = list(SHAPES), _states(optimizer)
+    named = {f"{names[int(number)]}.{key}": states[f"{number}.{key}"] for number, key in (k.split(".") for k in states)}
+    return {name: whole(parameter) for name, parameter in parameters.items()}, named
+
+
+def _states(optimizer: PlannedOptimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"].items()
+    return {f"{number}.{key}": whole(value).clone() for number, state in states for key, value in state.items()}
+
+
+def _train_all(mesh_shape: tuple[int, ...]) -> list[tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
+    """Options, weights and states of each choice, with rows, columns or nothing of the matrices sharded."""
+    found = [
+        (options, *_train(_distribute(mesh_shape, dim), FLOAT32 | options))
+        for options in CHOICES
+        for dim in (0, 1, None)
+    ]
+    plain = {**FLOAT32, **CHOICES[-1], "mesh": mesh_of(mesh_shape)}
+    return [*found, (CHOICES[-1], *_train(torch.clone, plain))]
+
+
+def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4))}
+    cut: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        dim, sizes = parts.get(name, (0, (tensor.shape[0],)))
+        cut |= {f"{name} {number}": part for number, part in enumerate(tensor.split(sizes, dim))}
+    return cut
+
+
+def _reference(options: dict[str, Any]) -> ReferenceMuon:
+    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR, **options)
+    for step in range(NUM_STEPS):
+        reference.step(_cut({k: v for k, v in _tensors(1 + step).items() if k != "odd" or step >= 2}))
+    return reference
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    references = {str(options): _reference(options) for options in CHOICES}
+    for ran in gloo.run(_train_all, mesh_shape, world_size=math.prod(mesh_shape)):
+        for options, weights, states in ran:
+            reference = references[str(options)]
+            for name, found in _cut(weights).items():
+                torch.testing.assert_close(found, reference.matrices[name], rtol=TOLERANCE, atol=TOLERANCE)
+                if "hyperball" in options and found.ndim != 3:
+                    torch.testing.assert_close(found.norm(), reference.norms[name], rtol=TOLERANCE, atol=0)
+            moments = {key.partition(".")[0]: each for key, each in states.items() if "second" in key}
+            assert bool(moments) is ("normuon" in options)
+            for name, found in moments.items():
+                parts = [each for key, each in reference.second_moments.items() if key.startswith(f"{name} ")]
+                expected = torch.stack(parts, 1) if name == "heads" else torch.cat(parts)
+                torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=TOLERANCE, atol=0)
+
+
+def test_the_reference_takes_other_steps_than_muon() -> None:
+    muon = _reference({}).matrices
+    for options in CHOICES:
+        # A single row is the whole matrix: NorMuon changes nothing there.
+        found = _reference(options).matrices
+        assert all((found[name] - muon[name]).abs().max() > 1e-3 for name in found if not name.startswith("row")), (
+            options
+        )
+
+
+BOTH = {"normuon": True, "hyperball": True}
+
+
+def _variants(mesh_shape: tuple[int, ...], wire_dtype: str) -> list[str]:
+    """How steps differ from those without overlap, bit by bit, or from the program; or replicas from each other."""
+    variants: list[dict[str, Any]] = [{"overlap": "off"}, {"overlap": "backward"}, {"overlap": "step", "look_ahead": 1}]
+    variants += [{"assignment": each} for each in ("round_robin", "redundant")]
+    variants += [{"dedupe": each, "chunk_bytes": 400} for each in ("always", "never")] if len(mesh_shape) > 1 else []
+    different: list[str] = []
+    for backward in (clipped, replaced_state, branch_on_some_ranks):
+        expected: dict[str, Tensor] = {}
+        for options in variants:
+            model = sharded(mesh_shape)
+            optimizer = make_optimizer(model, **BOTH, wire_dtype=wire_dtype, **options)
+            with recorded_ops() as recorded:
+                for step in range(4):
+                    backward(model, optimizer, step)
+                    optimizer.step()
+                    assert any(name.startswith("sum_pieces") for name in recorded.check())
+            found = weights_of(model) | _states(optimizer)
+            expected = expected or found
+            different += [
+                f"{backward.__name__} {options} {key}" for key in found if not _same(found[key], expected[key])
+            ]
+    return different
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether tensors have the same bits, here and on all ranks."""
+    copies = [torch.empty_like(one) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, one.contiguous())
+    return all(torch.equal(each, other) for each in copies)
+
+
+@pytest.mark.parametrize(("mesh_shape", "wire_dtype"), [((3,), "bfloat16"), ((2, 2), "float32")], ids=str)
+def test_no_overlap_owner_or_bucket_changes_a_bit(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], wire_dtype: str
+) -> None:
+    assert gloo.run(_variants, mesh_shape, wire_dtype, world_size=math.prod(mesh_shape)) == [[]] * math.prod(mesh_shape)
+
+
+def _train_in_mode(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Weights and states after steps with equal batches on all ranks."""
+    mode, net, optimizer = start(name, shape, {**BOTH, "wire_dtype": "float32"})
+    for step in range(4):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        net(inputs, 4 if step == 2 else 8).square().mean().backward()
+        mode.finish_gradients()
+        optimizer.step()
+        mode.end_step()
+    mode.finish_parameters()
+    return weights_of(net) | _states(optimizer)
+
+
+def test_all_modes_take_the_same_steps(gloo: ProcessPool) -> None:
+    (expected,) = gloo.run(_train_in_mode, "none", (1,), world_size=1)
+    for name, shape in (("fsdp", (3,)), ("fsdp", (2, 2)), ("zero2", (3,)), ("zero2", (2, 2)), ("ddp", (2,))):
+        for found in gloo.run(_train_in_mode, name, shape, world_size=math.prod(shape)):
+            assert found.keys() == expected.keys()
+            for key, value in found.items():
+                # Means over ranks are rounded: a gradient of 1e-7 is orthogonalized as well as one of 1.
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+
+
+def _step_with_a_zero_matrix(mesh_shape: tuple[int, ...]) -> str:
+    place = _distribute(mesh_shape, 0)
+    parameters = {"full": nn.Parameter(place(torch.eye(3))), "lora_B": nn.Parameter(place(torch.zeros(7, 5)))}
+    optimizer = ParallelMuon(parameters.items(), hyperball=True)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match="keeps its norm") as problem:
+        optimizer.step()
+    return str(problem.value)
+
+
+def test_a_zero_matrix_is_refused_on_all_ranks(gloo: ProcessPool) -> None:
+    for said in gloo.run(_step_with_a_zero_matrix, (4,)):
+        assert said.startswith("1 matrices (lora_B, ...) are zero")
+
+
+def _train_transposed(mesh_shape: tuple[int, ...]) -> list[float]:
+    """How far a layer of (inputs, outputs), fused along its outputs, is from its transposed one in one process."""
+    far: list[float] = []
+    for dim in (0, 1):
+        place = _distribute(mesh_shape, dim)
+        for options in CHOICES:
+            torch.manual_seed(0)
+            layer = Conv1D(14, 6)
+            weights = {str(number): part.T for number, part in enumerate(layer.weight.detach().split((5, 9), 1))}
+            reference = ReferenceMuon(weights, lr=LR, **options)
+            layer.weight = nn.Parameter(place(layer.weight.detach()))
+            layer.bias = None
+            optimizer = ParallelMuon(
+                layer, lr=LR, muon_patterns=("weight",), fused={"weight": (5, 9)}, **FLOAT32, **options
+            )
+            for _ in range(3):
+                gradient = torch.randn(6, 14)
+                layer.weight.grad = place(gradient)
+                optimizer.step()
+                reference.step({str(number): part.T for number, part in enumerate(gradient.split((5, 9), 1))})
+            found = whole(layer.weight).split((5, 9), 1)
+            far += [float((part.T - reference.matrices[str(n)]).abs().max()) for n, part in enumerate(found)]
+            states = optimizer.state_dict()["state"][0]
+            assert all(tuple(states[key].shape) == (1, 14) for key in states.keys() - {"momentum_buffer"})
+    return far
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
+def test_neurons_are_columns_where_these_are_outputs(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    for far in gloo.run(_train_transposed, mesh_shape, world_size=math.prod(mesh_shape)):
+        assert max(far) <= TOLERANCE
