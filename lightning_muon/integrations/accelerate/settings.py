@@ -103,9 +103,9 @@ def sharding_of(state: Any, options: Options) -> Sharding:
 
 def mesh_sizes(state: Any, options: Options) -> MeshSizes:
     """The sizes of the mesh: those of ``parallelism_config``, else those of the options; they may not contradict."""
-    sizes, config = options.mesh_sizes, state.parallelism_config
+    config = state.parallelism_config
     if config is None:
-        return sizes
+        return options
     for name in ("tp", "cp", "sp"):
         size = getattr(config, f"{name}_size")
         if size > 1:
@@ -118,16 +118,16 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
             raise ValueError(
                 f"parallelism_config_dp_shard_size: {config.dp_shard_size} needs distributed_type: FSDP, version 2"
             )
-        return sizes
+        return options
     theirs = {key: getattr(config, other) for key, other in _OTHER_NAMES.items()}
     if set(theirs.values()) == {1}:
-        return sizes
+        return options
     for key, other in _OTHER_NAMES.items():
-        if getattr(sizes, key) not in ("auto", theirs[key]):
+        if getattr(options, key) not in ("auto", theirs[key]):
             raise ValueError(
-                f"{key}={getattr(sizes, key)} contradicts parallelism_config_{other}: {theirs[key]}; give one"
+                f"{key}={getattr(options, key)} contradicts parallelism_config_{other}: {theirs[key]}; give one"
             )
-    return replace(sizes, **theirs)
+    return replace(options, **theirs)
 
 
 def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions:
