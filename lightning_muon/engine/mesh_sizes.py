@@ -131,11 +131,9 @@ class MeshSizes:
             shards = max(1, world_size // (int(replicas) * inner))
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
-            factors = {"replicas": sizes[0], "shards": sizes[1]}
-            factors |= {"context ranks": self.context_size} if self.context_size > 1 else {}
-            factors |= {"tensor ranks": self.num_tensor_ranks} if self.num_tensor_ranks > 1 else {}
-            factors |= {"pipeline ranks": self.pipeline_size} if self.pipeline_size > 1 else {}
-            product = " x ".join(f"{size} {what}" for what, size in factors.items())
+            others = {"context": self.context_size, "tensor": self.num_tensor_ranks, "pipeline": self.pipeline_size}
+            factors = [f"{size} {axis} ranks" for axis, size in others.items() if size > 1]
+            product = " x ".join([f"{sizes[0]} replicas", f"{sizes[1]} shards", *factors])
             asked = [f"{key}={value}" for key, value in self.asked_sizes.items() if value != getattr(MeshSizes, key)]
             raise ValueError(
                 f"{product} = {math.prod(sizes) * inner} ranks, but there are {world_size} ({num_nodes} nodes x "

@@ -94,7 +94,7 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
 
 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """What each of ``num_nodes`` gets of (saved nodes, *shape): their mean, or its part of the ``"sum"``, which is kept."""
+    """What each of ``num_nodes`` gets of (saved nodes, *shape): a mean, or its part of the ``"sum"``, which is kept."""
     return saved.sum(0) / (num_nodes if rule == "sum" else saved.shape[0])
 
 
