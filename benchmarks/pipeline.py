@@ -137,7 +137,7 @@ class Contender:
             model = Stack(*(Wait(arguments.width, 1e-3 * arguments.milliseconds) for _ in range(2 * size)))
         else:
             model = Stack(*(Block(arguments.width) for _ in range(8 * size)))
-        meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=size)
+        meshes = options.make("cpu", num_nodes=1, num_processes=size)
         self.engine = TrainingEngine(
             model, options, meshes, mode_options=ModeOptions(), info=lambda _: None, warn=lambda _: None
         )

@@ -183,7 +183,7 @@ def _start(config: Configuration) -> TrainingEngine:
         arguments["optimizer"] = chosen["class"](**{key: value for key, value in chosen.items() if key != "class"})
     options, module = Options(**arguments), config.module()
     size = dist.get_world_size()
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=size, by_nodes=options.has_nodes)
+    meshes = options.make("cpu", num_nodes=1, num_processes=size, by_nodes=options.has_nodes)
     silent: Any = lambda _: None  # noqa: E731
     engine = TrainingEngine(module, options, meshes, mode_options=options.mode_options, info=silent, warn=silent)
     engine.shard(torch.device("cpu"))

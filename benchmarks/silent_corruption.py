@@ -53,7 +53,7 @@ def start(options: dict[str, Any], every: int = EVERY) -> TrainingEngine:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 13))
     chosen = Options(**options, check_replicas_every_n_steps=every)
-    meshes = chosen.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size(), by_nodes=chosen.has_nodes)
+    meshes = chosen.make("cpu", num_nodes=1, num_processes=dist.get_world_size(), by_nodes=chosen.has_nodes)
     silent: Any = lambda _: None  # noqa: E731
     engine = TrainingEngine(module, chosen, meshes, mode_options=chosen.mode_options, info=silent, warn=silent)
     engine.shard(torch.device("cpu"))

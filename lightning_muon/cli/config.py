@@ -77,7 +77,7 @@ def _config_file(arguments: argparse.Namespace) -> str:
         raise ValueError(
             f"--sharding none is one process, got {processes}; add --num-processes {stages}, or use zero2 or ddp"
         )
-    replicas, shards = options.mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
+    replicas, shards = options.resolve(num_nodes=machines, num_processes=processes // machines)
     # Accelerate shards models only where they have several shards, and only on accelerators; a Trainer saves only with
     # FSDP what one process does not have.
     is_fsdp = arguments.sharding == "fsdp" and shards * stages > 1 and not is_cpu

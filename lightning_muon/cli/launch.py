@@ -47,7 +47,7 @@ def launch_command(words: Sequence[str]) -> None:
             arguments.config_file = config_file
             processes, machines = told.get("num_processes"), told.get("num_machines") or 1
             if processes and processes % machines == 0:  # The mesh is checked before any process starts.
-                read_options(None).mesh_sizes.resolve(num_nodes=machines, num_processes=processes // machines)
+                read_options(None).resolve(num_nodes=machines, num_processes=processes // machines)
             run_by_us(arguments)
             # mpirun starts its processes itself.
             on_cpus = (told.get("cpu") or told.get("use_cpu")) and told.get("mpirun_hostfile") is None
@@ -121,9 +121,9 @@ def replace_accelerator() -> None:
 
     def in_trainer(module: Any) -> None:
         module.Accelerator = importlib.import_module(ours).TrainerAccelerator
-        checkpoints = importlib.import_module(f"{ours.rpartition('.')[0]}.checkpoints")
-        for name in checkpoints.TRAINER_FUNCTIONS:
-            setattr(module, name, checkpoints.for_stages(getattr(module, name)))
+        stages = importlib.import_module("lightning_muon.integrations.accelerate.stages")
+        for name in stages.TRAINER_FUNCTIONS:
+            setattr(module, name, stages.for_stages(getattr(module, name)))
 
     register_post_import_hook(in_accelerate, "accelerate")
     register_post_import_hook(in_trainer, "transformers.trainer")

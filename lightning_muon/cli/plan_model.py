@@ -182,10 +182,10 @@ def read_config(path: Path) -> PlannedModel:
     shared = vars(config) if flexdemo is None else {**vars(config), "chunk_bytes": MuonConfig.chunk_bytes}
     optimizer = from_arguments(MuonConfig, shared)
     # As far as the file determines the mesh without looking at a machine.
-    sizes, devices, nodes = options.mesh_sizes, trainer.get("devices"), trainer.get("num_nodes", 1)
-    found: Sequence[int | str] = (sizes.replicate_size, sizes.shard_size)
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    found: Sequence[int | str] = (options.replicate_size, options.shard_size)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
-        found = sizes.resolve(num_nodes=nodes, num_processes=devices)
+        found = options.resolve(num_nodes=nodes, num_processes=devices)
     replicate, shard = (size if isinstance(size, int) else None for size in found)
     parameters = tuple(
         ParameterShape(**asdict(route), shape=tuple(parameter.shape), frozen=not parameter.requires_grad)

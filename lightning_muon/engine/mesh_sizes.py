@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -84,7 +85,7 @@ class MeshSizes:
     tensor_parallel_size: SizeOrAuto = "auto"
 
     def __post_init__(self) -> None:
-        for key, value in vars(self).items():
+        for key, value in self.asked_sizes.items():
             if key in ("context_size", "tensor_size", "pipeline_size"):
                 check_whole(key, value, at_least=1)
             elif value != "auto":
@@ -130,12 +131,10 @@ class MeshSizes:
             shards = max(1, world_size // (int(replicas) * inner))
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
-            factors = {"replicas": sizes[0], "shards": sizes[1]}
-            factors |= {"context ranks": self.context_size} if self.context_size > 1 else {}
-            factors |= {"tensor ranks": self.num_tensor_ranks} if self.num_tensor_ranks > 1 else {}
-            factors |= {"pipeline ranks": self.pipeline_size} if self.pipeline_size > 1 else {}
-            product = " x ".join(f"{size} {what}" for what, size in factors.items())
-            asked = [f"{key}={value}" for key, value in vars(self).items() if value != getattr(MeshSizes, key)]
+            others = {"context": self.context_size, "tensor": self.num_tensor_ranks, "pipeline": self.pipeline_size}
+            factors = [f"{size} {axis} ranks" for axis, size in others.items() if size > 1]
+            product = " x ".join([f"{sizes[0]} replicas", f"{sizes[1]} shards", *factors])
+            asked = [f"{key}={value}" for key, value in self.asked_sizes.items() if value != getattr(MeshSizes, key)]
             raise ValueError(
                 f"{product} = {math.prod(sizes) * inner} ranks, but there are {world_size} ({num_nodes} nodes x "
                 f"{num_processes} devices); change {', '.join(asked)}, or {_NUM_PROCESSES}"
@@ -147,14 +146,11 @@ class MeshSizes:
 
         Collective over all ranks; every rank must call it.
         """
-
-        def sizes() -> tuple[int, int]:
-            return self.resolve(num_nodes=num_nodes, num_processes=num_processes)
-
-        lines = [(key, str(value)) for key, value in (*vars(self).items(), ("by_nodes", by_nodes))]
+        resolve = partial(self.resolve, num_nodes=num_nodes, num_processes=num_processes)
+        lines = [(key, str(value)) for key, value in (*self.asked_sizes.items(), ("by_nodes", by_nodes))]
         what = "the size of the mesh"
         # Process groups of different sizes would wait for each other.
-        replicas, shards = together(sizes, then=lambda _, ranks: require_equal(lines, ranks, what))
+        replicas, shards = together(resolve, then=lambda _, ranks: require_equal(lines, ranks, what))
         context_size, tensor_size = self.context_size, self.num_tensor_ranks
         num_data_ranks = replicas * shards
         if self.has_lightning_names:
@@ -184,6 +180,11 @@ class MeshSizes:
             data_rank=dist.get_rank() // (context_size * tensor_size) % num_data_ranks,
             num_data_ranks=num_data_ranks,
         )
+
+    @property
+    def asked_sizes(self) -> dict[str, SizeOrAuto]:
+        """Name of each size -> what was asked for."""
+        return {each.name: getattr(self, each.name) for each in fields(MeshSizes)}
 
     @property
     def num_tensor_ranks(self) -> int:

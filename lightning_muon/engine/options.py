@@ -78,9 +78,9 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, Mapping):
             object.__setattr__(self, "optimizer", build_class(self.optimizer, _CONFIGS, where="optimizer"))
-        sizes = self.mesh_sizes  # Which checks them.
+        super().__post_init__()
         self._check_values()
-        self._check_combinations(sizes.num_tensor_ranks)
+        self._check_combinations()
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any], *, source: str = "options") -> Self:
@@ -116,11 +116,6 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         if SECTION in content:
             return cls.from_mapping(content[SECTION] or {}, source=f"{path}: {SECTION}")
         return cls.from_mapping(content, source=str(path))
-
-    @property
-    def mesh_sizes(self) -> MeshSizes:
-        """The sizes of the mesh."""
-        return from_arguments(MeshSizes, vars(self))
 
     @property
     def mode_options(self) -> ModeOptions:
@@ -174,7 +169,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 f"(name, module) -> bool, got {policy!r}"
             )
 
-    def _check_combinations(self, num_tensor_ranks: int) -> None:
+    def _check_combinations(self) -> None:
         """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
         self.check_pipeline(self.pipeline_size)
         if self.pipeline_size > 1 and "roots" not in MODES[self.sharding].takes:
@@ -194,8 +189,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 "save a directory, of which lightning-muon convert makes one file"
             )
         mode = MODES[self.sharding]
-        if num_tensor_ranks > 1 and not mode.shards_weights:
-            raise ValueError(f"tensor_size={num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")
+        if self.num_tensor_ranks > 1 and not mode.shards_weights:
+            raise ValueError(f"tensor_size={self.num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")
         for field in fields(ShardingOptions):
             key, value = field.name, getattr(self, field.name)
             if value != field.default and key not in mode.takes:
@@ -207,7 +202,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             return
         if "decoupled_nodes" not in mode.takes:
             raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
-        if num_tensor_ranks > 1 or self.has_lightning_names:
+        if self.num_tensor_ranks > 1 or self.has_lightning_names:
             raise ValueError(
                 "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, without tensor_size and "
                 "data_parallel_size; give replicate_size and shard_size"

@@ -317,8 +317,10 @@ class TrainingEngine:
 
     # ---- the step
 
-    def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+    def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
+        if float(norm_type) != 2.0:
+            raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
         self._require_reduced("clip_gradients (clip_grad_norm_)")
         recorder = None if self.pipeline is None else self.pipeline.recorder
         if recorder is not None:

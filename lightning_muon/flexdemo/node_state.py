@@ -90,13 +90,12 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
         own = _redistributed(value, target.device_mesh, (axis, *target.placements[1:]))
     if value.shape[0] == num_nodes:
         return own[0].float().clone()
-    return shared_among(own.float(), num_nodes, rule)[0]
+    return shared_among(own.float(), num_nodes, rule)
 
 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """(saved nodes, *shape) -> (num_nodes, *shape), the same for all: their mean, or ``"sum"``, which is kept."""
-    share = saved.float().sum(0, keepdim=True) / (num_nodes if rule == "sum" else saved.shape[0])
-    return share.to(saved.dtype).expand(num_nodes, *share.shape[1:]).contiguous()
+    """What each of ``num_nodes`` gets of (saved nodes, *shape): a mean, or its part of the ``"sum"``, which is kept."""
+    return saved.sum(0) / (num_nodes if rule == "sum" else saved.shape[0])
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:

@@ -15,22 +15,6 @@ from lightning_muon.comm.groups import Hop
 from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.compat import foreach
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
-from lightning_muon.params.uses import parameter_uses
-
-
-def units_of(root: nn.Module, unit_modules: Collection[nn.Module]) -> dict[nn.Module, list[nn.Parameter]]:
-    """For ``root`` and each unit the parameters that its forward may use outside of the units inside it.
-
-    One that is used in several units, or in none, belongs to ``root`` too.
-    """
-    units = {root: list[nn.Parameter](), **{unit: list[nn.Parameter]() for unit in unit_modules}}
-    for uses in parameter_uses(root):
-        holders = {next((module for _, module in reversed(use.path) if module in units), root): None for use in uses}
-        if len(holders) > 1:
-            holders[root] = None
-        for holder in holders:
-            units[holder].append(uses[0].parameter)
-    return units
 
 
 class ParameterAllGather:
@@ -46,7 +30,7 @@ class ParameterAllGather:
     step that uses a weight without a call of its module, calls :meth:`wait` or :meth:`wait_all` first.
 
     ``buckets`` have one dtype and device each, and leave in this order; ``hops`` are those of the gradients; ``units``
-    is what :func:`units_of` returns.
+    has for each unit the parameters that its forward may use outside of the units inside it.
     """
 
     def __init__(

@@ -104,7 +104,7 @@ class MuonStrategy:
         start_process_group(self, self.package, store)
         if self._meshes is None:  # A second run of the program keeps its process groups.
             by_nodes = self.options.has_nodes
-            self._meshes = self.options.mesh_sizes.make(self.root_device.type, by_nodes=by_nodes, **layout)
+            self._meshes = self.options.make(self.root_device.type, by_nodes=by_nodes, **layout)
             if self.options.async_save:
                 self._saves = BackgroundSaves(PrivateGroups().of_everyone())
         return self._meshes

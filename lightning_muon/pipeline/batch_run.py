@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_muon.compat.pipelining import accumulate_gradients
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
@@ -21,7 +23,7 @@ from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
-from lightning_muon.sharding.shard_model import accumulate_all, unshard_all
+from lightning_muon.sharding.shard_model import fsdp_modules, fsdp_roots
 
 if TYPE_CHECKING:
     from lightning_muon.pipeline.runtime import PipelineRuntime
@@ -78,7 +80,7 @@ class BatchRun:
             PipelineKind.ACTIVATION: self._send_or_receive_activation,
             PipelineKind.GRADIENT: self._send_or_receive_gradient,
             PipelineKind.LOSS: self._send_or_receive_loss,
-            PipelineKind.UNSHARD: lambda op: unshard_all(self.runtime.modules_of(op.items[0])),
+            PipelineKind.UNSHARD: self._unshard,
             PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
             PipelineKind.REDUCE_GRAD: self._reduce,
             PipelineKind.TIED: self._sum_tied,
@@ -96,6 +98,16 @@ class BatchRun:
         for link in self.runtime.links.values():
             link.finish()
         self.runtime.has_lost_messages = False
+
+    def _roots(self, stage: int) -> list[FSDPModule]:
+        """The FSDP2 roots of a stage."""
+        return [root for module in self.runtime.modules_of(stage) for root in fsdp_roots(module)]
+
+    def _unshard(self, op: Op) -> None:
+        """Begin to gather the weights of a stage. Collective over their meshes; every rank must call it."""
+        for root in self._roots(op.items[0]):
+            for unit in fsdp_modules(root):  # type: ignore[arg-type]
+                unit.unshard(async_op=True)
 
     def _is_received(self, op: Op) -> bool:
         """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
@@ -224,7 +236,8 @@ class BatchRun:
             self._backward(op)
         elif (rest := self._weights.pop((stage, microbatch), None)) is not None:
             backward_weight(rest)
-            accumulate_all(self.runtime.modules_of(stage))
+            for root in self._roots(stage):
+                accumulate_gradients(root)
 
     def _keep_gradients(self, op: Op, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
         """Gradients of what a stage got are those of what the stage before returned."""

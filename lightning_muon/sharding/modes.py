@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, make_hops, nodes_of
-from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
+from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
@@ -27,7 +27,7 @@ from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import Grid, ShardExchange, node_grid, shard_exchanges
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units
+from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units, units_of
 from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 

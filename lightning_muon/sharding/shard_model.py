@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
-from lightning_muon.compat.pipelining import accumulate_gradients
 from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
@@ -197,6 +196,18 @@ def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list
     }
 
 
+def units_of(root: nn.Module, units: Collection[nn.Module]) -> dict[nn.Module, list[Tensor]]:
+    """For ``root`` and each unit the parameters that its forward may use outside of the units inside it.
+
+    One that is used in several units, or in none, belongs to ``root`` too.
+    """
+    found: dict[nn.Module, list[Tensor]] = {root: [], **{unit: [] for unit in units}}
+    for parameter, holders in owners(root, units).items():
+        for holder in dict.fromkeys([*holders, root] if len(holders) > 1 else holders):
+            found[holder].append(parameter)
+    return found
+
+
 def _unsharded(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Names and modules inside ``module``, parents first, without those that are sharded already, or inside of them."""
     roots = (child for child in module.modules() if isinstance(child, FSDPModule) and child is not module)
@@ -348,21 +359,6 @@ def fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
         return
     for child in module.children():
         yield from fsdp_roots(child)
-
-
-def unshard_all(modules: Sequence[nn.Module]) -> None:
-    """Gather the weights of FSDP2 roots, one after the other, without waiting. Collective over their meshes."""
-    for module in modules:
-        for root in fsdp_roots(module):
-            for unit in fsdp_modules(root):  # type: ignore[arg-type]
-                unit.unshard(async_op=True)
-
-
-def accumulate_all(modules: Sequence[nn.Module]) -> None:
-    """Add the gradients of whole weights of FSDP2 roots to those of earlier backward passes; local."""
-    for module in modules:
-        for root in fsdp_roots(module):
-            accumulate_gradients(root)
 
 
 def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:

@@ -28,12 +28,12 @@ from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
-    draw_alike,
     make_meshes,
     read_options,
     shard,
     sharding_of,
 )
+from lightning_muon.integrations.accelerate.stages import draw_alike
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
@@ -290,11 +290,9 @@ class Accelerator(accelerate.Accelerator):
         engine = self._engine
         if engine is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)  # type: ignore[return-value, arg-type]
-        if float(norm_type) != 2.0:
-            raise ValueError(f"clip_grad_norm_(norm_type={norm_type}): only the 2-norm is computed over all shards")
         if engine.is_accumulating or not self.sync_gradients:
             return torch.zeros((), device=self.device)
-        return engine.clip_by_norm(_listed(parameters), max_norm)
+        return engine.clip_by_norm(_listed(parameters), max_norm, norm_type)
 
     @override
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:

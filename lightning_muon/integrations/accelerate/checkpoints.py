@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,7 +36,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     def save(directory: str, with_model: bool) -> None:
         chosen = [with_model]
         dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
-        _write(engine, Path(directory), whole=whole, with_model=chosen[0])
+        write_states(engine, Path(directory), whole=whole, with_model=chosen[0])
 
     def weights() -> Sequence[Any]:
         return () if engine.divides_weights else [accelerator.get_state_dict(engine.module)]
@@ -45,7 +44,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     return _among_hooks(accelerator, "save", stock, save, weights)
 
 
-def _write(
+def write_states(
     engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
 ) -> None:
     """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
@@ -78,7 +77,7 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
     def load(found: str, with_model: bool) -> None:
         require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
-        _read(engine, Path(found), with_model=with_model)
+        read_states(engine, Path(found), with_model=with_model)
 
     models = [] if engine.divides_weights else prepared_models(accelerator)
     _among_hooks(accelerator, "load", stock, load, lambda: models)
@@ -88,8 +87,8 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     accelerator.step = step[0]
 
 
-def _read(engine: TrainingEngine, directory: Path, *, with_model: bool, with_optimizers: bool = True) -> None:
-    """Load what :func:`_write` has written. Collective over all ranks; every rank must call it."""
+def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool, with_optimizers: bool = True) -> None:
+    """Load what :func:`write_states` has written. Collective over all ranks; every rank must call it."""
     prepare_for_reading(engine)
     optimizers = engine.optimizers if with_optimizers else []
     parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(optimizers))]
@@ -106,30 +105,6 @@ def _read(engine: TrainingEngine, directory: Path, *, with_model: bool, with_opt
 def _checks(engine: TrainingEngine) -> dict[str, FiniteCheck]:
     """What counts the skipped steps of each optimizer; local."""
     return {f"{_OPTIMIZER}_{index}": engine.finite_check(each) for index, each in enumerate(engine.optimizers)}
-
-
-TRAINER_FUNCTIONS = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
-
-
-def for_stages(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """One of :data:`TRAINER_FUNCTIONS` of Accelerate, which saves and loads the stages of a pipeline as we do.
-
-    A Trainer of transformers calls it on all ranks: with plugin, accelerator, model or optimizer, ..., directory.
-    """
-
-    @wraps(stock)
-    def function(plugin: Any, accelerator: Any, *arguments: Any, **kwargs: Any) -> Any:
-        engine = getattr(accelerator, "_engine", None)
-        if engine is None or engine.pipeline is None:
-            return stock(plugin, accelerator, *arguments, **kwargs)
-        directory, of_model = Path(arguments[-1]), stock.__name__.endswith("model")
-        chosen = {"with_model": of_model, "with_optimizers": not of_model}
-        if stock.__name__.startswith("load"):
-            return _read(engine, directory, **chosen)
-        on_first_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
-        return _write(engine, directory, whole=False, **chosen)
-
-    return function
 
 
 def prepare_for_reading(engine: TrainingEngine) -> None:

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import gather, together
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
@@ -103,9 +102,9 @@ def sharding_of(state: Any, options: Options) -> Sharding:
 
 def mesh_sizes(state: Any, options: Options) -> MeshSizes:
     """The sizes of the mesh: those of ``parallelism_config``, else those of the options; they may not contradict."""
-    sizes, config = options.mesh_sizes, state.parallelism_config
+    config = state.parallelism_config
     if config is None:
-        return sizes
+        return options
     for name in ("tp", "cp", "sp"):
         size = getattr(config, f"{name}_size")
         if size > 1:
@@ -118,16 +117,16 @@ def mesh_sizes(state: Any, options: Options) -> MeshSizes:
             raise ValueError(
                 f"parallelism_config_dp_shard_size: {config.dp_shard_size} needs distributed_type: FSDP, version 2"
             )
-        return sizes
+        return options
     theirs = {key: getattr(config, other) for key, other in _OTHER_NAMES.items()}
     if set(theirs.values()) == {1}:
-        return sizes
+        return options
     for key, other in _OTHER_NAMES.items():
-        if getattr(sizes, key) not in ("auto", theirs[key]):
+        if getattr(options, key) not in ("auto", theirs[key]):
             raise ValueError(
-                f"{key}={getattr(sizes, key)} contradicts parallelism_config_{other}: {theirs[key]}; give one"
+                f"{key}={getattr(options, key)} contradicts parallelism_config_{other}: {theirs[key]}; give one"
             )
-    return replace(sizes, **theirs)
+    return replace(options, **theirs)
 
 
 def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions:
@@ -218,33 +217,6 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
     engine.follow_forward()
     register_steps(module)
     return engine
-
-
-def draw_alike(loader: Any) -> None:
-    """Let all ranks draw the samples of a data loader in one order, of which the ranks of a pipeline take the same.
-
-    Accelerate sees to that where several ranks have samples of their own. Collective over all ranks; every rank must
-    call it.
-
-    Raises:
-        ValueError: If the loader divides what the first rank has read among all ranks.
-    """
-    if isinstance(loader, DataLoaderDispatcher):
-        raise ValueError(
-            "dispatch_batches gives each rank rows of its own, and the ranks of a pipeline need the same; set "
-            "DataLoaderConfiguration(dispatch_batches=False)"
-        )
-    batches = loader.batch_sampler
-    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-    if not hasattr(sampler, "generator"):
-        return
-    if sampler.generator is None:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
-    state, seed = gather((sampler.generator.get_state(), getattr(sampler, "initial_seed", None)), None)[0]
-    sampler.generator.set_state(state)
-    if seed is not None:  # Of Accelerate's SeedableRandomSampler.
-        sampler.initial_seed = seed
 
 
 def _is_larger(num_parameters: int, _: str, module: nn.Module) -> bool:

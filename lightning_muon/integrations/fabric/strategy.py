@@ -163,10 +163,8 @@ class FabricStrategy(MuonStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by one norm, and return the norm before. Collective over all ranks; every rank must call it."""
-        if float(norm_type) != 2.0:
-            raise ValueError(f"clip_gradients takes norm_type=2.0, the norm over all shards, got {norm_type}")
         engine, current = self._engine_of(optimizer)
-        norm = engine.clip_by_norm(parameters_of(current), max_norm)
+        norm = engine.clip_by_norm(parameters_of(current), max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; clip_gradients(error_if_nonfinite=False) skips the step"

@@ -34,11 +34,10 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
 )
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
+from lightning_muon.integrations.lightning.first_callback import describe_run, first_callback
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
-    describe_run,
-    first_callback,
     gradient_readers,
     has_default_optimizer,
     provide_default_optimizer,

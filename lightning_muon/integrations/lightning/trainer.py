@@ -1,26 +1,19 @@
-"""What of a Trainer must be adapted to shards: callbacks, the default optimizer, SIGTERM, precision plugins."""
+"""What of a Trainer must be adapted to shards: callbacks of the user, the default optimizer, precision plugins."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import signal
-import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from itertools import chain, count
 from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.urls import place
-from lightning_muon.comm.agreement import together
-from lightning_muon.compat.lightning import LightningPackage, signal_handlers
+from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
 from lightning_muon.engine.model_setup import SUPPORTED
@@ -28,7 +21,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, parameters_of
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.monitor.signals import SharedSignals
+from lightning_muon.integrations.lightning.first_callback import AT_ENDS
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.modes import MODES
@@ -122,11 +115,6 @@ def require_single_batches(trainer: Any) -> None:
 
 # Lightning calls these between a step and the next forward pass.
 _BETWEEN_STEPS = ("on_before_zero_grad", "on_train_batch_end", "on_train_batch_start")
-# And these where a step may have been the last one for a while.
-_AT_ENDS = (
-    *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
-    *("on_train_end", "on_fit_end"),
-)
 _WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 
@@ -143,152 +131,6 @@ def reads_weights_between_steps(trainer: Any, options: Options, package: Lightni
     return any(_overrides(each, hook) for each, hook in places)
 
 
-# Lightning has installed its handlers of signals before the first of these.
-_AT_STARTS = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_test_start", "on_predict_start")
-_AFTER_BATCHES = (
-    *("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end"),
-    "on_train_epoch_end",  # For a signal that came during the last validation of an epoch.
-)
-
-
-# Where all ranks must have come as far, and with the same settings.
-_COMPARED = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
-
-
-def first_callback(
-    package: LightningPackage,
-    finish: Callable[[], None],
-    *,
-    compare: Callable[[], None],
-    tell_others: Callable[[BaseException], None],
-) -> Any:
-    """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
-
-    ``compare`` runs at the start of the training, and at both ends of its epochs. From its first hook on all ranks run
-    Lightning's handlers of signals together, between two batches. After SIGTERM or Ctrl-C they save, and end with the
-    exit code of a process that the signal ends. Other ranks are told of an exception before callbacks of the user
-    answer it, which may communicate.
-    """
-    signals: list[SharedSignals] = []
-    told_to_end = package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
-    received = [signal.SIGTERM]
-
-    def start(*_: Any) -> None:
-        handlers = signal_handlers(package)
-        if signals or not handlers or not dist.is_initialized():
-            return
-        if signal.SIGTERM in handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            handlers[signal.SIGINT] = partial(interrupt, handlers[signal.SIGTERM])
-        signals.append(SharedSignals(handlers))
-
-    def interrupt(end: Callable[[int, Any], Any], _: int, frame: Any) -> None:
-        received[0] = signal.SIGINT
-        end(signal.SIGTERM, frame)
-
-    def after_batch(trainer: Any, _: Any, *batch: Any) -> None:
-        # Gradients of an accumulated batch are in no checkpoint.
-        is_step = not trainer.training or not batch or (batch[2] + 1) % trainer.accumulate_grad_batches == 0
-        for each in signals:
-            each.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
-
-    def fail(trainer: Any, _: Any, exception: Any) -> None:
-        close()
-        if isinstance(exception, told_to_end):
-            exception.code = 128 + received[0]
-            save_last(trainer, package)
-        else:
-            tell_others(exception)
-
-    def close(*_: Any, **__: Any) -> None:
-        for each in signals:
-            each.close()
-
-    called = {
-        start: _AT_STARTS,
-        lambda *_: finish(): _AT_ENDS,
-        lambda *_: compare(): _COMPARED,
-        after_batch: _AFTER_BATCHES,
-        lambda *_: _ignore_sigterm(): ("on_exception",),
-        fail: ("on_exception",),
-        close: ("teardown",),
-    }
-    return _callback_of(called, package)
-
-
-def _callback_of(called: Mapping[Callable[..., None], Sequence[str]], package: LightningPackage) -> Any:
-    """A callback whose hooks call functions, in order: function -> names of its hooks."""
-
-    def hook(name: str) -> Callable[..., None]:
-        functions = [function for function, names in called.items() if name in names]
-
-        def run(_: Any, *args: Any, **kwargs: Any) -> None:
-            for function in functions:
-                function(*args, **kwargs)
-
-        return run
-
-    names = {name for names in called.values() for name in names}
-    return type("FirstCallback", (package.module("callbacks").Callback,), {name: hook(name) for name in names})()
-
-
-def save_last(trainer: Any, package: LightningPackage) -> None:
-    """Save what ``ckpt_path="last"`` goes on from, by the first ``ModelCheckpoint``; others that do it are left to it.
-
-    Collective over all ranks; every rank must call it, after the same batch.
-    """
-    known = package.module("callbacks")
-    if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
-        return
-    if any(isinstance(each, known.OnExceptionCheckpoint) for each in trainer.checkpoint_callbacks):
-        return
-    saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, known.ModelCheckpoint)]
-    if not saving or any(each.save_on_exception for each in saving) or saving[0].save_weights_only:
-        return
-    last = place(saving[0].dirpath) / f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}"
-    versions = (last.with_stem(f"{last.stem}-v{number}") for number in count(1))
-    # That of another run stays, as Lightning leaves it.
-    own = [place(str(path)) for path in (saving[0].last_model_path, trainer.ckpt_path)]
-
-    def choose() -> str:
-        return str(next(path for path in chain([last], versions) if path in own or not path.exists()))
-
-    path = together(choose if trainer.is_global_zero else lambda: "")
-    trainer.save_checkpoint(trainer.strategy.broadcast(path))
-
-
-def _ignore_sigterm() -> None:
-    """After an error keep Lightning's handler of SIGTERM, which broadcasts, from hiding it.
-
-    Launchers send SIGTERM to the ranks that are left when one has failed, where the communication is broken: the
-    broadcast would raise in the middle of clearing up, in place of the error that says what has happened.
-    """
-    if callable(signal.getsignal(signal.SIGTERM)) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-_SETTINGS = (
-    *("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-    "check_val_every_n_epoch",
-)
-
-
-def describe_run(trainer: Any) -> list[tuple[str, str]]:
-    """What the ranks of a Trainer must have in common at the start and at the end of an epoch."""
-    loop = trainer.fit_loop.epoch_loop
-    num_batches = trainer.num_training_batches
-    if trainer.max_steps > 0:  # The batches beyond are not reached.
-        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-        num_batches = min(num_batches, loop.batch_progress.current.ready + left)
-    settings = [(name, str(getattr(trainer, name))) for name in _SETTINGS]
-    progress = {
-        "batches of the epoch": num_batches,
-        "steps so far": trainer.global_step,
-        "batches so far": loop.batch_progress.current.ready,
-        "batches until the validation": trainer.val_check_batch,
-    }
-    return [*settings, *((name, str(value)) for name, value in progress.items())]
-
-
 def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:
     """The hooks of the module and of the user's callbacks that look for gradients."""
     hooked = (trainer.lightning_module, *(c for c in trainer.callbacks if _is_of_user(c, package)))
@@ -298,7 +140,7 @@ def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:
 def _is_of_user(callback: Any, package: LightningPackage) -> bool:
     """Whether code of the user runs in it; ``LambdaCallback`` has its hooks as attributes."""
     is_foreign = type(callback).__module__.split(".")[0] != package.name.split(".")[0]
-    return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *_AT_ENDS, *_WITH_GRADIENTS))
+    return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *AT_ENDS, *_WITH_GRADIENTS))
 
 
 def _overrides(hooked: Any, name: str) -> bool:

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_muon.comm.groups import make_hops
-from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather, units_of
+from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.params.layout import OwnedBy
+from lightning_muon.sharding.shard_model import units_of
 from tests.distributed.grad_sync.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
 

@@ -72,7 +72,7 @@ def _model(*, is_tied: bool = False) -> Any:
 def _engine(net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **chosen: Any) -> tuple[TrainingEngine, Any]:
     optimizer = make(net.parameters())
     options = Options(**({"pipeline_size": 2} | chosen))
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     modes = replace(options.mode_options, wait_for_parameters=True)
     engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
     engine.shard(torch.device("cpu"))

@@ -37,7 +37,7 @@ def _routes(make: Callable[[], nn.Module], config: MuonConfig) -> dict[str, tupl
     torch.manual_seed(0)
     net = make()
     options = Options(pipeline_size=2, optimizer=config, sharding="none")
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     engine = TrainingEngine(
         net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
     )

@@ -127,7 +127,7 @@ def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
     chosen = {"pipeline_size": dist.get_world_size(), "optimizer": "keep", "loss_scaling": case.loss_scaling}
     options = Options(**(chosen | case.options))
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     policy = mixed_precision_policy(case.precision, net)
     modes = replace(options.mode_options, wait_for_parameters=True, mp_policy=policy)
     engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
@@ -371,7 +371,7 @@ def _with_dropout(schedule: str) -> list[list[Tensor]]:
         pipeline_microbatches=4,
         pipeline_split=firsts,
     )
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=2)
+    meshes = options.make("cpu", num_nodes=1, num_processes=2)
     engine = TrainingEngine(
         net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
     )
@@ -409,7 +409,7 @@ def _cut_with_example(schedule: str) -> list[str]:
     if dist.get_rank() == 0:
         net.example_input_array = torch.zeros(1, 3, dtype=torch.long)
     options = Options(pipeline_size=2, optimizer="keep", pipeline_schedule=schedule)
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     assert meshes.stages is not None
     return [part.name for parts in cut_once(net, options, meshes.stages).stages.values() for part in parts]
 

@@ -27,7 +27,7 @@ class _Training:
     def __init__(self, net: nn.Module, **options: Any) -> None:
         self.net, self.num_steps = net, 0
         chosen = Options(**{"pipeline_size": 2, "optimizer": MuonConfig(muon_lr_factor=1.0), **options})
-        meshes = chosen.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+        meshes = chosen.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
         self.engine = TrainingEngine(
             net, chosen, meshes, mode_options=chosen.mode_options, info=lambda _: None, warn=lambda _: None
         )

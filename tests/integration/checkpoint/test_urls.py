@@ -19,7 +19,7 @@ from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.cli.main import main
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.integrations.lightning.trainer import save_last
+from lightning_muon.integrations.lightning.first_callback import save_last
 from lightning_muon.integrations.registry import auto_resume_class
 from tests.integration import training
 from tests.support.processes import ProcessPool

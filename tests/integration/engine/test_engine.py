@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 def _engine(module: nn.Module, messages: list[str], **options: Any) -> TrainingEngine:
     chosen = Options(optimizer=EXACT, **options)
-    meshes = chosen.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = chosen.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     engine = TrainingEngine(
         module,
         chosen,
