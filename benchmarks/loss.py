@@ -57,6 +57,7 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     **{f"Muon+ {variant}": {"muon_plus": variant} for variant in ("row", "col", "row_col", "col_row")},
     **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
     "Muon on B": {"lora": "b_only"},
+    "8-bit momentum": {"momentum_dtype": "int8"},
 }
 TUNING_SEED = 1000
 TITLES = ["mode", "configuration", "lr", "seed", "step", "loss", "loss on the first text", "seconds per step"]

@@ -133,7 +133,7 @@ class ShardedLayout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)))
+        return self.laid_out(parameter, torch.zeros_like(self.local(parameter)))
 
     @override
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -162,13 +162,16 @@ class ShardedLayout(Layout):
                 )
         fail_together(error, self._shard_map.shard)
         self._require_equal(rows)
-        wholes = [rows[index].full_tensor() if index in rows else state for index, (_, state) in enumerate(states)]
-        return [
-            whole
-            if isinstance(whole, DTensor)
-            else self._laid_out(parameter, self._shard_map.local(parameter, whole.contiguous()).clone())
-            for (parameter, _), whole in zip(states, wholes, strict=True)
-        ]
+        result: list[Tensor] = []
+        for index, (parameter, state) in enumerate(states):
+            # One at a time: whole tensors take the memory that sharding saves.
+            on_device: Any = state.to(parameter.device) if index in rows else None
+            whole = state if on_device is None else on_device.full_tensor()
+            if not isinstance(whole, DTensor):
+                part = self._shard_map.local(parameter, whole.contiguous()).to(state.device, copy=True)
+                whole = self.laid_out(parameter, part)
+            result.append(whole)
+        return result
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
         """Raise on all ranks if these states are not alike. Collective over the shard axis; every rank must call it."""
@@ -179,17 +182,22 @@ class ShardedLayout(Layout):
         """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""
         group = self._shard_map.shard
         box = boxes_on_axis(tuple(parameter.shape), Shard(0), group.size)[group.rank]
-        whole = state.contiguous() if group.rank == self._owner(parameter) else state.new_empty(parameter.shape)
+        # A state that is kept on the host travels from device to device, too.
+        if group.rank == self._owner(parameter):
+            whole = state.to(parameter.device).contiguous()
+        else:
+            whole = torch.empty(parameter.shape, dtype=state.dtype, device=parameter.device)
         if group.group is not None:
             dist.broadcast(whole, group=group.group, group_src=self._owner(parameter))
-        return whole[box.start[0] : box.stop[0]].clone()
+        return whole[box.start[0] : box.stop[0]].to(state.device, copy=True)
 
     def _owner(self, parameter: Tensor) -> int | None:
         """The rank of the shard axis that has all of the parameter, if one has."""
         placement = self._shard_map.placements(parameter)[-1]
         return placement.rank if isinstance(placement, OwnedBy) else None
 
-    def _laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+    @override
+    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
         has_rows = isinstance(self._shard_map.placements(parameter)[-1], Shard)
         return self._as_rows(parameter, part) if has_rows else part
 

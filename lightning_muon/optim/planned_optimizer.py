@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.methods import Arithmetic
 from lightning_muon.math.product_costs import read_costs
-from lightning_muon.optim import gradients, parameters
+from lightning_muon.optim import gradients, momentum, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
@@ -247,9 +247,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         self._complete_state()
         packed = super().state_dict()
-        states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
-        given = self._all_parameters()
-        parameters.convert_([(given[number], state) for number, state in states.items()], self._layout.saved)
+        given, layout = dict(enumerate(self._all_parameters())), self._layout
+        states: dict[int, dict[str, Any]] = {
+            number: self._completion.as_tensors(given[number], state, layout)
+            for number, state in packed["state"].items()
+        }
+        parameters.convert_([(given[number], state) for number, state in states.items()], layout.saved)
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -259,13 +262,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups)
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        kept, others = parameters.divided(state_dict["state"], self._completion.kept_as_saved)
+        super().load_state_dict({**state_dict, "state": others, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
-        states = self._existing_state
-        parameters.convert_(
-            [(each, states[each]) for each in self._all_parameters() if each in states], self._layout.loaded
-        )
+        given, states = self._all_parameters(), self._existing_state
+        for number, parameter in zip(chain.from_iterable(group["params"] for group in groups), given, strict=True):
+            if number in kept:
+                states[parameter].update(kept[number])
+        parameters.convert_([(each, states[each]) for each in given if each in states], self._layout.loaded)
+        if kept:
+            self._completion.convert(self._bind_parameters(), states)
 
     def _own_layout(self) -> Layout:
         """Where the parts of the parameters lie as long as nobody else says so."""
@@ -358,9 +365,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
         plan_options = from_arguments(
-            PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
+            PlanOptions,
+            vars(options)
+            | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
+            | {"offloads_momentum": momentum.offloads(options, device)},
         )
-        settings = f"wire_dtype={wire_dtype} {self._settings()} {plan_options}"
+        dtypes = f"wire_dtype={wire_dtype} momentum_dtype={options.momentum_dtype}"
+        settings = f"{dtypes} {self._settings()} {plan_options}"
         require_equal_parameters(bound, meshes, settings)
 
         if self._bound is not None and self._bound.early is not None:

@@ -120,6 +120,18 @@ class Layout:
         """Zeros laid out like the parameter: optimizer state."""
         return torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
+    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+        """The calling rank's ``part`` as state that is laid out like the parameter, wherever it lies; shares memory."""
+        if not isinstance(parameter, DTensor):
+            return part
+        mesh, placements, shape, stride = (
+            parameter.device_mesh,
+            parameter.placements,
+            parameter.shape,
+            parameter.stride(),
+        )
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+
     def saved(self, states: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Pairs of parameter and state -> states as a checkpoint has them: DTensors or whole tensors.
 
