@@ -28,6 +28,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
+from lightning_muon.math.quantization import dequantize, quantize
 from lightning_muon.math.symmetric import add_square, halves_of
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.executor import StreamExecutor
@@ -324,6 +325,41 @@ def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequ
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
 
 
+def momenta(device: Device) -> Iterator[Row]:
+    """Momenta in 8 bits and on the host: bits of the weights, time of a step, memory, and codes as a CPU has them."""
+    x = torch.randn(64, 5000, device=device.name)
+    pairs = zip(quantize(x), quantize(x.cpu()), strict=True)
+    same = all(torch.equal(mine.cpu(), other) for mine, other in pairs)
+    yield Row("codes and maxima as on a CPU", str(same), same)
+    again = quantize(dequantize(*quantize(x)))
+    same = all(torch.equal(mine, other) for mine, other in zip(quantize(x), again, strict=True))
+    yield Row("codes of decoded codes", str(same), same)
+    layers, width = (2, 64) if device.is_small else (16, 2048)
+    for dtype in ("auto", "int8"):
+        weights: dict[str, list[Tensor]] = {}
+        seconds: dict[str, float] = {}
+        for offload in ("none", "momentum"):
+            optimizer, parameters = _matrices(device, layers, width, momentum_dtype=dtype, offload=offload)
+            for seed in range(3):
+                torch.manual_seed(seed)
+                for parameter in parameters:
+                    parameter.grad = torch.randn_like(parameter)
+                optimizer.step()
+            weights[offload] = [parameter.detach().clone() for parameter in parameters]
+            seconds[offload] = device.seconds(optimizer.step)
+            held = f", {torch.cuda.memory_allocated() / 2**30:.2f} GiB held" if device.is_cuda else ""
+            yield Row(f"momentum_dtype={dtype!r}, offload={offload!r}", f"{seconds[offload] * 1e3:.1f} ms{held}")
+        same = all(map(torch.equal, *weights.values()))
+        yield Row(f"momentum_dtype={dtype!r}, bits with and without offload", str(same), same)
+
+
+def _matrices(device: Device, layers: int, width: int, **options: Any) -> tuple[ParallelMuon, list[nn.Parameter]]:
+    torch.manual_seed(0)
+    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
+    parameters = [nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes]
+    return ParallelMuon([(f"w{index}", each) for index, each in enumerate(parameters)], lr=1e-3, **options), parameters
+
+
 def one_card(device: Device) -> Iterator[Row]:
     """ParallelMuon against torch.optim.Muon on plain weights of one process."""
     layers, width = (2, 64) if device.is_small else (16, 2048)
@@ -363,6 +399,7 @@ PARTS = {
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
     "one_card": Part(one_card, 60),
+    "momenta": Part(momenta, 60),
     "steps": Part(steps, 150),
     "race": Part(race, 60),
 }

@@ -59,6 +59,7 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "Muon on B": {"lora": "b_only"},
     "normuon": {"normuon": True},
     "hyperball": {"hyperball": True},
+    "8-bit momentum": {"momentum_dtype": "int8"},
 }
 TUNING_SEED = 1000
 TITLES = ["mode", "configuration", "lr", "seed", "step", "loss", "loss on the first text", "seconds per step"]

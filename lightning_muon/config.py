@@ -36,6 +36,8 @@ ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["auto", "backward", "step", "off"]
+MomentumDtype = Literal["auto", "int8"]
+Offload = Literal["none", "momentum"]
 # Muon's learning rate over AdamW's, where one was chosen for AdamW: benchmarks/muon_rate.py, docs/performance.md.
 MEASURED_MUON_LR_FACTOR = 3.0
 
@@ -267,15 +269,25 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
         hyperball: Matrices on Muon keep the Frobenius norm R that they begin with, and each step goes ``lr *
             muon_lr_factor * R`` far (Wen et al. 2026, arXiv:2606.16899). They have no weight decay then, and
             ``adjust_lr_fn`` does not count; ``weight_decay`` is for the parameters on AdamW.
+        momentum_dtype: Of the momentum of matrices between steps. ``"auto"``: that of the parameter. ``"int8"``: 8 bits
+            and a float32 scale for each 2048 elements of a row (Gupta et al. 2025, arXiv:2509.23106). The moments of
+            AdamW stay as they are. See docs/family.md.
+        offload: ``"momentum"``: on CUDA the momentum of matrices is in pinned memory of the host, and each bucket comes
+            to the device for its part of the step only. The weights are the same, bit for bit. Without effect for
+            parameters on a CPU. See docs/family.md.
     """
 
     normuon: bool = False
     normuon_beta2: float = 0.95
     hyperball: bool = False
+    momentum_dtype: MomentumDtype = "auto"
+    offload: Offload = "none"
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         ExchangeOptions.__post_init__(self)
+        check_one_of("momentum_dtype", self.momentum_dtype, get_args(MomentumDtype))
+        check_one_of("offload", self.offload, get_args(Offload))
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

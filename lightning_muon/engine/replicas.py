@@ -19,6 +19,7 @@ from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.optim.momentum import StoredMomentum
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.logical import Box, logical_matrices
 from lightning_muon.sharding.base import ShardingMode
@@ -59,17 +60,20 @@ class ReplicaCheck:
 
     def _differing_copies(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """What differs between this rank and those with the same parts. Collective as :meth:`step_has_ended` is."""
-        copies: dict[_Ranks, list[tuple[str, Tensor]]] = {}
+        copies: dict[tuple[_Ranks, torch.device], list[tuple[str, Tensor]]] = {}
         trains_alone = _trains_alone(optimizer)
         for name, parameter in names_of(self._module).items():
             if not trains_alone:
-                copies.setdefault(self._ranks_of_weights(parameter), []).append((name, parameter))
+                place = self._ranks_of_weights(parameter), parameter.device
+                copies.setdefault(place, []).append((name, parameter))
             state = {} if self._mode.options.decoupled_nodes else optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    copies.setdefault(self._ranks_of_state(parameter), []).append((f"{key} of {name}", value))
+                for each in value.tensors() if isinstance(value, StoredMomentum) else [value]:
+                    if isinstance(each, Tensor) and each.ndim:
+                        place = self._ranks_of_state(parameter), each.device
+                        copies.setdefault(place, []).append((f"{key} of {name}", each))
         found: list[str] = []
-        for (mesh, axes), named in copies.items():
+        for ((mesh, axes), _), named in copies.items():
             if axes:
                 group = axis_group(mesh, axes)
                 everyone = gather(checksums([tensor for _, tensor in named]).tolist(), host_group(group))

@@ -133,7 +133,7 @@ class ShardedLayout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)), tuple(parameter.shape))
+        return self.laid_out(parameter, torch.zeros_like(self.local(parameter)))
 
     @override
     def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
@@ -167,13 +167,15 @@ class ShardedLayout(Layout):
                 )
         fail_together(error, self._shard_map.shard)
         self._require_equal(rows)
-        wholes = [rows[index].full_tensor() if index in rows else each.state for index, each in enumerate(states)]
-        return [
-            whole
-            if isinstance(whole, DTensor)
-            else self._laid_out(parameter, self._shard_map.local(parameter, whole.contiguous()).clone(), shape)
-            for (parameter, _, shape), whole in zip(states, wholes, strict=True)
-        ]
+        result: list[Tensor] = []
+        for index, (parameter, state, shape) in enumerate(states):
+            # One at a time: whole tensors take the memory that sharding saves.
+            whole = rows[index].to(parameter.device).full_tensor() if index in rows else state
+            if not isinstance(whole, DTensor):
+                part = self._shard_map.local(parameter, whole.contiguous()).to(state.device, copy=True)
+                whole = self._laid_out(parameter, part, shape)
+            result.append(whole)
+        return result
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
         """Raise on all ranks if these states are not alike. Collective over the shard axis; every rank must call it."""
@@ -182,17 +184,25 @@ class ShardedLayout(Layout):
 
     def _rows_of_owner(self, each: PlacedState) -> Tensor:
         """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""
-        group, owner = self._shard_map.shard, self._owner(each.parameter)
+        group, owner, device = self._shard_map.shard, self._owner(each.parameter), each.parameter.device
         box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
-        whole = each.state.contiguous() if group.rank == owner else each.state.new_empty(each.shape)
+        # A state that is kept on the host travels from device to device, too.
+        if group.rank == owner:
+            whole = each.state.to(device).contiguous()
+        else:
+            whole = torch.empty(each.shape, dtype=each.state.dtype, device=device)
         if group.group is not None:
             dist.broadcast(whole, group=group.group, group_src=owner)
-        return whole[box.start[0] : box.stop[0]].clone()
+        return whole[box.start[0] : box.stop[0]].to(each.state.device, copy=True)
 
     def _owner(self, parameter: Tensor) -> int | None:
         """The rank of the shard axis that has all of the parameter, if one has."""
         placement = self._shard_map.placements(parameter)[-1]
         return placement.rank if isinstance(placement, OwnedBy) else None
+
+    @override
+    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+        return self._laid_out(parameter, part, tuple(parameter.shape))
 
     def _laid_out(self, parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         has_rows = isinstance(self._shard_map.placements(parameter)[-1], Shard)

@@ -24,7 +24,7 @@ _SECONDS_OF_FIRST_RANK = 60.0  # To end, once it has saved.
 
 
 def _wait_until_gone(process: str) -> None:
-    """Lightning's launcher is a thread of the first rank, which it kills when a rank it has started ends with a code."""
+    """Wait for the first rank: Lightning runs its launcher there, and kills it when a rank ends with an exit code."""
     deadline = time.monotonic() + _SECONDS_OF_FIRST_RANK
     while not is_gone(process) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op
 
 Action = Callable[[Op], Sequence[dist.Work]]
 
@@ -105,14 +105,21 @@ class StreamExecutor(Executor):
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
+        self._device = device
         self._transfer = torch.cuda.Stream(device)
+        # Of lanes for copies between host and device, which are not in every plan; and those that this step has used.
+        self._copying: dict[str, torch.cuda.Stream] = {}
+        self._begun: set[str] = set()
         self._early = torch.cuda.Stream(device)
         self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
     def execute(self, op: Op) -> None:
-        self._execute_on(self._transfer if op.lane == TRANSFER else torch.cuda.current_stream(), op)
+        if op.lane == COMPUTE:
+            self._execute_on(torch.cuda.current_stream(), op)
+        else:
+            self._execute_on(self._transfer if op.lane == TRANSFER else self._copy_stream(op.lane), op)
 
     @override
     def execute_early(self, op: Op) -> None:
@@ -140,9 +147,19 @@ class StreamExecutor(Executor):
         for event in self._ended.values():
             current.wait_event(event)
         self._ended.clear()
+        self._begun.clear()
         if current != self._compute:
             self._compute.wait_stream(current)  # Memory of it is free now.
             self._compute = current
+
+    def _copy_stream(self, lane: str) -> torch.cuda.Stream:
+        if lane not in self._copying:
+            self._copying[lane] = torch.cuda.Stream(self._device)
+        if lane not in self._begun:
+            # For what the last step has copied, and for buffers that the compute lane has had until now.
+            self._begun.add(lane)
+            self._copying[lane].wait_stream(torch.cuda.current_stream())
+        return self._copying[lane]
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
         with torch.cuda.stream(stream), record_function(op.name):

@@ -19,6 +19,7 @@ from lightning_muon.math.newton_schulz import lr_scale, worth_batching
 from lightning_muon.math.rescaling import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
+from lightning_muon.optim.momentum import Momenta
 from lightning_muon.optim.parameters import INITIAL_NORM, SECOND_MOMENT, Gradients, States
 from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
 from lightning_muon.optim.transfer import Transfer
@@ -26,7 +27,7 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule import program
 from lightning_muon.schedule.program import Condition, Op, OpKind
-from lightning_muon.schedule.step import scatter_buffers_for
+from lightning_muon.schedule.step import momentum_buffers_for, scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,6 +61,8 @@ class MatrixStep:
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool, self._sums = BufferPool(wire_dtype, plan.device), BufferPool(torch.float32, plan.device)
+        are_on_host = any(op.kind == OpKind.FETCH for op in plan.ops)
+        self._momenta = Momenta(plan.device, are_on_host=are_on_host, num_buffers=momentum_buffers_for(look_ahead))
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         self._in_backward: dict[str, list[Op]] = {}
         for op in plan.ops:
@@ -84,6 +87,8 @@ class MatrixStep:
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         self.executor = make_executor(
             {
+                OpKind.FETCH: self._fetch,
+                OpKind.STORE: self._store,
                 OpKind.MOMENTUM: self._momentum,
                 OpKind.GATHER: self._communicate,
                 OpKind.EARLY_MOMENTUM: self._momentum,
@@ -137,6 +142,8 @@ class MatrixStep:
                 self._take_buffers(key, agreed.gradients, self._slots[key])
             if self._transfers[key].taken:
                 taking_part.add(key)
+        if not agreed.is_given_up:
+            self._momenta.begin_step({key: self._transfers[key].jobs for key in self.plan.buckets}, states)
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
             **of_part,
@@ -158,6 +165,7 @@ class MatrixStep:
         if self._has_early_buffers:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
+        self._momenta.end_step()
         self._agreed, self._states = replace(self._agreed, gradients={}), {}
         self._arrived.clear()
 
@@ -217,12 +225,21 @@ class MatrixStep:
         send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
+    def _fetch(self, op: Op) -> Sequence[dist.Work]:
+        self._momenta.fetch(op.key)
+        return ()
+
+    def _store(self, op: Op) -> Sequence[dist.Work]:
+        self._momenta.store(op.key)
+        return ()
+
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
         is_in_step = op.phase == program.IN_STEP
         if is_in_step and self._agreed.is_given_up:
             return ()
-        in_place = is_in_step and not self._may_be_given_up
+        # What was fetched from the host is not the state.
+        in_place = is_in_step and (self._momenta.are_on_host or not self._may_be_given_up)
         transfer = self._transfers[op.key]
         for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
             transfer.pack(jobs, pieces)
@@ -238,13 +255,14 @@ class MatrixStep:
             if neurons.holds_some:
                 yield [neurons], [self._neuron_values(job, SECOND_MOMENT, self._pool.dtype)]
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
-            grads = self._grads(jobs)
             if not self._has_momentum:
-                yield jobs, grads
+                yield jobs, self._grads(jobs)
                 continue
-            buffers = self._buffers(jobs)
+            buffers = self._momenta.read(jobs, self._states)
+            grads = self._grads(jobs, buffers[0].dtype)
             if in_place:
                 foreach.lerp_(buffers, grads, 1 - momentum)
+                self._momenta.write(jobs, buffers, self._states)
             else:
                 buffers = foreach.lerp(buffers, grads, 1 - momentum)
             yield jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers
@@ -287,7 +305,9 @@ class MatrixStep:
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
             for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
-                foreach.lerp_(self._buffers(jobs), self._grads(jobs), 1 - momentum)
+                buffers = self._momenta.read(jobs, self._states)
+                foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
+                self._momenta.write(jobs, buffers, self._states)
         update_of = self._arrived.pop(op.key, None) or transfer.updates()
         for job, neurons in transfer.moments.items():
             if neurons in update_of:
@@ -385,8 +405,10 @@ class MatrixStep:
             else:
                 yield values, members
 
-    def _grads(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
-        return [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
+    def _grads(self, jobs: Sequence[MatrixJob], dtype: torch.dtype | None = None) -> list[Tensor]:
+        """The calling rank's pieces of the gradients, in the dtype of the momenta if that is given."""
+        grads = [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
+        return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
     def _neuron_values(self, job: MatrixJob, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
         """What the state has for the calling rank's neurons, as ``dtype`` in one more dimension. Shares memory."""
@@ -404,10 +426,6 @@ class MatrixStep:
         is_transposed = job.matrix.is_transposed
         update, moments = normalize_neurons(update.mT if is_transposed else update, moments.view(-1), beta2=beta2)
         return (update.mT if is_transposed else update), moments.view(-1, 1)
-
-    def _buffers(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
-        """The calling rank's pieces of the momenta."""
-        return [job.local_view(local_tensor(self._states[job.parameter.tensor]["momentum_buffer"])) for job in jobs]
 
 
 def _lr_scale(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:

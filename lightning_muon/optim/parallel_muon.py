@@ -19,11 +19,13 @@ from lightning_muon.config import (
     Dedupe,
     DtypeName,
     Lora,
+    MomentumDtype,
     MuonConfig,
     MuonEq,
     MuonPlus,
     NsCoefficients,
     NsQuality,
+    Offload,
     OptimizerConfig,
     Overlap,
     from_arguments,
@@ -32,6 +34,8 @@ from lightning_muon.config import (
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
 from lightning_muon.optim.foreign_states import translated
 from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.momentum import MomentumCompletion
+from lightning_muon.optim.parameters import StateCompletion
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
 
@@ -101,6 +105,8 @@ class ParallelMuon(PlannedOptimizer):
         normuon: bool = MuonConfig.normuon,
         normuon_beta2: float = MuonConfig.normuon_beta2,
         hyperball: bool = MuonConfig.hyperball,
+        momentum_dtype: MomentumDtype = MuonConfig.momentum_dtype,
+        offload: Offload = MuonConfig.offload,
         adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         lora: Lora = MuonConfig.lora,
@@ -132,6 +138,10 @@ class ParallelMuon(PlannedOptimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(dict(self.translated(state_dict)))
+
+    @override
+    def _own_completion(self) -> StateCompletion:
+        return MomentumCompletion(self._options)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
         for line in _decisions(plan):

@@ -300,6 +300,9 @@ def zero_state(parameter: BoundParameter) -> dict[str, Any]:
 class StateCompletion:
     """Zero state in the place of what is missing, on all ranks alike; ``states`` are those of an optimizer."""
 
+    # Entries of a state that is loaded which keep the dtype and device that they have there.
+    kept_as_saved: frozenset[str] = frozenset()
+
     def __init__(self) -> None:
         # What the parameters of the plan must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
@@ -324,6 +327,14 @@ class StateCompletion:
             if not state.keys() >= self.keys(parameter):
                 self._made.add(parameter.tensor)
                 self.fill(parameter, state)
+        self.convert(parameters, states)
+
+    def convert(self, parameters: Sequence[BoundParameter], states: States) -> None:
+        """Bring tensors that were loaded into the form in which they are kept; local."""
+
+    def as_tensors(self, parameter: Tensor, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+        """The state of a parameter with tensors that are laid out like it, which :meth:`convert` takes back; local."""
+        return dict(state)
 
     def loaded(self) -> None:
         """The states are those of a checkpoint now; local."""
@@ -382,6 +393,15 @@ def check_shapes(
                         f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place of {wanted}: "
                         "the state is of another model, or its parameters were in another order"
                     )
+
+
+def divided(
+    states: Mapping[Any, Mapping[str, Any]], keys: Collection[str]
+) -> tuple[dict[Any, dict[str, Any]], dict[Any, dict[str, Any]]]:
+    """The entries of each state that are among ``keys``, where there are any, and all others; both in their order."""
+    kept = {number: {key: state[key] for key in state if key in keys} for number, state in states.items()}
+    others = {number: {key: state[key] for key in state if key not in keys} for number, state in states.items()}
+    return {number: state for number, state in kept.items() if state}, others
 
 
 def convert_(

@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.methods import Arithmetic
 from lightning_muon.math.product_costs import read_costs
-from lightning_muon.optim import gradients, parameters
+from lightning_muon.optim import gradients, momentum, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
@@ -248,10 +248,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         self._complete_state()
         packed = super().state_dict()
-        states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
-        given = self._all_parameters()
+        given, layout = dict(enumerate(self._all_parameters())), self._layout
+        states: dict[int, dict[str, Any]] = {
+            number: self._completion.as_tensors(given[number], state, layout)
+            for number, state in packed["state"].items()
+        }
         located = [(given[number], state) for number, state in states.items()]
-        parameters.convert_(located, self._layout.saved, self._shape_of_state)
+        parameters.convert_(located, layout.saved, self._shape_of_state)
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,13 +264,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
-        super().load_state_dict({**state_dict, "param_groups": groups})
+        kept, others = parameters.divided(state_dict["state"], self._completion.kept_as_saved)
+        super().load_state_dict({**state_dict, "state": others, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
-        states = self._existing_state
+        given, states = self._all_parameters(), self._existing_state
+        for number, parameter in zip(chain.from_iterable(group["params"] for group in groups), given, strict=True):
+            if number in kept:
+                states[parameter].update(kept[number])
         self._take_neuron_state(state_dict)
-        located = [(each, states[each]) for each in self._all_parameters() if each in states]
+        located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._shape_of_state)
+        if kept:
+            self._completion.convert(self._bind_parameters(), states)
 
     def _take_neuron_state(self, state_dict: Mapping[str, Any]) -> None:
         """Values of neurons as they were saved, in float32; torch rounds them to the dtype of the parameter. Local."""
@@ -385,9 +394,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
         plan_options = from_arguments(
-            PlanOptions, vars(options) | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
+            PlanOptions,
+            vars(options)
+            | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
+            | {"offloads_momentum": momentum.offloads(options, device)},
         )
-        settings = f"wire_dtype={wire_dtype} {self._settings()} {plan_options}"
+        dtypes = f"wire_dtype={wire_dtype} momentum_dtype={options.momentum_dtype}"
+        settings = f"{dtypes} {self._settings()} {plan_options}"
         require_equal_parameters(bound, meshes, settings)
 
         if self._bound is not None and self._bound.early is not None:

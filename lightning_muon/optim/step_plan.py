@@ -23,7 +23,7 @@ from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import step_program
+from lightning_muon.schedule.step import step_program, with_momenta_on_host
 from lightning_muon.schedule.validate import check_step
 
 
@@ -184,13 +184,16 @@ def make_step_plan(
     # Gradients must be sharded by the time that a bucket is sent during backward.
     gathered = [buckets[op.key] for op in matrices if op.kind == OpKind.GATHER]
     sharded = [each for each in gathered if all(isinstance(tensor, DTensor) for tensor in each.tensors)]
+    look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
-        look_ahead=0 if options.overlap == "off" else options.look_ahead,
+        look_ahead=look_ahead,
         early=[each.key for each in sharded if each.group.sends_early],
         is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
+    if options.offloads_momentum:
+        ops = with_momenta_on_host(ops, look_ahead)
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     for group in groups:
         owners = zip(group.jobs, group.plan.owners, strict=True)

@@ -34,6 +34,7 @@ class PlanOptions(ExchangeOptions):
 
     itemsize: int  # Bytes of an element on the wire.
     arithmetic: Arithmetic  # Of Newton-Schulz.
+    offloads_momentum: bool = False  # Whether momenta are kept on the host, and on the device for their bucket only.
 
 
 @dataclass(frozen=True, eq=False)

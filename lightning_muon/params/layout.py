@@ -142,6 +142,13 @@ class Layout:
         mesh, size, stride = parameter.device_mesh, torch.Size(shape), contiguous_stride(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
+    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
+        """The calling rank's ``part`` as state that is laid out like the parameter, wherever it lies; shares memory."""
+        if not isinstance(parameter, DTensor):
+            return part
+        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
+        return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
+
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """States as a checkpoint has them: DTensors or whole tensors.
 

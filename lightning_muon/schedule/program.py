@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 # Lanes.
 COMPUTE = "compute"
 TRANSFER = "transfer"
+# Copies between the memory of the host and that of the device, one lane for each direction.
+TO_DEVICE = "to device"
+TO_HOST = "to host"
 
 # Phases, in their order. What belongs to backward and has not run when the step begins, runs then.
 IN_BACKWARD = "in backward"
@@ -43,6 +46,8 @@ class OpKind:
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
+    FETCH = "fetch"  # Copy the momenta of a bucket from the memory of the host to a buffer of the device.
+    STORE = "store"  # Copy them back.
     EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
     EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be thrown away.
     SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.

@@ -16,6 +16,8 @@ from lightning_muon.schedule.program import (
     IN_BACKWARD,
     IN_STEP,
     STEP_KINDS,
+    TO_DEVICE,
+    TO_HOST,
     Condition,
     Facts,
     Op,
@@ -62,6 +64,36 @@ def prefetch(program: Program, look_ahead: int) -> Program:
 def scatter_buffers_for(look_ahead: int) -> int:
     """Scatter buffers that go with a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
     return max(2, look_ahead)
+
+
+def momentum_buffers_for(look_ahead: int) -> int:
+    """Buckets whose momenta are on the device at a time if they are kept on the host: until a bucket is updated."""
+    return max(1, look_ahead) + scatter_buffers_for(look_ahead)
+
+
+def with_momenta_on_host(ops: Sequence[Op], look_ahead: int) -> list[Op]:
+    """Let the ops of a rank that need momenta find them on the device, and bring them back after the update.
+
+    The buffers of :func:`momentum_buffers_for` are used in turn: fetch k waits for store k - n. What is fetched may be
+    changed before the ``check``; only the store, behind the update, changes the state. Both run for every bucket, also
+    one without gradients, for which they do nothing, so that each wait holds for all earlier buckets in the lane, too.
+    """
+    num_buffers, stores = momentum_buffers_for(look_ahead), list[str]()
+    fetched: dict[str, str] = {}
+    staged: list[Op] = []
+    for op in ops:
+        needs = op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
+        if needs and op.key not in fetched:
+            frees = (stores[len(fetched) - num_buffers],) if len(fetched) >= num_buffers else ()
+            fetch = Op(kind=OpKind.FETCH, key=op.key, rank=op.rank, lane=TO_DEVICE, items=op.items, deps=frees)
+            fetched[op.key] = fetch.name
+            staged.append(fetch)
+        staged.append(replace(op, deps=(*op.deps, fetched[op.key])) if needs else op)
+        if op.kind == OpKind.UPDATE:
+            store = Op(kind=OpKind.STORE, key=op.key, rank=op.rank, lane=TO_HOST, items=op.items, deps=(op.name,))
+            stores.append(store.name)
+            staged.append(store)
+    return staged
 
 
 def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:

@@ -30,6 +30,7 @@ from tests.distributed.backward_passes import (
     tokens,
     without_sync,
 )
+from tests.support.momenta_on_host import momenta_on_host
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
 from tests.support.tensors import are_equal, weights_of
@@ -54,13 +55,15 @@ def _train(
     return weights_of(model)
 
 
-def _compare(mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None]) -> list[str]:
+def _compare(
+    mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None], **common: Any
+) -> list[str]:
     """Names of weights that differ from those of a step without any overlap; a variant may have ``looks_at_once``."""
-    expected, different = _train(mesh_shape, {"overlap": "off"}, backward), list[str]()
+    expected, different = _train(mesh_shape, {"overlap": "off", **common}, backward), list[str]()
     for options in variants:
         made = {key: value for key, value in options.items() if key != "looks_at_once"}
         with mock.patch.object(gradients, "_looks_at_once", return_value=options.get("looks_at_once", True)):
-            weights = _train(mesh_shape, made, backward)
+            weights = _train(mesh_shape, common | made, backward)
         different += [f"{options} {name}" for name in weights if not torch.equal(weights[name], expected[name])]
     return different
 
@@ -101,6 +104,34 @@ def test_every_schedule_gives_the_same_bits(
 ) -> None:
     world_size = torch.Size(mesh_shape).numel()
     for differences in gloo.run(_compare, mesh_shape, variants, backward, world_size=world_size):
+        assert differences == []
+
+
+def _compare_kept(mesh_shape: tuple[int, ...], backward: Callable[..., None], **common: Any) -> list[str]:
+    """As :func:`_compare`, with momenta in 8 bits or in the memory of the host, or both."""
+    with momenta_on_host():
+        return _compare(mesh_shape, KEPT, backward, **common)
+
+
+KEPT = [
+    {"overlap": "step", "look_ahead": 3},
+    {"overlap": "backward", "chunk_bytes": 700},
+    {"overlap": "off", "offload": "momentum"},
+    {"overlap": "step", "look_ahead": 1, "looks_at_once": False, "offload": "momentum"},
+    {"overlap": "backward", "chunk_bytes": 700, "looks_at_once": False, "offload": "momentum"},
+]
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "backward", "momentum_dtype"),
+    [((2,), clipped, "int8"), ((3,), branch_on_some_ranks, "int8"), ((2, 2), accumulated, "auto")],
+)
+def test_momenta_that_are_kept_elsewhere_give_the_same_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], backward: Callable[..., None], momentum_dtype: str
+) -> None:
+    world_size = torch.Size(mesh_shape).numel()
+    common = {"momentum_dtype": momentum_dtype}
+    for differences in gloo.run(_compare_kept, mesh_shape, backward, **common, world_size=world_size):
         assert differences == []
 
 

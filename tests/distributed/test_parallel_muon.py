@@ -13,7 +13,7 @@ from lightning_muon import ParallelMuon
 from lightning_muon.math.coefficients import polar_express, steps_of
 from lightning_muon.math.product_costs import MeasuredCosts
 from tests.distributed.sharding.training import mesh_of
-from tests.reference.muon import ReferenceMuon
+from tests.reference.muon import ReferenceMuon, in_8_bits
 from tests.support.processes import ProcessPool
 from tests.support.tensors import whole
 
@@ -212,17 +212,49 @@ def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return cut
 
 
+@pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
-def test_parts_along_both_sides_are_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+def test_parts_along_both_sides_are_matrices(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], momentum_dtype: str
+) -> None:
     options = {"muon_eq": "R", "muon_plus": "col"}  # Of the rows and columns of each part.
-    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR, **options)
+    kept = {"kept": _momentum_in_8_bits(1)} if momentum_dtype == "int8" else {}
+    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR, **options, **kept)
     for step in range(NUM_STEPS):
         reference.step(_cut(_tensors(1 + step)))
     parts = {"fused": {"square": (16, 40, 8)}, "fused_inputs": {"odd": (3, 4), "tall": 3, "convolution": 2}}
-    for shard_dim in (0, 1):
+    options["momentum_dtype"] = momentum_dtype
+    for shard_dim in (0, 1) if momentum_dtype == "auto" else (0,):
         arguments = (mesh_shape, shard_dim, FLOAT32 | parts | options)
         for result in gloo.run(_train_on_mesh, *arguments, world_size=math.prod(mesh_shape)):
             assert _largest_difference(_cut(result), reference.matrices) <= 20 * EXACT
+
+
+def _momentum_in_8_bits(num_parts: int) -> Callable[[str, Tensor], Tensor]:
+    """For :class:`ReferenceMuon`; rows of stacks are in the last dimension, those of convolutions in all but one."""
+
+    def kept(name: str, momentum: Tensor) -> Tensor:
+        if momentum.ndim == 4:
+            # Parts along the first of the dimensions that a row has.
+            parts = [in_8_bits(part.flatten(1)).view(part.shape) for part in momentum.chunk(num_parts, dim=1)]
+            return torch.cat(parts, dim=1)
+        if momentum.ndim == 3:
+            # A shard along dimension 1 has whole rows.
+            return in_8_bits(momentum.flatten(0, 1)).view(momentum.shape)
+        return in_8_bits(momentum, num_parts)
+
+    return kept
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_8_bit_momentum_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    options = FLOAT32 | {"chunk_bytes": 8000, "momentum_dtype": "int8"}
+    for shard_dim in (0, 1):
+        # Shards of rows have the blocks of whole rows, however many they are; those of columns have their own blocks.
+        expected = _reference(kept=_momentum_in_8_bits(1 if shard_dim == 0 else mesh_shape[-1]))
+        assert _largest_difference(expected, _reference()) > 50 * EXACT
+        for result in gloo.run(_train_on_mesh, mesh_shape, shard_dim, options, world_size=math.prod(mesh_shape)):
+            assert _largest_difference(result, expected) <= EXACT
 
 
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:

@@ -1,7 +1,7 @@
 """Muon and AdamW on full tensors in one process, written for reading: what every distributed path is compared with."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -47,8 +47,26 @@ def normalized(update: Tensor, variant: str) -> Tensor:
     return x.to(update.dtype)
 
 
+def in_8_bits(matrix: Tensor, num_parts: int = 1) -> Tensor:
+    """What 8 bits keep of a matrix: blocks of 2048 in each row, the last one shorter, in multiples of max / 127.
+
+    Of a matrix in parts along its rows, as ``torch.chunk`` makes them, each part has blocks of its own.
+    """
+    blocks: list[Tensor] = []
+    for part in matrix.chunk(num_parts, dim=1):
+        for block in part.split(2048, dim=1):
+            maxima = block.abs().amax(1, keepdim=True)
+            # In float32 and this order: near the middle between two codes another rounding gives the other one.
+            codes = torch.round(block / maxima * 127).nan_to_num()
+            blocks.append(codes * (1 / 127) * maxima)
+    return torch.cat(blocks, dim=1)
+
+
 class ReferenceMuon:
-    """State and step of Muon for named full tensors, all in one process."""
+    """State and step of Muon for named full tensors, all in one process.
+
+    ``kept`` makes of the name of a tensor and its momentum what is kept of it until the next step.
+    """
 
     def __init__(
         self,
@@ -68,6 +86,7 @@ class ReferenceMuon:
         normuon: bool = False,
         normuon_beta2: float = 0.95,
         hyperball: bool = False,
+        kept: Callable[[str, Tensor], Tensor] = lambda name, momentum: momentum,
     ) -> None:
         self.normuon, self.normuon_beta2, self.hyperball = normuon, normuon_beta2, hyperball
         self.second_moments: dict[str, Tensor] = {}  # By name, and number of the matrix in a stack.
@@ -77,7 +96,7 @@ class ReferenceMuon:
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
         self.cautious_weight_decay = cautious_weight_decay
         self.momentum, self.nesterov = momentum, nesterov
-        self.adjust_lr_fn, self.dtype, self.steps = adjust_lr_fn, dtype, steps
+        self.adjust_lr_fn, self.dtype, self.steps, self.kept = adjust_lr_fn, dtype, steps, kept
         self.muon_eq, self.muon_plus = muon_eq, muon_plus
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
@@ -86,6 +105,7 @@ class ReferenceMuon:
         for name, grad in grads.items():
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
+            self.buffers[name] = self.kept(name, self.buffers[name])
             tensor = self.matrices[name]
             if not self.cautious_weight_decay and not self.hyperball:
                 tensor.mul_(1 - rate * self.weight_decay)

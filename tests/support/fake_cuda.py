@@ -161,16 +161,16 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     """An op that no device knows of; memory is pinned in name only."""
     if not kwargs.get("pin_memory"):
+        name = func._schema.name.split("::")[1].rstrip("_")
+        if active().races and active().pinned and name not in _NO_KERNEL - {"_local_scalar_dense"}:
+            for tensor in _tensors((*args, *kwargs.values())):
+                is_write = func._schema.is_mutable and tensor is args[0]
+                active().access_on_host(tensor, f"{name} ({site()})", is_write=is_write)
         return func(*args, **kwargs)
     tensor = func(*args, **kwargs | {"pin_memory": False})
     storage = tensor.untyped_storage()
     active().pinned[storage._cdata] = StorageWeakRef(storage)
     return tensor
-
-
-def _is_pinned(tensor: Tensor) -> bool:
-    known = active().pinned.get(tensor.untyped_storage()._cdata)
-    return known is not None and not known.expired()
 
 
 def _read(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -190,11 +190,11 @@ def _read(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
             if not does_not_wait:
                 active().sync("copy to the host")
             return True, torch.zeros(first.shape, dtype=kwargs.get("dtype") or first.dtype)
-        if first.device.type == "cpu" and not (does_not_wait and _is_pinned(first)):
+        if first.device.type == "cpu" and not (does_not_wait and active().is_pinned(first)):
             active().sync("copy to the device")
     if name == "copy" and first.device != second.device:
         host = first if first.device.type == "cpu" else second
-        if not (does_not_wait and _is_pinned(host)):
+        if not (does_not_wait and active().is_pinned(host)):
             active().sync("copy between host and device")
         return (True, first.zero_()) if host is first else (False, None)
     if name in ("index", "index_put"):

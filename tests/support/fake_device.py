@@ -102,10 +102,10 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """A storage: the stream whose allocator it is of, and who has touched it."""
+    """A storage: the stream whose allocator it is of (``None``: pinned memory of the host), and who has touched it."""
 
     alive: StorageWeakRef
-    owner: Stream
+    owner: Stream | None
     accesses: list[_Access] = field(default_factory=list[_Access])
     last: Clock = field(default_factory=Clock)
     recorded: list[Stream] = field(default_factory=list[Stream])
@@ -159,7 +159,7 @@ class Simulation:
 
     def access(self, tensor: Tensor, stream: Stream, label: str, *, is_write: bool) -> None:
         """Work on ``stream`` touches a tensor; its memory is of the current stream if it is seen for the first time."""
-        if not self.races or tensor.device.type != "cuda" or tensor.numel() == 0:
+        if not self.races or not (tensor.device.type == "cuda" or self.is_pinned(tensor)) or tensor.numel() == 0:
             return
         memory = self._memory_of(tensor.untyped_storage())
         size = tensor.element_size()
@@ -178,6 +178,18 @@ class Simulation:
         memory.accesses = [*kept, new][-_MOST_ACCESSES:]
         memory.last[stream.id] = new.time
 
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the host is in memory that devices copy to and from while the host goes on."""
+        known = self.pinned.get(tensor.untyped_storage()._cdata)
+        return known is not None and not known.expired()
+
+    def access_on_host(self, tensor: Tensor, label: str, *, is_write: bool) -> None:
+        """The host touches pinned memory: have streams that copy from or to it ended, as far as it knows?"""
+        memory = self._memory.get(tensor.untyped_storage()._cdata)
+        for old in memory.accesses if self.on and memory is not None and self.is_pinned(tensor) else ():
+            if self.host.get(old.stream, 0) < old.time and (is_write or old.is_write):
+                self.found[f"RACE {label} on the host || {old}"] += 1
+
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         if self.races:
             self._memory_of(tensor.untyped_storage()).recorded.append(stream)
@@ -191,13 +203,15 @@ class Simulation:
             memory.last = {
                 name: time for name, time in memory.last.items() if all(clock.get(name, 0) < time for clock in known)
             }
-            self._free.setdefault(memory.owner.id, []).append(memory)
+            if memory.owner is not None:
+                self._free.setdefault(memory.owner.id, []).append(memory)
 
     def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
         memory = self._memory.get(storage._cdata)
         if memory is None or memory.alive.expired():
             self.look_for_freed()
-            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), self.current)
+            owner = self.current if storage.device.type == "cuda" else None
+            memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), owner)
             self._reuse(self.current)
         return memory
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon import forward_backward
+from lightning_muon import MuonConfig, forward_backward
 from tests.integration.integrations.fabric.loop import launch, own_rows
 from tests.integration.training import EXACT
 from tests.support.processes import ProcessPool
@@ -80,11 +80,13 @@ def _stages(size: int, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
     return {"pipeline_size": size, "pipeline_schedule": schedule, "pipeline_microbatches": 4, **more}
 
 
+# Rows have the same codes in all shards of rows, so that these go from one to another, too, bit by bit.
+_IN_8_BITS = {"optimizer": MuonConfig(momentum_dtype="int8")}
 # World size -> name -> options.
 _MODES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {"sharding": "none"}},
-    2: {"2": {}, "2 stages": _stages(2)},
-    3: {"3": {}},
+    2: {"2": {}, "2 stages": _stages(2), "2, 8 bits": _IN_8_BITS},
+    3: {"3": {}, "3, 8 bits": _IN_8_BITS},
     4: {
         "1x4": {"shard_size": 4},
         "2x2": {"replicate_size": 2, "shard_size": 2},
@@ -95,13 +97,18 @@ _MODES: dict[int, dict[str, dict[str, Any]]] = {
         "2 stages x 2": _stages(2, "interleaved_1f1b", shard_size=2),
         "4 stages": _stages(4),
         "one file": {"save_distributed_checkpoint": False},
+        "8 bits": _IN_8_BITS,
+        "zero2, 8 bits": {"sharding": "zero2", **_IN_8_BITS},
+        "ddp, one file, 8 bits": {"sharding": "ddp", "save_distributed_checkpoint": False, **_IN_8_BITS},
     },
     8: {"1x8": {"shard_size": 8}},
 }
 _SAVED = {1: ["none"], 4: ["1x4", "2x2", "zero2", "fsdp x tp", "2 stages x 2", "one file"]}
+_SAVED[4] += [name for name in _MODES[4] if "8 bits" in name]
 # Mode -> those of whose checkpoints it goes on.
 _LOADED = {
     "none": [*_SAVED[1], *_SAVED[4]],
+    **dict.fromkeys([name for modes in _MODES.values() for name in modes if "8 bits" in name], _SAVED[4][-3:]),
     "2": ["1x4", "fsdp x tp"],
     "2 stages": ["none", "2 stages x 2", "one file"],
     "3": ["1x4", "2 stages x 2"],

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.silent_corruption import SETTINGS, flip, start, step
+from lightning_muon import MuonConfig
 from lightning_muon.engine import replicas
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.math.methods import NewtonSchulz
@@ -39,6 +40,20 @@ def _flipped(setting: str, kind: str, rank: int) -> None:
 def test_a_flipped_bit_is_named_on_all_ranks(gloo: ProcessPool, setting: str, kind: str, match: str) -> None:
     size = SETTINGS[setting].num_ranks
     gloo.expect_error_on_all_ranks(_flipped, setting, kind, 2, match=match, exception=RuntimeError, world_size=size)
+
+
+def _flipped_code(rank: int) -> None:
+    engine = start({"sharding": "ddp", "optimizer": MuonConfig(momentum_dtype="int8")}, every=2)
+    step(engine, 0)
+    if dist.get_rank() == rank:
+        stored: Any = engine.optimizers[0].state[engine.module.get_parameter("1.weight")]["momentum_buffer"]
+        stored.tensors()[0].view(-1)[5] ^= 1
+    step(engine, 1)
+
+
+def test_a_flipped_bit_of_a_code_is_named_on_all_ranks(gloo: ProcessPool) -> None:
+    match = r"1.weight \(on rank 2\)|momentum_buffer of 1.weight \(on rank 2\)"
+    gloo.expect_error_on_all_ranks(_flipped_code, 2, match=match, exception=RuntimeError, world_size=3)
 
 
 def _wrong_arithmetic(options: dict[str, Any]) -> None:

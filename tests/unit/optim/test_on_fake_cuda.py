@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import DiLoCo, Full, ModeOptions, Striding, make_mode
+from lightning_muon import DiLoCo, Full, ModeOptions, ParallelMuon, Striding, make_mode
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
 from lightning_muon.engine.pipeline_training import PipelineTraining
@@ -20,6 +20,7 @@ from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
 from lightning_muon.optim import planned_optimizer
+from lightning_muon.optim.executor import StreamExecutor
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Simulation
@@ -39,6 +40,11 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
     "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
     "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
+    "fsdp, step, 8 bits": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step", momentum_dtype="int8"),
+    "fsdp, step, on the host": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1, **ON_HOST),
+    "fsdp, clip, 8 bits on the host": lambda: run_fsdp(
+        SMALL, NUM_RANKS, overlap="backward", clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
+    ),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2),
     "zero2, clip": lambda: run_zero2(SMALL, NUM_RANKS, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
@@ -56,6 +62,7 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
 }
 SMALL = shapes_of("small")
+ON_HOST: dict[str, Any] = {"offload": "momentum"}
 
 
 def _rescaled(**options: Any) -> tuple[Simulation, Any]:
@@ -83,6 +90,31 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
     assert not simulation.found
     assert _places(simulation) <= ALLOWED
     assert simulation.syncs.total() == simulation.num_steps
+
+
+@pytest.mark.parametrize("op", ["fetch", "store", "update"])
+def test_copies_of_momenta_that_do_not_wait_are_races(op: str) -> None:
+    waits = StreamExecutor.wait
+
+    def forget(executor: StreamExecutor, name: str) -> None:
+        if not name.startswith(op):
+            waits(executor, name)
+
+    with mock.patch.object(StreamExecutor, "wait", forget):
+        simulation, _ = run_fsdp(SMALL, 2, overlap="off", chunk_bytes=1, **ON_HOST)
+    assert any(what.startswith("RACE") and "momentum.py" in what for what in simulation.found)
+
+
+def test_a_state_on_the_host_is_read_when_it_is_there(device: Simulation) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 6, device="cuda"))
+    optimizer = ParallelMuon([parameter], algorithm="muon", error_if_nonfinite=False, **ON_HOST)
+    for _ in range(2):
+        parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    assert not device.syncs
+    saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    assert saved.device.type == "cpu"
+    assert device.syncs and not device.found
 
 
 def test_without_a_check_nothing_is_waited_for() -> None:
@@ -204,6 +236,24 @@ def test_the_checker_finds_every_wait(device: Simulation) -> None:
     for number, wait in enumerate(waits, 1):
         wait()
         assert device.syncs.total() == number
+
+
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_the_checker_finds_races_in_pinned_memory(device: Simulation, has_waited: bool) -> None:
+    pinned, tensor = torch.zeros(4, device="cpu", pin_memory=True), torch.zeros(4, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        pinned.copy_(tensor, non_blocking=True)
+    if has_waited:
+        stream.record_event().synchronize()
+    pinned.add(1)
+    assert bool(device.found) == (not has_waited)
+    device.found.clear()
+    if has_waited:
+        torch.cuda.current_stream().wait_stream(stream)
+    tensor.copy_(pinned, non_blocking=True)
+    assert bool(device.found) == (not has_waited)
 
 
 @pytest.mark.parametrize("is_freed", [True, False])
