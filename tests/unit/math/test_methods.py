@@ -135,8 +135,10 @@ def test_quality_chooses_the_cheapest_that_keeps_it() -> None:
     assert fast.choice(1024, 256, on_cpu) == NewtonSchulz(three, torch.float32, "gram")
     narrow = NewtonSchulzOptions((0.95, 1.05), (3.4445, -4.7750, 2.0315), 5)
     assert narrow.choice(256, 1024, Arithmetic("cuda", torch.float32)) == NewtonSchulz(four, torch.float32, "gram")
-    assert NewtonSchulzOptions.of({"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}) == (
-        NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5)
-    )
+    of_file = {"ns_quality": [0.95, 1.05], "ns_coefficients": [1.0, 2.0, 3.0], "ns_steps": 5}
+    options = NewtonSchulzOptions.of({**of_file, "muon_eq": "R", "muon_plus": "row"})
+    assert options == NewtonSchulzOptions((0.95, 1.05), (1.0, 2.0, 3.0), 5, "R", "row")
+    choice = options.choice(256, 1024, on_cpu)
+    assert (choice.steps, choice.muon_eq, choice.muon_plus) == (four, "R", "row")
     as_given = NewtonSchulzOptions("reference", (2.0, -1.5, 0.5), 3)
     assert as_given.choice(256, 1024, on_cpu) == NewtonSchulz(((2.0, -1.5, 0.5),) * 3, torch.float32)
