@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
 from lightning_muon.math.product_costs import MeasuredCosts, read_costs
 from lightning_muon.params.layout import local_tensor
 from tests.support.processes import ProcessPool
@@ -77,8 +77,8 @@ def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[s
     assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
 
 
-def _with_costs(folder: str) -> str:
-    """What is said on ranks whose files of costs differ, though their names do not."""
+def _with_costs(folder: str, *, are_nodes: bool) -> str:
+    """What is said on ranks, or nodes of FlexDeMo, whose files of costs differ, though their names do not."""
     path, costs = Path(folder, "costs.json"), dict.fromkeys(("gram", "square", "symmetric", "whole"), 1.0)
     for rank in range(dist.get_world_size()):
         if rank == dist.get_rank():
@@ -86,14 +86,21 @@ def _with_costs(folder: str) -> str:
             path.write_text(MeasuredCosts("cpu", f"host {rank}", measured).to_json())
             read_costs(str(path), "cpu")  # Which keeps it: for this process it is the file of its host.
         dist.barrier()
-    weight = _parameter(0, (8, 4), _line())
+    options: dict[str, Any] = {"ns_quality": "fast", "ns_costs": str(path)}
+    nodes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    weight = _parameter(0, (8, 4), nodes["shard"] if are_nodes else _line())
+    if are_nodes:
+        optimizer: torch.optim.Optimizer = FlexDeMo([("weight", weight)], base="muon", mesh=nodes, **options)
+    else:
+        optimizer = ParallelMuon([("weight", weight)], **options)
     with pytest.raises(RuntimeError) as error:
-        ParallelMuon([("weight", weight)], ns_quality="fast", ns_costs=str(path)).step()
+        optimizer.step()
     return str(error.value)
 
 
-def test_costs_that_differ_are_an_error_on_all_ranks(gloo: ProcessPool, tmp_path: Path) -> None:
-    for message in gloo.run(_with_costs, str(tmp_path), world_size=2, timeout=30):
+@pytest.mark.parametrize("are_nodes", [False, True])
+def test_costs_that_differ_are_an_error_on_all_ranks(gloo: ProcessPool, are_nodes: bool, tmp_path: Path) -> None:
+    for message in gloo.run(_with_costs, str(tmp_path), are_nodes=are_nodes, world_size=2, timeout=30):
         assert "'host 0'" in message and "'host 1'" in message and "differs between ranks" in message
 
 
