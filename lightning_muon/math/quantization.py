@@ -51,5 +51,7 @@ def _in_blocks(matrix: Tensor) -> Tensor:
     """(rows, cols) -> (rows, blocks, elements of a block); a last block that is shorter is filled up with zeros."""
     cols = matrix.shape[1]
     size = min(cols, BLOCK)
-    filled: Tensor = F.pad(matrix, (0, -cols % size)) if cols % size else matrix
-    return filled.unflatten(1, (-1, size))
+    if cols % size:
+        filled: Tensor = F.pad(matrix, (0, -cols % size))
+        return filled.unflatten(1, (-1, size))
+    return matrix.unflatten(1, (-1, size))
