@@ -5,7 +5,7 @@
 A small language model with dropout is trained by a Trainer with ``AutoResume``. At a random optimizer step one rank,
 chosen at random, gets SIGKILL at a random time after the beginning of its forward pass, backward pass, optimizer step
 or save; the others must end by themselves. Then the program is started again, and goes on from the newest intact
-checkpoint. A series of kills in one training has one way of sharding, drawn at random.
+checkpoint. The kills of one training are a series; series take turns through the ways of sharding.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def main() -> None:
     while done < options.kills:
         draw, kills = random.Random(f"{options.seed} {number}"), min(options.per_series, options.kills - done)
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-            mode = draw.choice(options.modes)
+            mode = options.modes[number % len(options.modes)]
             print(run_series(pool, Path(folder), mode, kills=kills, num_steps=3 * kills + 4, draw=draw), flush=True)
         done, number = done + kills, number + 1
     pool.close()
