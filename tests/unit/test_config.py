@@ -119,6 +119,11 @@ def test_hyperball_takes_no_decay_where_it_would_do_nothing() -> None:
     ParallelMuon([weight], hyperball=True)  # For parameters on AdamW.
 
 
+def test_rows_are_evened_out_by_one_option() -> None:
+    with pytest.raises(ValueError, match="normuon=True and muon_plus='row' both even out rows"):
+        MuonConfig(normuon=True, muon_plus="row")
+
+
 def test_flexdemo_says_that_it_has_no_rescaled_updates() -> None:
     with pytest.raises(TypeError, match="there is no option 'normuon'; it belongs to ParallelMuon"):
         FlexDeMo([torch.nn.Parameter(torch.eye(3))], normuon=True)  # type: ignore[call-arg]
