@@ -16,7 +16,7 @@ from lightning_muon.config import VERSION
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
-    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     from lightning_muon.config import MuonConfig
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
+    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.optim.parallel_muon import ParallelMuon
@@ -61,6 +62,9 @@ if TYPE_CHECKING:
     class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
         pass
 
+    class QKClip(QKClipCallback, Callback):  # noqa: D101
+        pass
+
     class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
         pass
 
@@ -77,6 +81,7 @@ __all__ = [
     "ParallelMuon",
     "ParallelMuonFabricStrategy",
     "ParallelMuonStrategy",
+    "QKClip",
     # what nodes send each other
     "Components",
     "DCTTopK",
@@ -116,7 +121,7 @@ _MODULES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
-    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy",
+    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
     "monitor.signals": "StopSignals",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",

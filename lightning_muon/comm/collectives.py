@@ -96,6 +96,13 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     return work
 
 
+def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work:
+    """Begin the elementwise maximum, in place. Collective over ``group``; every rank of it must call it."""
+    let_gloo_finish_at_exit()
+    (work,) = group.track([dist.all_reduce(values, dist.ReduceOp.MAX, group=group.group, async_op=True)])
+    return work
+
+
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
     """Begin to copy small tensors of any dtypes and devices to the host; the result gives the elements of each, flat.
 

@@ -98,6 +98,8 @@ class TrainingEngine:
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
+        # Called behind each step of an optimizer, on all ranks; they are told whether it was skipped.
+        self.after_step: list[Callable[[bool], None]] = []
         self._is_explaining = False
         self._is_attached = False
         self._names: dict[Tensor, str] = {}
@@ -366,6 +368,7 @@ class TrainingEngine:
             self._drop_nonfinite(optimizer)
             return result
 
+        num_skipped = self.finite_check(optimizer).skipped_steps
         with self.explaining():
             if closure is None:
                 with_whole_gradients()
@@ -373,6 +376,8 @@ class TrainingEngine:
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
+            for follow in list(self.after_step):
+                follow(self.finite_check(optimizer).skipped_steps > num_skipped)
             if self._replica_check is not None:
                 self._replica_check.step_has_ended(optimizer)
         if isinstance(optimizer, PlannedOptimizer):

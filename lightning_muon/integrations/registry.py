@@ -44,13 +44,15 @@ def __getattr__(name: str) -> Any:
     # The class for the first package that is installed; none is imported before.
     packages = {
         "AutoResume": TRAINERS,
+        "QKClip": TRAINERS,
         "ParallelMuonStrategy": TRAINERS,
         "ParallelMuonFabricStrategy": FABRICS,
     }.get(name)
     if packages is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = first_installed(packages, f"{name} needs Lightning")
-    return auto_resume_class(package) if name == "AutoResume" else strategy_class(package)
+    make = {"AutoResume": auto_resume_class, "QKClip": qk_clip_class}.get(name, strategy_class)
+    return make(package)
 
 
 def strategy_class(package: str) -> type[Any]:
@@ -89,6 +91,15 @@ def auto_resume_class(package: str) -> type[Any]:
     body = {"__doc__": Ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon"), "package": TRAINERS[package]}
     body[MONITOR_CANDIDATES] = add_steps
     return type("AutoResume", bases, body)
+
+
+@cache
+def qk_clip_class(package: str) -> type[Any]:
+    """The callback ``QKClip`` for a package with a Trainer."""
+    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback as Ours
+
+    body = {"__doc__": Ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon")}
+    return type("QKClip", (Ours, importlib.import_module(f"{package}.callbacks").Callback), body)
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

@@ -12,8 +12,9 @@ def test_the_public_names_are_these() -> None:
     names = """
         AutoResume Components DCTTopK DamagedCheckpointError DiLoCo ExchangeStep FlexDeMo FlexDeMoConfig Full
         ModeOptions MuonConfig NoReplication
-        NonFiniteGradientError Options ParallelMuon ParallelMuonFabricStrategy ParallelMuonStrategy Random Replicator
-        Slicing StopSignals Striding Turn context_attention forward_backward full_state_dict gather_sequence make_mode
+        NonFiniteGradientError Options ParallelMuon ParallelMuonFabricStrategy ParallelMuonStrategy QKClip Random
+        Replicator Slicing StopSignals Striding Turn context_attention forward_backward full_state_dict gather_sequence
+        make_mode
         pad_to_multiple register_schedule split_sequence
     """
     assert sorted(lightning_muon.__all__) == names.split()
