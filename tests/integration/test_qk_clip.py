@@ -1,4 +1,4 @@
-"""``QKClip``: trainings against one process with whole weights that are scaled by hand, head by head; what it refuses."""
+"""``QKClip``: trainings against one process with whole weights that are scaled by hand; what it refuses."""
 
 import math
 from collections.abc import Sequence
