@@ -144,7 +144,7 @@ class QKClipper:
 
         Collective over all ranks; every rank must call it.
         """
-        is_new = any(watched.shape is not None and watched not in known for watched in self._watched.values())
+        is_new = any(watched.has_run and watched not in known for watched in self._watched.values())
         parts = [watched.take_maxima(self._device) for watched in known]
         values = torch.cat([*parts, torch.full((1,), float(is_new), device=self._device)])
         values.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
@@ -178,6 +178,11 @@ class _Watched:
     def is_trained(self) -> bool:
         """Whether all of its projections train."""
         return all(parameter.requires_grad for parameter in self.attention.parameters)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether there is something to tell of it."""
+        return self.shape is not None or bool(self.problem)
 
     def begin_call(self) -> None:
         """The forward of the module begins."""
@@ -244,8 +249,9 @@ class _Watched:
                 f"it has {observed} heads of {size}, but the {self.attention.query.num_rows} rows of "
                 f"{self.attention.query.name!r} are {num_heads}"
             )
-        self.attention.head_rows(num_heads, size)
-        self.shape = num_heads, size
+        if self.shape != (num_heads, size):
+            self.attention.head_rows(num_heads, size)
+            self.shape = num_heads, size
         return query, mask, 0 if observed == num_heads else self._tensor_rank * observed
 
     def _check(self, query: Tensor, key: Tensor) -> None:

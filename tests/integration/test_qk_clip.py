@@ -22,7 +22,7 @@ WIDTH = HEADS * SIZE  # 15 rows of 3 heads: over 2 ranks 8 + 7, over 4 ranks 4 +
 THRESHOLD = 1.2
 # The gradient of a key's bias is 0 but for rounding errors, of which AdamW with a small eps makes steps.
 HYPER = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9), "eps": 1e-3}
-SAMPLES, GLOBAL_BATCH, ACCUMULATED, EPOCHS = 24, 6, 2, 2  # Two steps per epoch.
+SAMPLES, GLOBAL_BATCH, ACCUMULATED, EPOCHS = 48, 12, 2, 2  # Two steps per epoch.
 
 
 class Attention(nn.Module):
@@ -115,16 +115,20 @@ def _adamw(module: nn.Module) -> torch.optim.AdamW:
 
 
 def _train(options: dict[str, Any], **clip: Any) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights in the end, and what is logged after each step; validation runs between the epochs."""
+    """Weights in the end, and the largest logit of each measured step; validation runs between the epochs."""
     pl = training.load()
     module = training.language_model(pl, network=Network, configure=_adamw)
     largest: list[float] = []
 
-    def on_train_batch_end(*_: Any) -> None:
-        if trainer.global_step > len(largest):
-            largest.append(float(trainer.callback_metrics["max_attention_logit"]))
+    log = module.log
 
-    type(module).on_train_batch_end = on_train_batch_end
+    def listen(name: str, value: Any, **given: Any) -> None:
+        if name == "max_attention_logit":
+            largest.append(float(value))
+        log(name, value, **given)
+
+    module.log = listen
+    del type(module).on_train_batch_end  # For which values of "zero2" would arrive in the step.
     trainer = training.trainer(
         pl,
         strategy=lightning_muon.ParallelMuonStrategy(optimizer=training.EXACT, **options),
@@ -167,7 +171,8 @@ def _reference(every_n_steps: int = 1) -> tuple[dict[str, Tensor], list[float], 
             for head, logit in enumerate(found):
                 clipped.add(logit > THRESHOLD)
                 attention.scale_by_hand(head, min(1.0, THRESHOLD / max(logit, THRESHOLD)))
-        largest.append(max(max(found) for found in maxima.values()) if measured else largest[-1])
+        if measured:
+            largest.append(max(max(found) for found in maxima.values()))
         optimizer.muon.matrices = {name: optimizer.parameters[name].detach() for name in names}
     return dict(network.state_dict()), largest, clipped
 
@@ -179,6 +184,7 @@ def _reference(every_n_steps: int = 1) -> tuple[dict[str, Tensor], list[float], 
         (2, {}, {}),
         (3, {}, {"every_n_steps": 3}),
         (2, {"sharding": "zero2"}, {}),
+        (4, {"replicate_size": 2, "shard_size": 2}, {}),
     ],
 )
 def test_a_training_is_that_of_one_process(
@@ -189,3 +195,78 @@ def test_a_training_is_that_of_one_process(
     assert clipped == {True, False}
     assert largest == pytest.approx(expected_largest, rel=1e-5)
     assert training.max_difference(weights, expected) <= 1e-5
+
+
+def _fit(strategy: Any, **options: Any) -> None:
+    pl = training.load()
+    module = training.language_model(pl, network=Network, configure=_adamw)
+    if isinstance(strategy, dict):
+        strategy = lightning_muon.ParallelMuonStrategy(**strategy)
+    trainer = training.trainer(pl, strategy=strategy, callbacks=[lightning_muon.QKClip(**options)])
+    trainer.fit(module, training.loader(4))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "match"),
+    [
+        ({"pipeline_size": 2}, "QKClip does not work with pipeline_size=2: stages"),
+        ({"context_size": 2}, "QKClip does not work with context_size=2: a rank sees"),
+        ({"early_all_gather": True}, "QKClip does not work with early_all_gather=True: the next forward"),
+        ("flexdemo", "QKClip does not work with FlexDeMo"),
+        ("ddp", "QKClip needs strategy='parallel_muon'"),
+    ],
+)
+def test_other_strategies_are_refused(gloo: ProcessPool, strategy: Any, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_fit, strategy, world_size=2, match=match)
+
+
+def test_wrong_names_are_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    match = (
+        "QKClip cannot clip .*network.blocks.0.attention: Attention has no layer .* named .'q', 'k'.*Pass projections="
+    )
+    gloo.expect_error_on_all_ranks(
+        _fit, "parallel_muon", projections={"*.attention": ("q", "k")}, world_size=2, match=match
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"threshold": 0.0}, "a logit larger than 0"),
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"projections": {"*": "qkv"}}, "must have the names of a query and a key projection"),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        lightning_muon.QKClip(**options)
+
+
+def _skip_a_step() -> tuple[bool, bool]:
+    """Whether a step that is skipped, and the one after it, leave the weights of a first projection as they are."""
+    pl = training.load()
+    module = training.language_model(pl, network=Network, configure=_adamw)
+    del type(module).on_train_batch_end
+    before: list[Tensor] = []
+
+    def training_step(batch: Sequence[Tensor]) -> Tensor:
+        before.append(module.network.blocks[0].attention.wq.weight.full_tensor().detach().clone())
+        return training.loss_of(module(batch[0]), batch[1]) * (math.nan if len(before) == 1 else 1.0)
+
+    module.training_step = training_step
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
+    config = lightning_muon.MuonConfig(max_skipped_steps=1)
+    trainer = training.trainer(
+        pl,
+        strategy=lightning_muon.ParallelMuonStrategy(optimizer=config),
+        max_steps=3,
+        callbacks=[lightning_muon.QKClip(0.1)],
+    )
+    trainer.fit(module, training.loader(4))
+    trainer.strategy.teardown()
+    first, second, third = before
+    return torch.equal(first, second), torch.equal(second, third)
+
+
+def test_a_skipped_step_does_not_clip(gloo: ProcessPool) -> None:
+    assert gloo.run(_skip_a_step, world_size=2)[0] == (True, False)

@@ -1,6 +1,7 @@
 """Clipping on two ranks in models of others: what exceeds the threshold becomes it, and other heads stay."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
 from lightning_muon import Options
+from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.qk_clip import QKClipper
 from lightning_muon.engine.training import TrainingEngine
 from tests.integration.training import full_weights
@@ -76,9 +79,12 @@ def _language_model(kind: str) -> nn.Module:
     return model
 
 
-def _engine(module: nn.Module) -> TrainingEngine:
-    options = Options()
+def _engine(
+    module: nn.Module, prepare: Callable[[nn.Module, Meshes], None] = lambda *_: None, **chosen: Any
+) -> TrainingEngine:
+    options = Options(**chosen)
     meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    prepare(module, meshes)
     mode_options = replace(options.mode_options, wait_for_parameters=True)
     engine = TrainingEngine(
         module, options, meshes, mode_options=mode_options, info=lambda _: None, warn=lambda _: None
@@ -87,9 +93,9 @@ def _engine(module: nn.Module) -> TrainingEngine:
     return engine
 
 
-def _attach(module: nn.Module) -> tuple[TrainingEngine, Any]:
+def _attach(module: nn.Module, *prepare: Any, **options: Any) -> tuple[TrainingEngine, Any]:
     """An engine, and an optimizer that changes nothing."""
-    engine = _engine(module)
+    engine = _engine(module, *prepare, **options)
     given = torch.optim.AdamW(module.parameters(), lr=0.0, weight_decay=0.0)
     return engine, engine.attach([given], source="the test")[0]
 
@@ -137,7 +143,9 @@ def _clip_all() -> dict[str, Any]:
 
 
 def test_logits_of_each_head_become_the_threshold(gloo: ProcessPool) -> None:
-    for kind, (before, after, threshold, same_values, logged) in gloo.run(_clip_all, world_size=2)[0].items():
+    for kind, (before, after, threshold, same_values, logged) in gloo.run(_clip_all, world_size=2, timeout=120)[
+        0
+    ].items():
         assert logged >= before.max() * (1 - 1e-6), kind  # T5 has further layers.
         # Weights are scaled before the products, and not the products, so the last digits differ.
         torch.testing.assert_close(after, before.clamp(max=threshold), rtol=1e-5, atol=1e-6, msg=kind)
@@ -268,3 +276,105 @@ def test_what_cannot_be_clipped_is_an_error_on_all_ranks(gloo: ProcessPool, prob
 
 def test_users_may_say_the_order_of_rows(gloo: ProcessPool) -> None:
     assert gloo.run(_run_own, "order", {"*1": ("qkv", "heads")}, world_size=2)[0]
+
+
+class _Parallel(nn.Module):
+    """Attention whose two heads may lie on two tensor-parallel ranks, and that need not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv = (nn.Linear(7, 6) for _ in range(3))
+        self.out = nn.Linear(6, 7)
+        with torch.no_grad():
+            self.wq.weight[:3] *= 9  # The first head has larger logits than the second one.
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [layer(x).unflatten(-1, (-1, 3)).transpose(1, 2) for layer in (self.wq, self.wk, self.wv)]
+        return x + self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+    def largest_logits(self, x: Tensor) -> Tensor:
+        query, key = (layer(x).unflatten(-1, (-1, 3)).transpose(1, 2) for layer in (self.wq, self.wk))
+        return (query @ key.mT / math.sqrt(3)).amax((0, 2, 3))
+
+
+class _Layers(nn.Module):
+    """Two layers, of which a rank may run the first one only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Parallel() for _ in range(2))
+
+    def forward(self, x: Tensor, num_layers: int = 2) -> Tensor:
+        for layer in self.layers[:num_layers]:
+            x = layer(x)
+        return x
+
+
+def _inputs() -> Tensor:
+    return torch.randn(4, 5, 7, generator=torch.Generator().manual_seed(1))
+
+
+def _parallelize(module: nn.Module, meshes: Meshes) -> None:
+    plan = {f"layers.*.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    parallelize_module(module, meshes.tensor, plan | {"layers.*.out": RowwiseParallel()})
+
+
+def _clip_layers(num_layers: list[list[int]], *, is_parallel: bool) -> dict[str, Tensor]:
+    """Weights after steps in which each data rank runs so many layers."""
+    torch.manual_seed(0)
+    module = _Layers()
+    prepare, options = ([_parallelize], {"tensor_size": 2}) if is_parallel else ([], {"sharding": "ddp"})
+    engine, optimizer = _attach(module, *prepare, **options)
+    clipper = _watch(engine, 0.5, [])
+    ranks = engine.meshes.num_data_ranks
+    for layers in num_layers:
+        optimizer.zero_grad()
+        rows = _inputs()[engine.meshes.data_rank :: ranks]
+        with engine.around_forward():
+            loss = engine.module(rows, layers[engine.meshes.data_rank]).square().mean()
+        with engine.around_backward():
+            loss.backward()
+        engine.step(optimizer, lambda each: each.step())
+    clipper.close()
+    engine.close()
+    return full_weights(module)
+
+
+@torch.no_grad()
+def _clip_by_hand(num_layers: list[list[int]]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = _Layers()
+    known: set[int] = set()
+    for step, layers in enumerate(num_layers):
+        x = _inputs()
+        ranks = len(layers)
+        largest = [torch.full((2,), -math.inf) for _ in module.layers]
+        for rank, number in enumerate(layers):
+            rows = x[rank::ranks]
+            for index, layer in enumerate(module.layers[:number]):
+                largest[index] = largest[index].maximum(layer.largest_logits(rows))
+                rows = layer(rows)
+        for index, layer in enumerate(module.layers):
+            if step == 0 or index in known:  # A layer that runs later for the first time is clipped one step later.
+                roots = (0.5 / largest[index].clamp(min=0.5)).sqrt().repeat_interleave(3)
+                for linear in (layer.wq, layer.wk):
+                    linear.weight *= roots[:, None]
+                    linear.bias *= roots
+        known |= set(range(max(layers)))
+    return dict(module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_layers", "is_parallel"),
+    [(4, [[2, 2]], True), (2, [[1, 1], [1, 2], [1, 2]], False)],
+    ids=["tensor-parallel", "layers that run later"],
+)
+def test_heads_of_other_ranks_are_clipped(
+    gloo: ProcessPool, world_size: int, num_layers: list[list[int]], is_parallel: bool
+) -> None:
+    weights = gloo.run(_clip_layers, num_layers, is_parallel=is_parallel, world_size=world_size)[0]
+    expected = _clip_by_hand(num_layers)
+    for name, whole in expected.items():
+        torch.testing.assert_close(weights[name], whole, rtol=1e-5, atol=1e-6, msg=name)
+    torch.manual_seed(0)
+    assert not torch.equal(expected["layers.1.wq.weight"], _Layers().state_dict()["layers.1.wq.weight"])
