@@ -36,6 +36,7 @@ from lightning_muon.params.attention import (
 from lightning_muon.params.layout import held_boxes, local_tensor
 from lightning_muon.sharding.weights import mesh_device
 
+_SCALED_DOT_PRODUCT = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _MULTI_HEAD = inspect.signature(F.multi_head_attention_forward)
 # Relative spread of |query| / |rows that make it| over tokens and heads. A rotary embedding leaves 1e-5 of it in
 # float32 and 1e-3 in bfloat16; rows of other heads leave about 1 / sqrt(2 * size) between any two.
@@ -359,26 +360,17 @@ class _Observer(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self._scaled_dot_product(*args, **kwargs)
+            self._scaled_dot_product(dict(zip(_SCALED_DOT_PRODUCT, args, strict=False)) | kwargs)
         elif func is F.multi_head_attention_forward:
             self._multi_head(_MULTI_HEAD.bind(*args, **kwargs).arguments)
         return func(*args, **kwargs)
 
     @torch.no_grad()
-    def _scaled_dot_product(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
+    def _scaled_dot_product(self, given: dict[str, Any]) -> None:
+        query, key, scale = given["query"], given["key"], given.get("scale")
         scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-        self._running[-1].observe(query, key, scale=scale, mask=attn_mask, is_causal=is_causal)
+        mask, is_causal = given.get("attn_mask"), given.get("is_causal", False)
+        self._running[-1].observe(query, key, scale=scale, mask=mask, is_causal=is_causal)
 
     @torch.no_grad()
     def _multi_head(self, given: dict[str, Any]) -> None:

@@ -91,17 +91,14 @@ class TrainingEngine:
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
-        self.is_sharded = False
+        self.is_sharded = self._is_explaining = self._is_attached = False
         self.has_run = False  # Since the last step, so that there may be gradients.
         self._info, self._warn, self._saves = info, warn, saves
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
-        # Called behind each step of an optimizer, on all ranks; they are told whether it was skipped.
-        self.after_step: list[Callable[[bool], None]] = []
-        self._is_explaining = False
-        self._is_attached = False
+        self.after_step: list[Callable[[bool], None]] = []  # Called behind each step, with whether it was skipped.
         self._names: dict[Tensor, str] = {}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
@@ -376,7 +373,7 @@ class TrainingEngine:
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
-            for follow in list(self.after_step):
+            for follow in self.after_step:
                 follow(self.finite_check(optimizer).skipped_steps > num_skipped)
             if self._replica_check is not None:
                 self._replica_check.step_has_ended(optimizer)

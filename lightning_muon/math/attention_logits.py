@@ -41,22 +41,23 @@ def max_logits(
         is_causal: Query ``i`` sees the keys up to ``i``.
         block: Logits that are computed at once.
     """
-    batch, num_heads, num_queries, _ = query.shape
+    batch, num_heads, num_queries, size = query.shape
     num_key_heads, num_keys = key.shape[1], key.shape[2]
     group = num_heads // num_key_heads
     found = torch.full((num_heads,), -math.inf, device=query.device)
     if 0 in (batch, num_queries, num_keys):
         return found
-    grouped, keys = query.unflatten(1, (num_key_heads, group)), key.to(query.dtype).mT
+    by_group = (batch, num_key_heads, group, num_queries)
+    grouped, keys = query.reshape(*by_group, size), key.to(query.dtype).mT
     if mask is not None:
-        mask = mask.expand(batch, num_heads, num_queries, num_keys).unflatten(1, (num_key_heads, group))
+        mask = mask.expand(batch, num_heads, num_queries, num_keys).view(*by_group, num_keys)
     step = max(1, block // (batch * num_heads * num_keys))
     with torch.autocast(query.device.type, enabled=False):
         for start in range(0, num_queries, step):
             stop = min(start + step, num_queries)
             last = min(stop, num_keys) if is_causal else num_keys
-            rows = grouped[..., start:stop, :].flatten(2, 3)
-            logits = (rows @ keys[..., :last]).unflatten(2, (group, stop - start))
+            rows = grouped[..., start:stop, :].reshape(batch, num_key_heads, -1, size)
+            logits = (rows @ keys[..., :last]).view(batch, num_key_heads, group, stop - start, last)
             if is_causal:
                 places = torch.arange(last, device=query.device)
                 logits.masked_fill_(places > torch.arange(start, stop, device=query.device)[:, None], -math.inf)
