@@ -77,7 +77,7 @@ class QKClipper:
         self._hooks = ExitStack()
         for watched in self._watched.values():
             module = watched.attention.module
-            begin, end = partial(self._begin_forward, watched), partial(self._end_forward, watched)
+            begin, end = _Hook(partial(self._begin_forward, watched)), _Hook(partial(self._end_forward, watched))
             self._hooks.enter_context(module.register_forward_pre_hook(begin))
             self._hooks.enter_context(module.register_forward_hook(end, always_call=True))
         engine.after_step.append(self.step_has_ended)
@@ -161,6 +161,20 @@ class QKClipper:
         return mesh_device(self._engine.mesh)
 
 
+class _Hook:
+    """Calls ``action``; does nothing in a copied model."""
+
+    def __init__(self, action: Callable[..., None] | None = None) -> None:
+        self._action = action
+
+    def __call__(self, *args: Any) -> None:
+        if self._action is not None:
+            self._action(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
+
+
 class _Watched:
     """One attention module, and the largest logits of its heads since the last step."""
 
@@ -190,7 +204,7 @@ class _Watched:
         self._is_observed = False
         for projection in () if self._is_checked else {self.attention.query, self.attention.key}:
             if projection.module is not None:
-                hook = partial(self._keep, projection)
+                hook = _Hook(partial(self._keep, projection))
                 self._hooks.enter_context(projection.module.register_forward_hook(hook))
 
     def _keep(self, projection: Projection, _module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -1,5 +1,6 @@
 """Clipping on two ranks in models of others: what exceeds the threshold becomes it, and other heads stay."""
 
+import copy
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -326,6 +327,8 @@ def _clip_layers(num_layers: list[list[int]], *, is_parallel: bool) -> dict[str,
     prepare, options = ([_parallelize], {"tensor_size": 2}) if is_parallel else ([], {"sharding": "ddp"})
     engine, optimizer = _attach(module, *prepare, **options)
     clipper = _watch(engine, 0.5, [])
+    if not is_parallel:
+        copy.deepcopy(module)(_inputs())  # As for an average of weights; it is not observed.
     ranks = engine.meshes.num_data_ranks
     for layers in num_layers:
         optimizer.zero_grad()
