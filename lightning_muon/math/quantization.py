@@ -49,9 +49,7 @@ def dequantize(codes: Int8[Tensor, "rows cols"], maxima: Float[Tensor, "rows blo
 
 def _in_blocks(matrix: Tensor) -> Tensor:
     """(rows, cols) -> (rows, blocks, elements of a block); a last block that is shorter is filled up with zeros."""
-    cols = matrix.shape[1]
+    rows, cols = matrix.shape
     size = min(cols, BLOCK)
-    if cols % size:
-        filled: Tensor = F.pad(matrix, (0, -cols % size))
-        return filled.unflatten(1, (-1, size))
-    return matrix.unflatten(1, (-1, size))
+    filled: Tensor = F.pad(matrix, (0, -cols % size)) if cols % size else matrix
+    return filled.reshape(rows, num_blocks(cols), size)
