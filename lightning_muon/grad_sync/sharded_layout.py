@@ -170,7 +170,8 @@ class ShardedLayout(Layout):
         result: list[Tensor] = []
         for index, (parameter, state, shape) in enumerate(states):
             # One at a time: whole tensors take the memory that sharding saves.
-            whole = rows[index].to(parameter.device).full_tensor() if index in rows else state
+            rows_on_device: Any = rows[index].to(parameter.device) if index in rows else None
+            whole = state if rows_on_device is None else rows_on_device.full_tensor()
             if not isinstance(whole, DTensor):
                 part = self._shard_map.local(parameter, whole.contiguous()).to(state.device, copy=True)
                 whole = self._laid_out(parameter, part, shape)

@@ -30,7 +30,7 @@ def normalize_neurons(
     whole = update.to(torch.float32)
     second_moment = second_moment.lerp(whole.square().mean(-1), 1 - beta2)
     whole = whole / (second_moment.sqrt() + _NORMUON_EPS).unsqueeze(-1)
-    norm = torch.linalg.vector_norm(whole) + _NORMUON_EPS
+    norm = whole.square().sum().sqrt() + _NORMUON_EPS
     return whole.mul_(math.sqrt(min(update.shape)) / norm), second_moment
 
 

@@ -50,7 +50,8 @@ class SharedSignals:
         if dist.is_initialized():
             self._rank, self._size = dist.get_rank(), dist.get_world_size()
             # A connection of its own: the main thread may wait in the store.
-            store = default_store().clone()
+            default: Any = default_store()
+            store = default.clone()
         store = dist.PrefixStore("lightning_muon_signals", store)
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
         if self._rank == 0:
