@@ -1,4 +1,4 @@
-"""NorMuon and Hyperball: updates that are rescaled by norms of rows or of the whole matrix."""
+"""NorMuon and Hyperball: updates that are rescaled by norms of neurons or of the whole matrix."""
 
 from __future__ import annotations
 

@@ -338,10 +338,11 @@ class MatrixStep:
 
     def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
         """Sums over the local pieces, for each rank of the replica."""
+        if self._agreed.is_given_up:
+            return ()
         transfer = self._transfers[op.key]
-        self._arrived[op.key] = transfer.updates()
-        sums = self._local_sums(transfer, self._arrived[op.key])
-        self._sum_buffer(transfer, "sent").copy_(sums)
+        update_of = self._arrived[op.key] = transfer.updates()
+        self._sum_buffer(transfer, "sent").copy_(self._local_sums(transfer, update_of))
         return ()
 
     def _exchange_sums(self, op: Op) -> Sequence[dist.Work]:

@@ -414,8 +414,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._completion.agree(bound, meshes, self._existing_state)
         self._prepare(bound)
         plan = make_step_plan(bound, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
-        if any(group["hyperball"] for group in self.param_groups):
-            require_norms(plan)
+        require_norms(plan)
         step = MatrixStep(
             plan,
             look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,

@@ -206,6 +206,54 @@ def test_all_modes_take_the_same_steps(gloo: ProcessPool) -> None:
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
 
 
+def _train_groups(mesh_shape: tuple[int, ...]) -> float:
+    """How far groups of different options, of which one lacks gradients in a step, are from one process."""
+    torch.manual_seed(0)
+    tensors, options = [torch.randn(13, 7), torch.randn(7, 13)], [NORMUON, HYPERBALL]
+    references = [ReferenceMuon({"w": each}, lr=LR, **of) for each, of in zip(tensors, options, strict=True)]
+    place = _distribute(mesh_shape, 0)
+    weights = [nn.Parameter(place(each)) for each in tensors]
+    groups = [{"params": [each], "algorithm": "muon", **of} for each, of in zip(weights, options, strict=True)]
+    optimizer = ParallelMuon(groups, lr=LR, **FLOAT32)
+    for step in range(4):
+        for number, (weight, reference) in enumerate(zip(weights, references, strict=True)):
+            gradient = torch.randn(weight.shape)
+            weight.grad = None if step == number else place(gradient)
+            reference.step({} if step == number else {"w": gradient})
+        optimizer.step()
+    assert [len(state) for state in optimizer.state.values()] == [2, 2]
+    return max(float((whole(w) - r.matrices["w"]).abs().max()) for w, r in zip(weights, references, strict=True))
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
+def test_groups_may_have_different_options(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    assert max(gloo.run(_train_groups, mesh_shape, world_size=math.prod(mesh_shape))) <= TOLERANCE
+
+
+def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
+    """Momentum and weight before and after NorMuon and Hyperball are turned on."""
+    place = _distribute(mesh_shape, 0)
+    weight = nn.Parameter(place(torch.eye(5, 7)))
+    optimizer = ParallelMuon([weight], lr=LR, weight_decay=0.0, algorithm="muon", momentum=0.0, **FLOAT32)
+    found: list[Tensor] = []
+    for step in range(2):
+        optimizer.param_groups[0].update(BOTH if step else {})
+        weight.grad = place(torch.ones(5, 7))
+        before = whole(weight).norm()
+        optimizer.step()
+        found += [whole(optimizer.state[weight]["momentum_buffer"]), before, whole(weight).norm()]
+        optimizer.param_groups[0]["momentum"] = 0.5
+    return found
+
+
+def test_an_option_that_is_turned_on_keeps_the_momentum(gloo: ProcessPool) -> None:
+    for first, before, after, second, kept_before, kept_after in gloo.run(_turn_on, (2,), world_size=2):
+        # Were it zeros now, it would be 0.5 after the step.
+        assert torch.equal(first, torch.ones(5, 7)) and torch.equal(second, torch.ones(5, 7))
+        assert abs(before - after) > 1e-3
+        torch.testing.assert_close(kept_before, kept_after, rtol=TOLERANCE, atol=0)
+
+
 def _step_with_a_zero_matrix(mesh_shape: tuple[int, ...]) -> str:
     place = _distribute(mesh_shape, 0)
     parameters = {"full": nn.Parameter(place(torch.eye(3))), "lora_B": nn.Parameter(place(torch.zeros(7, 5)))}
