@@ -242,6 +242,8 @@ def print_attempts(name: str, number: int, attempt: Callable[[Path], str]) -> No
 
 def print_kills(arguments: argparse.Namespace) -> None:
     """The table of what happens to runs."""
+    # A shell that starts a program in the background lets it, and all that it starts, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
     draw, pool = random.Random(arguments.seed), ProcessPool()
     print("| broken | right / tried | what happened |\n| --- | --- | --- |")

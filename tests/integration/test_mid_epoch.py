@@ -81,8 +81,10 @@ def _loader(kind: str) -> Any:
     return DataLoader(data, batch_size=2, num_workers=int(kind == "plain"), **options)
 
 
-def _run(directory: str, kind: str, resume: str | None, *, num_epochs: int = 2, **options: Any) -> list[Any]:
-    """Epoch, batch and loss of each batch, with a checkpoint of each step."""
+def _run(
+    directory: str, kind: str, resume: str | None, *, num_epochs: int = 2, num_steps: int = -1, **options: Any
+) -> list[Any]:
+    """Epoch, batch and loss of each batch, with a checkpoint of each step, or with ``num_steps`` of each epoch."""
     pl, seen = training.load(), list[Any]()
 
     class Model(pl.LightningModule):
@@ -101,9 +103,8 @@ def _run(directory: str, kind: str, resume: str | None, *, num_epochs: int = 2, 
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
     torch.manual_seed(100 + int(resume is not None))  # Another process begins with other random states.
-    callback = pl.callbacks.ModelCheckpoint(
-        dirpath=directory, filename="{step}", save_top_k=-1, every_n_train_steps=1, save_on_train_epoch_end=False
-    )
+    when = {"every_n_train_steps": 1, "save_on_train_epoch_end": False} if num_steps == -1 else {"every_n_epochs": 1}
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{step}", save_top_k=-1, **when)
     fitter = training.trainer(
         pl,
         strategy=training.strategy_class()(**options),
@@ -112,6 +113,7 @@ def _run(directory: str, kind: str, resume: str | None, *, num_epochs: int = 2, 
         use_distributed_sampler=kind in ("plain", "augmented"),
         reload_dataloaders_every_n_epochs=int(kind == "augmented"),
         max_epochs=num_epochs,
+        max_steps=num_steps,
     )
     loader = _loader(kind)
     kind_of_loader = type(loader)
@@ -134,6 +136,14 @@ def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, ki
                 # Lightning does not know yet that the epoch is over, and counts its batches on.
                 after = [(epoch, number - step, *rest) for epoch, number, *rest in after]
             assert after == before[step:], f"resumed at step {step}"
+
+
+def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
+    """Lightning itself trains with one batch more, and then begins the epoch."""
+    options = {"num_epochs": -1, "num_steps": 2 * _NUM_BATCHES + 1, "world_size": 2}
+    whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, **options)
+    resumed = gloo.run(_run, str(tmp_path / "rest"), "random", f"{tmp_path}/whole/step={_NUM_BATCHES}.ckpt", **options)
+    assert resumed == [each[_NUM_BATCHES:] for each in whole]
 
 
 def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Path) -> None:

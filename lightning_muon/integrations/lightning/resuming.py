@@ -53,11 +53,11 @@ class TrainingData:
         epoch = self.epoch_to_come(trainer) if self.epoch_of_batch is None else self.epoch_of_batch
         return {"num_data_ranks": num_data_ranks, "random": states, "epoch": epoch + begins_next}
 
-    def resume(self, checkpoint: Mapping[str, Any], num_data_ranks: int) -> None:
+    def resume(self, checkpoint: Mapping[str, Any], num_data_ranks: int, *, by_steps: bool) -> None:
         """Go on where a checkpoint was saved, whose progress is made that of so many ranks; local, alike on all.
 
         With as many ranks as then each takes its random states, too. Older checkpoints and those of other strategies
-        begin the epoch anew.
+        begin the epoch anew. ``by_steps``: the Trainer has ``max_steps``.
         """
         saved, loops = checkpoint.get(KEY), checkpoint.get("loops", {}).get("fit_loop")
         if saved is None or loops is None:
@@ -79,6 +79,8 @@ class TrainingData:
         if progress["is_last_batch"] and "epoch" in saved:
             for counts in loops["epoch_progress"].values():
                 counts |= dict.fromkeys(("ready", "started"), saved["epoch"])
+            if by_steps and loops["epoch_progress"]["current"]["processed"] == saved["epoch"]:
+                _put_before_end_of_epoch(loops)
         is_as_before = len(saved["random"]) == dist.get_world_size()
         self._resumption = _Resumption(num_read, saved["random"][dist.get_rank()] if is_as_before else None)
         warnings.filterwarnings("ignore", message=_NOT_RESUMABLE)
@@ -115,6 +117,19 @@ class TrainingData:
         for loader in self._loaders:
             _leave(loader)
         self._loaders, self._resumption = [], None
+
+
+def _put_before_end_of_epoch(loops: dict[str, Any]) -> None:
+    """Make the progress that of a checkpoint saved after the last batch of the epoch, before the hooks of its end.
+
+    With ``max_steps`` Lightning 2.6 takes one from behind them for one in the middle of the epoch: it trains with one
+    batch more, and then begins the next epoch (``FitLoop.restarting``). Local.
+    """
+    for counts in loops["epoch_progress"].values():
+        counts |= dict.fromkeys(("processed", "completed"), counts["ready"] - 1)
+    for counts in map(loops["epoch_loop.batch_progress"].get, ("total", "current")):
+        counts["completed"] = counts["processed"] - 1
+    loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
 
 
 class _Resumption:

@@ -373,7 +373,8 @@ class TrainerStrategy(MuonStrategy):
             weights_only=weights_only,
         )
         if is_fit:
-            self._data.resume(self._checkpoint.content, self._num_data_ranks)
+            by_steps = trainer.max_steps != -1
+            self._data.resume(self._checkpoint.content, self._num_data_ranks, by_steps=by_steps)
         return self._checkpoint.content
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
