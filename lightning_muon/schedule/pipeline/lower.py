@@ -69,7 +69,7 @@ def _message(
     """Of the sender, which has it from the node ``behind``, and of the receiver."""
     lane = f"link {min(group)}-{max(group)}"
     send = Op(kind=kind, key=key, rank=group[0], lane=lane, deps=(name_of(behind),), items=items, group=group)
-    return send, replace(send, rank=group[1], deps=())
+    return send, Op(kind=kind, key=key, rank=group[1], lane=lane, items=items, group=group)
 
 
 def name_of(node: Node) -> str:

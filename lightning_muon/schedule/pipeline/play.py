@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import cache
 from heapq import heappop, heappush
 
 from lightning_muon.schedule.graph import NAMED
@@ -26,6 +27,8 @@ class Run:
         # Node -> when all it needs is on its rank. Keys are forwards, `I` for both kinds of backward, and `W`.
         self.arrived: dict[Node, float] = {F(0, each): 0.0 for each in range(pipeline.num_microbatches)}
         self._expected: dict[Node, float] = {}
+        self._enabled: dict[Node, list[Node]] = {}  # By nodes that run.
+        self._cost = cache(pipeline.costs.of)
         self._rank_of = rank_of
         self._is_busy = [False] * pipeline.num_ranks
         self._link_free: dict[tuple[int, int], float] = {}
@@ -48,7 +51,7 @@ class Run:
 
     def seconds(self, node: Node) -> float:
         """How long the node takes."""
-        return self.pipeline.costs.of(node.kind, node.stage)
+        return self._cost(node.kind, node.stage)
 
     def is_ready(self, node: Node) -> bool:
         """Whether all it needs is there."""
@@ -89,13 +92,13 @@ class Run:
         self.alive[rank] += (node.kind == PipelineKind.FORWARD) - (node.kind in WEIGHT_KINDS)
         self._is_busy[rank] = True
         self._add_event(end, rank, node)
-        for later in self._enabled(node):
+        for later in self._enabled.setdefault(node, self._find_enabled(node)):
             travels = self._rank_of[later.stage] != rank
             self._expected[later] = end + travels * self.pipeline.costs.communication
 
     def _finish(self, node: Node, rank: int) -> None:
         self.log.append((True, node))
-        for later in self._enabled(node):
+        for later in self._enabled.pop(node):
             self.arrived[later] = self.now
             other = self._rank_of[later.stage]
             if other != rank:
@@ -104,7 +107,7 @@ class Run:
                 self.arrived[later] = self._link_free[link] = begin + self.pipeline.costs.communication
                 self._add_event(self.arrived[later], other, None)
 
-    def _enabled(self, node: Node) -> list[Node]:
+    def _find_enabled(self, node: Node) -> list[Node]:
         """What needs the result of the node."""
         stage, kind, microbatch = node
         if kind == PipelineKind.FORWARD:
