@@ -28,9 +28,9 @@ help:
 demo: $(STAMP)
 	$(BIN)/python -m recipes.vowels.demo
 
-# Three at a time: ranks that wait for each other leave much of two cores idle.
+# Three at a time: ranks that wait for each other leave much of two cores idle. Hundreds of processes share the bytecode.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile)
 	@echo "make test: all tests passed"
 
 # A seed that is printed repeats a series: make soak KILLS=20 ARGS="--seed 21".

@@ -33,7 +33,7 @@ _COMMANDS = {
     "trace": "record real steps, drawn above their prediction",
     "tune": "short trainings with several learning rates of Muon",
     "convert": "make one file of a checkpoint directory",
-    "doctor": "say what is installed, how fast ranks reach each other, what will not work",
+    "doctor": "say what is installed here, and what will not work",
     "verify": "find damage to checkpoints by the hashes of their files",
     "config": "write a config file for programs with Accelerate",
     "launch": "start a program of Accelerate with such a file",

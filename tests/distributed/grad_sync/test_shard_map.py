@@ -1,6 +1,7 @@
 """Who updates what (owners by cost, rows of the rest), the parts of the ranks, and optimizer state saved and loaded."""
 
 import math
+from collections.abc import Sequence
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
-from lightning_muon.params.layout import OwnedBy
+from lightning_muon.params.layout import OwnedBy, PlacedState
 from lightning_muon.params.logical import Box
 from tests.distributed.grad_sync.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
@@ -101,12 +102,17 @@ def _layout(shard_map: ShardMap) -> ShardedLayout:
     return ShardedLayout(shard_map, *[mock.Mock()] * 3)
 
 
+def _placed(parameters: Sequence[Tensor], states: Sequence[Tensor]) -> list[PlacedState]:
+    pairs = zip(parameters, states, strict=True)
+    return [PlacedState(parameter, state, tuple(parameter.shape)) for parameter, state in pairs]
+
+
 def _round_trip(mesh_shape: tuple[int, ...]) -> None:
     parameters, shard_map = _shard_map(mesh_shape)
     doubled, full, local = _state(parameters, shard_map)
     layout = _layout(shard_map)
-    rows = layout.saved(list(zip(doubled, local, strict=True)))
-    back = layout.loaded(list(zip(doubled, rows, strict=True)))
+    rows = layout.saved(_placed(doubled, local))
+    back = layout.loaded(_placed(doubled, rows))
     for parameter, tensor, whole in zip(doubled, rows, full, strict=True):
         if not shard_map.is_sharded(parameter):
             assert _same_bits(tensor, whole)
@@ -136,12 +142,12 @@ def _wrong_on_one_rank(kind: str) -> None:
     is_wrong = dist.get_rank() == 1
     if is_wrong and kind == "dtype":
         local[0] = local[0].double()
-    rows = layout.saved(list(zip(doubled, local, strict=True)))
+    rows = layout.saved(_placed(doubled, local))
     if is_wrong and kind == "plain":
         rows[0] = full[0]
     if is_wrong and kind == "replicated":
         rows[0] = DTensor.from_local(full[0], shard_map.mesh, [Replicate()], run_check=False)
-    layout.loaded(list(zip(doubled, rows, strict=True)))
+    layout.loaded(_placed(doubled, rows))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon import MuonConfig, forward_backward
+from lightning_muon import forward_backward
 from tests.integration.integrations.fabric.loop import launch, own_rows
 from tests.integration.training import EXACT
 from tests.support.processes import ProcessPool
@@ -80,8 +80,10 @@ def _stages(size: int, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
     return {"pipeline_size": size, "pipeline_schedule": schedule, "pipeline_microbatches": 4, **more}
 
 
+# With state for the rows of matrices.
+_OPTIMIZER = replace(EXACT, normuon=True, hyperball=True)
 # Rows have the same codes in all shards of rows, so that these go from one to another, too, bit by bit.
-_IN_8_BITS = {"optimizer": MuonConfig(momentum_dtype="int8")}
+_IN_8_BITS = {"optimizer": replace(_OPTIMIZER, momentum_dtype="int8")}
 # World size -> name -> options.
 _MODES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {"sharding": "none"}},
@@ -120,10 +122,6 @@ _LOADED = {
     "4 stages": ["2 stages x 2"],
     "1x8": ["1x4", "2x2"],
 }
-
-
-# With state for the rows of matrices.
-_OPTIMIZER = replace(EXACT, normuon=True, hyperball=True)
 
 
 class _Run:

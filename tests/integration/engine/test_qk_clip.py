@@ -84,7 +84,7 @@ def _engine(
     module: nn.Module, prepare: Callable[[nn.Module, Meshes], None] = lambda *_: None, **chosen: Any
 ) -> TrainingEngine:
     options = Options(**chosen)
-    meshes = options.mesh_sizes.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     prepare(module, meshes)
     mode_options = replace(options.mode_options, wait_for_parameters=True)
     engine = TrainingEngine(

@@ -46,7 +46,7 @@ def test_what_stands_there_as_a_comment_is_the_default(tmp_path: Path, optimizer
     path = _written(tmp_path, "--optimizer", optimizer)
     expected = {"muon": MuonConfig(), "flexdemo": FlexDeMoConfig()}[optimizer]
     assert Options.from_file(path) == (Options() if optimizer == "muon" else Options(optimizer=expected))
-    live = re.sub(r"^( *)# (?=[a-z_]+:|  )", r"\1", path.read_text(), flags=re.MULTILINE)
+    live = re.sub(r"^( *)# (?=[a-z_0-9]+:|  )", r"\1", path.read_text(), flags=re.MULTILINE)
     path.write_text(live)
     written = read_yaml(path)[SECTION]
     assert written.keys() == vars(Options()).keys()

@@ -55,7 +55,7 @@ def at(
     [
         pytest.param(at([A]), at([B]), r"rank 0 runs '0'.*rank 1 runs '1'", id="units"),
         pytest.param(at([A, A_BACKWARD]), at([A, B]), "backward pass of '0'", id="directions"),
-        pytest.param(at([A, B]), at([A, END]), "rank 1 ends the step", id="end"),
+        pytest.param(at([A, B]), at([A, END]), "rank 1 ends the backward passes", id="end"),
         pytest.param(at([A]), at([LEFT]), "rank 1 ends the run", id="left"),
         pytest.param(at([B, A], skipped=1), at([A, B, B]), "rank 0 runs '0'", id="skipped"),
         pytest.param(at([A], "x", {"x": 5}), at([], "x", {"x": 5}), "different places", id="one collective"),

@@ -87,7 +87,7 @@ def test_loads_are_equal_in_all_replicas(earlier: ExchangeRanks, later: list, ra
     (owner,) = plan.owners[0]
     matrix = LogicalMatrix("w", Box((0, 0), (8, 1)), 8, 1)
     pieces = Pieces(matrix.box, ShardBoxes([matrix.box]), shards, None)
-    planned = [PlannedExchange(earlier, (PlacedMatrix(0, matrix, pieces, spec),), plan)]
+    planned = [PlannedExchange(earlier, (PlacedMatrix(0, matrix, pieces, None, spec),), plan)]
     expected = [(100, 16) if place == owner // rank_of_owner else (0, 0) for place in (0, 1)]
     for ranks in later:
         assert loads_so_far(ranks, planned, itemsize=2) == expected * (ranks.size // 2)
