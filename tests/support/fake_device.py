@@ -161,7 +161,7 @@ class Simulation:
         """Work on ``stream`` touches a tensor; its memory is of the current stream if it is seen for the first time."""
         if not self.races or not (tensor.device.type == "cuda" or self.is_pinned(tensor)) or tensor.numel() == 0:
             return
-        memory = self._memory_of(tensor.untyped_storage())
+        memory = self._memory_of(tensor)
         size = tensor.element_size()
         start = tensor.storage_offset() * size
         length = 1 + sum((count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True))
@@ -192,7 +192,7 @@ class Simulation:
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         if self.races:
-            self._memory_of(tensor.untyped_storage()).recorded.append(stream)
+            self._memory_of(tensor).recorded.append(stream)
 
     def look_for_freed(self) -> None:
         """Let the allocators have the memory of tensors that have gone."""
@@ -206,11 +206,12 @@ class Simulation:
             if memory.owner is not None:
                 self._free.setdefault(memory.owner.id, []).append(memory)
 
-    def _memory_of(self, storage: torch.UntypedStorage) -> _Memory:
+    def _memory_of(self, tensor: Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
         memory = self._memory.get(storage._cdata)
         if memory is None or memory.alive.expired():
             self.look_for_freed()
-            owner = self.current if storage.device.type == "cuda" else None
+            owner = self.current if tensor.device.type == "cuda" else None
             memory = self._memory[storage._cdata] = _Memory(StorageWeakRef(storage), owner)
             self._reuse(self.current)
         return memory
