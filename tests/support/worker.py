@@ -77,7 +77,6 @@ def serve(connection: Connection, log_path: str) -> None:
     # Processes of a DataLoader start as in any program; a fork server would have to import torch first.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     _remember_shapes()
-    _share_loop()
     environ, directory = dict(os.environ), Path.cwd()
     while True:
         try:
@@ -197,21 +196,6 @@ def _remember_shapes() -> None:
         return known[key]
 
     ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
-
-
-def _share_loop() -> None:
-    """Give all process groups one gloo device: its thread wakes up 100 times a second, and tests have up to 50."""
-    from torch.distributed import ProcessGroupGloo
-
-    start, devices = ProcessGroupGloo.__init__, list[Any]()
-
-    def shared(self: Any, store: Any, rank: int, size: int, *, timeout: datetime.timedelta) -> None:
-        devices[:] = devices or [ProcessGroupGloo.create_default_device()]
-        options = ProcessGroupGloo._Options()
-        options._devices, options._timeout = devices, timeout
-        start(self, store, rank, size, options)
-
-    ProcessGroupGloo.__init__ = shared  # type: ignore[method-assign]
 
 
 def _torch_distributed_caches(names: Iterable[str]) -> Iterator[Any]:
