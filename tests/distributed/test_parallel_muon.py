@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.math.coefficients import polar_express, steps_of
 from lightning_muon.math.product_costs import MeasuredCosts
-from tests.distributed.sharding.training import mesh_of
+from tests.distributed.sharding.training import distributed_over, mesh_of
 from tests.reference.muon import ReferenceMuon, in_8_bits
 from tests.support.processes import ProcessPool
-from tests.support.tensors import whole
+from tests.support.tensors import random_tensors, whole
 
 # Odd sizes: rows that do not divide, fewer rows than ranks, tall, flat, a stack of experts, a convolution.
 SHAPES = {
@@ -35,31 +34,19 @@ LR = 0.02
 EXACT = 1e-6
 
 
-def _tensors(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def _distribute(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
-    mesh = mesh_of(mesh_shape)
-    last = Replicate() if shard_dim is None else Shard(shard_dim)
-    placements = [Replicate()] * (len(mesh_shape) - 1) + [last]
-    return lambda tensor: distribute_tensor(tensor, mesh, placements)
-
-
 def _train(place: Callable[[Tensor], Tensor], **options: object) -> dict[str, Tensor]:
     """Weights after ``NUM_STEPS`` of ParallelMuon with gradients drawn from a seed that is equal on all ranks."""
-    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in _tensors(0).items()}
+    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in random_tensors(SHAPES, 0).items()}
     optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", **options)  # type: ignore[arg-type]
     for step in range(NUM_STEPS):
-        for name, grad in _tensors(1 + step).items():
+        for name, grad in random_tensors(SHAPES, 1 + step).items():
             parameters[name].grad = place(grad)
         optimizer.step()
     return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
 def _train_on_mesh(mesh_shape: tuple[int, ...], shard_dim: int | None, options: dict[str, object]) -> dict[str, Tensor]:
-    return _train(_distribute(mesh_shape, shard_dim), **options)
+    return _train(distributed_over(mesh_shape, shard_dim), **options)
 
 
 def _train_on_plain_tensors(mesh_shape: tuple[int, ...], options: dict[str, object]) -> dict[str, Tensor]:
@@ -67,9 +54,9 @@ def _train_on_plain_tensors(mesh_shape: tuple[int, ...], options: dict[str, obje
 
 
 def _reference(dtype: torch.dtype = torch.float32, **options: object) -> dict[str, Tensor]:
-    reference = ReferenceMuon(_tensors(0), lr=LR, dtype=dtype, **options)  # type: ignore[arg-type]
+    reference = ReferenceMuon(random_tensors(SHAPES, 0), lr=LR, dtype=dtype, **options)  # type: ignore[arg-type]
     for step in range(NUM_STEPS):
-        reference.step(_tensors(1 + step))
+        reference.step(random_tensors(SHAPES, 1 + step))
     return reference.matrices
 
 
@@ -174,7 +161,7 @@ def test_normalization_is_that_of_full_matrices(
 
 def _train_groups(mesh_shape: tuple[int, ...], groups: list[dict[str, object]]) -> list[Tensor]:
     """Equal weights and gradients in groups with other options; small, so that Newton-Schulz runs on batches."""
-    place, (first, *grads) = _distribute(mesh_shape, 0), torch.randn(4, 33, 40, generator=torch.Generator())
+    place, (first, *grads) = distributed_over(mesh_shape, 0), torch.randn(4, 33, 40, generator=torch.Generator())
     parameters = [nn.Parameter(place(first)) for _ in groups]
     named = [{"params": [each], **options} for each, options in zip(parameters, groups, strict=True)]
     optimizer = ParallelMuon(named, lr=LR, algorithm="muon", compute_dtype="float32")
@@ -219,9 +206,9 @@ def test_parts_along_both_sides_are_matrices(
 ) -> None:
     options = {"muon_eq": "R", "muon_plus": "col"}  # Of the rows and columns of each part.
     kept = {"kept": _momentum_in_8_bits(1)} if momentum_dtype == "int8" else {}
-    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR, **options, **kept)
+    reference = ReferenceMuon(_cut(random_tensors(SHAPES, 0)), lr=LR, **options, **kept)
     for step in range(NUM_STEPS):
-        reference.step(_cut(_tensors(1 + step)))
+        reference.step(_cut(random_tensors(SHAPES, 1 + step)))
     parts = {"fused": {"square": (16, 40, 8)}, "fused_inputs": {"odd": (3, 4), "tall": 3, "convolution": 2}}
     options["momentum_dtype"] = momentum_dtype
     for shard_dim in (0, 1) if momentum_dtype == "auto" else (0,):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from lightning_muon import ParallelMuon
@@ -20,12 +19,12 @@ from tests.distributed.backward_passes import (
     replaced_state,
     sharded,
 )
-from tests.distributed.sharding.training import mesh_of
+from tests.distributed.sharding.training import distributed_over, mesh_of
 from tests.distributed.test_step_program import start
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
-from tests.support.tensors import are_equal, weights_of, whole
+from tests.support.tensors import are_equal, random_tensors, weights_of, whole
 
 # Rows that do not divide, fewer rows or columns than ranks, tall, wide, a stack of experts, a convolution, fused parts.
 SHAPES = {
@@ -49,23 +48,12 @@ FLOAT32 = {"compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 4
 TOLERANCE = 2e-6
 
 
-def _tensors(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def _distribute(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
-    mesh = mesh_of(mesh_shape)
-    last = Replicate() if shard_dim is None else Shard(shard_dim)
-    return lambda tensor: distribute_tensor(tensor, mesh, [*[Replicate()] * (len(mesh_shape) - 1), last])
-
-
 def _train(place: Callable[[Tensor], Tensor], options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and whole states after some steps; one gradient is missing in the first ones, one is NaN in the third."""
-    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in _tensors(0).items()}
+    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in random_tensors(SHAPES, 0).items()}
     optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", **PARTS, **options)
     for step in range(NUM_STEPS):
-        for name, grad in _tensors(1 + step).items():
+        for name, grad in random_tensors(SHAPES, 1 + step).items():
             parameters[name].grad = None if name == "odd" and step < 2 else place(grad)
         if step == 3:
             gradients = [parameter.grad for parameter in parameters.values()]
@@ -89,7 +77,7 @@ def _states(optimizer: PlannedOptimizer) -> dict[str, Tensor]:
 def _train_all(mesh_shape: tuple[int, ...]) -> list[tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
     """Options, weights and states of each choice, with rows, columns or nothing of the matrices sharded."""
     found = [
-        (options, *_train(_distribute(mesh_shape, dim), FLOAT32 | options))
+        (options, *_train(distributed_over(mesh_shape, dim), FLOAT32 | options))
         for options in CHOICES
         for dim in (0, 1, None)
     ]
@@ -107,9 +95,9 @@ def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reference(options: dict[str, Any]) -> ReferenceMuon:
-    reference = ReferenceMuon(_cut(_tensors(0)), lr=LR, **options)
+    reference = ReferenceMuon(_cut(random_tensors(SHAPES, 0)), lr=LR, **options)
     for step in range(NUM_STEPS):
-        reference.step(_cut({k: v for k, v in _tensors(1 + step).items() if k != "odd" or step >= 2}))
+        reference.step(_cut({k: v for k, v in random_tensors(SHAPES, 1 + step).items() if k != "odd" or step >= 2}))
     return reference
 
 
@@ -211,7 +199,7 @@ def _train_groups(mesh_shape: tuple[int, ...]) -> float:
     torch.manual_seed(0)
     tensors, options = [torch.randn(13, 7), torch.randn(7, 13)], [NORMUON, HYPERBALL]
     references = [ReferenceMuon({"w": each}, lr=LR, **of) for each, of in zip(tensors, options, strict=True)]
-    place = _distribute(mesh_shape, 0)
+    place = distributed_over(mesh_shape, 0)
     weights = [nn.Parameter(place(each)) for each in tensors]
     groups = [{"params": [each], "algorithm": "muon", **of} for each, of in zip(weights, options, strict=True)]
     optimizer = ParallelMuon(groups, lr=LR, **FLOAT32)
@@ -232,7 +220,7 @@ def test_groups_may_have_different_options(gloo: ProcessPool, mesh_shape: tuple[
 
 def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
     """Momentum and weight before and after NorMuon and Hyperball are turned on."""
-    place = _distribute(mesh_shape, 0)
+    place = distributed_over(mesh_shape, 0)
     weight = nn.Parameter(place(torch.eye(5, 7)))
     optimizer = ParallelMuon([weight], lr=LR, weight_decay=0.0, algorithm="muon", momentum=0.0, **FLOAT32)
     found: list[Tensor] = []
@@ -255,7 +243,7 @@ def test_an_option_that_is_turned_on_keeps_the_momentum(gloo: ProcessPool) -> No
 
 
 def _step_with_a_zero_matrix(mesh_shape: tuple[int, ...]) -> str:
-    place = _distribute(mesh_shape, 0)
+    place = distributed_over(mesh_shape, 0)
     parameters = {"full": nn.Parameter(place(torch.eye(3))), "lora_B": nn.Parameter(place(torch.zeros(7, 5)))}
     optimizer = ParallelMuon(parameters.items(), hyperball=True)
     for parameter in parameters.values():
@@ -274,7 +262,7 @@ def _train_transposed(mesh_shape: tuple[int, ...]) -> list[float]:
     """How far a layer of (inputs, outputs), fused along its outputs, is from its transposed one in one process."""
     far: list[float] = []
     for dim in (0, 1):
-        place = _distribute(mesh_shape, dim)
+        place = distributed_over(mesh_shape, dim)
         for options in CHOICES:
             torch.manual_seed(0)
             layer = Conv1D(14, 6)

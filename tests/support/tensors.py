@@ -1,6 +1,6 @@
 """Gradients from seeds, whole weights, and tensors that are compared bit by bit."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def whole(tensor: Tensor) -> Tensor:

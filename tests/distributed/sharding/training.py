@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
@@ -160,6 +161,12 @@ class Training:
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def distributed_over(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
+    """Shards tensors over the last axis of such a mesh, or replicates them, and replicates over the others."""
+    mesh, last = mesh_of(mesh_shape), Replicate() if shard_dim is None else Shard(shard_dim)
+    return lambda tensor: distribute_tensor(tensor, mesh, [*[Replicate()] * (len(mesh_shape) - 1), last])
 
 
 def train(name: str, shape: tuple[int, ...], run: Run, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
