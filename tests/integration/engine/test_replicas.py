@@ -33,7 +33,7 @@ def _flipped(setting: str, kind: str, rank: int) -> None:
     ("setting", "kind", "match"),
     [
         ("ddp, 3 ranks", "weights", r"differs after step 4: 11.weight \(on rank 2\)"),
-        ("fsdp, 2 replicas x 2 shards", "state", r"exp_avg_sq of 7.bias \(between ranks 0, 2\)"),
+        ("fsdp, 2 replicas x 2 shards", "state", r"exp_avg_sq of 5.bias \(between ranks 0, 2\)"),
         ("zero2, 2 replicas x 2 shards", "state", r"exp_avg_sq of 7.bias \(between ranks 0, 2\)"),
         ("FlexDeMo, 3 nodes", "weights", r"11.weight \(on rank 2\)"),
     ],
