@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +15,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import NewtonSchulz
+from lightning_muon.optim.matrix_step import BatchSample, OrthogonalizedBatch
 from lightning_muon.optim.momentum import StoredMomentum
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.logical import Box, logical_matrices
 from lightning_muon.sharding.base import ShardingMode
-from lightning_muon.sharding.weights import names_of
+from lightning_muon.sharding.weights import mesh_device, names_of
 
 _Ranks = tuple[DeviceMesh, tuple[int, ...]]  # Those that differ from this one only along some axes of a mesh.
 
@@ -31,13 +33,20 @@ _Ranks = tuple[DeviceMesh, tuple[int, ...]]  # Those that differ from this one o
 class ReplicaCheck:
     """After every ``every``-th step compares what several ranks must have alike, by sums of the bits.
 
-    Weights, and the state of the optimizer, on the ranks that hold the same part of them. And the result of
-    Newton-Schulz for one matrix of the model, drawn anew each time, on all ranks that share its weights.
+    Weights, and the state of the optimizer, on the ranks that hold the same part of them. And the results of
+    Newton-Schulz: of each rank one matrix that it has orthogonalized in this step, drawn anew each time, with all that
+    were in a batch with it. The next rank gets what went in, and must come to the same bits in the same way; on a
+    device those of a matrix may depend on its batch.
     """
 
     def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int) -> None:
         self._module, self._mode, self._every = module, mode, every
         self._num_steps = Counter[torch.optim.Optimizer]()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have a step that will be compared keep some of what it orthogonalizes; local."""
+        if isinstance(optimizer, PlannedOptimizer) and (self._num_steps[optimizer] + 1) % self._every == 0:
+            optimizer.sample = BatchSample()
 
     @torch.no_grad()
     def step_has_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -47,7 +56,7 @@ class ReplicaCheck:
         if num_steps % self._every:
             return
         self._mode.finish_parameters()
-        found = [*self._differing_copies(optimizer), *self._differing_arithmetic(optimizer)]
+        found = [*self._differing_copies(optimizer), *self._differing_updates(optimizer)]
         everywhere = sorted(set(chain.from_iterable(gather(found, None))))
         if everywhere:
             more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
@@ -81,36 +90,39 @@ class ReplicaCheck:
                     found += _odd_ones(name, values, group)
         return found
 
-    def _differing_arithmetic(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """The ranks on which Newton-Schulz gives other bits. Collective as :meth:`step_has_ended` is."""
-        if not isinstance(optimizer, PlannedOptimizer):
+    def _differing_updates(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The matrices of the rank before this one whose updates have other bits there than here.
+
+        Each rank sends what it has kept of the step to the next rank, which orthogonalizes it, too. Collective over all
+        ranks, also those that have kept nothing; every rank must call it.
+        """
+        batch = None
+        if isinstance(optimizer, PlannedOptimizer) and optimizer.sample is not None:
+            batch, optimizer.sample = optimizer.sample.batch, None
+        device = mesh_device(self._mode.mesh)
+        everyone = gather(None if batch is None else _Task.of(batch), None)
+        if (num_ranks := len(everyone)) == 1:
             return []
-        grouped = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-        matrices = [
-            (parameter, group, matrix)
-            for (parameter, group), route in zip(grouped, optimizer.routes, strict=True)
-            for matrix in (logical_matrices(tuple(parameter.shape), route) if route.algorithm != "adamw" else ())
+        rank = dist.get_rank()
+        owner, second = (rank - 1) % num_ranks, (rank + 1) % num_ranks
+        task, num_sent, num_received = everyone[owner], [0] * num_ranks, [0] * num_ranks
+        matrices = torch.empty(0, device=device) if batch is None else batch.matrices.to(device)
+        received = (
+            torch.empty(0, device=device) if task is None else torch.empty(task.shape, dtype=task.dtype, device=device)
+        )
+        num_sent[second], num_received[owner] = matrices.nbytes, received.nbytes
+        world = AxisGroup(dist.group.WORLD, rank, tuple((each,) for each in range(num_ranks)))
+        out, into = (each.view(-1).view(torch.uint8) for each in (matrices, received))
+        for work in start_all_to_all(out, num_sent, into, num_received, world):
+            work.wait()
+        if task is None or task.machine != _machine(task.device_type):
+            return []
+        updates = task.newton_schulz.orthogonalize(received.to(task.device_type), **task.options)
+        return [
+            f"Newton-Schulz of {name} (between its owner, rank {owner}, and rank {rank})"
+            for name, there, here in zip(task.names, task.sums, checksums(updates.unbind()).tolist(), strict=True)
+            if there != here
         ]
-        if not matrices:
-            return []
-        parameter, group, matrix = random.Random(self._num_steps[optimizer]).choice(matrices)
-        whole: Tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
-        part = whole[matrix.box.slices_in(Box((0,) * whole.ndim, tuple(whole.shape)))]
-        arithmetic = optimizer.arithmetic(whole.device)
-        choice = NewtonSchulzOptions.of(group).choice(matrix.rows, matrix.cols, arithmetic)
-        update = choice.orthogonalize(
-            part.reshape(matrix.rows, matrix.cols), eps=group["eps"], is_transposed=matrix.is_transposed
-        )
-        has_own_mesh = isinstance(parameter, DTensor) and (
-            not self._mode.options.decoupled_nodes or _trains_alone(optimizer)
-        )
-        mesh: DeviceMesh = parameter.device_mesh if has_own_mesh else self._mode.mesh
-        ranks = axis_group(mesh, tuple(range(mesh.ndim)))
-        # Other kinds of devices may add in another order.
-        kind = torch.cuda.get_device_name(whole.device) if whole.is_cuda else torch.backends.cpu.get_cpu_capability()
-        everyone = gather((kind, int(checksums([update]))), host_group(ranks))
-        of_kind = [value if other == kind else None for other, value in everyone]
-        return _odd_ones(f"Newton-Schulz of {matrix.name}", of_kind, ranks)
 
     def _ranks_of_weights(self, parameter: Tensor) -> _Ranks:
         """The ranks with the same part of the weights; local."""
@@ -125,6 +137,42 @@ class ReplicaCheck:
         """The ranks with the same part of the optimizer's state; local."""
         mesh, placements = self._mode.layout.mesh_and_placements(parameter)
         return self._ranks_of_weights(parameter) if mesh is None else _replicas(mesh, placements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What a rank must know to orthogonalize the matrices of another one, and to compare the results."""
+
+    names: Sequence[str]
+    newton_schulz: NewtonSchulz
+    options: Mapping[str, Any]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device_type: str
+    machine: object
+    sums: Sequence[int]  # Of the bits of each result.
+
+    @classmethod
+    def of(cls, batch: OrthogonalizedBatch) -> _Task:
+        """Local."""
+        device_type = batch.matrices.device.type
+        return cls(
+            names=[job.matrix.name for job in batch.jobs],
+            newton_schulz=batch.newton_schulz,
+            options=batch.options,
+            shape=tuple(batch.matrices.shape),
+            dtype=batch.matrices.dtype,
+            device_type=device_type,
+            machine=_machine(device_type),
+            sums=checksums(batch.updates.unbind()).tolist(),
+        )
+
+
+def _machine(device_type: str) -> object:
+    """Where this differs between ranks, their products may have other bits, since they may add in another order."""
+    if device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
 
 
 def _trains_alone(optimizer: torch.optim.Optimizer) -> bool:

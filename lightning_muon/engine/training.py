@@ -366,6 +366,8 @@ class TrainingEngine:
             return result
 
         num_skipped = self.finite_check(optimizer).skipped_steps
+        if self._replica_check is not None:
+            self._replica_check.step_begins(optimizer)
         with self.explaining():
             if closure is None:
                 with_whole_gradients()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, start_all_to_all
 from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, MuonPlus
-from lightning_muon.math.methods import NewtonSchulzOptions
+from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
 from lightning_muon.math.rescaling import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
@@ -45,6 +46,32 @@ class AgreedGradients:
     # Whether this rank knows that the deferred check will raise, and may lack state or have a wrong hyper-parameter: it
     # takes part in what travels, whatever is in the buffers.
     is_given_up: bool = False
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OrthogonalizedBatch:
+    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and its result."""
+
+    jobs: Sequence[MatrixJob]
+    newton_schulz: NewtonSchulz
+    options: Mapping[str, Any]  # Of `NewtonSchulz.orthogonalize`.
+    matrices: Tensor  # (jobs, rows, cols), as `updates`.
+    updates: Tensor
+
+
+class BatchSample:
+    """Keeps one of the batches of a step, each with the chance of its number of matrices."""
+
+    def __init__(self) -> None:
+        self.batch: OrthogonalizedBatch | None = None
+        # Of its own: what a program draws must not depend on it.
+        self._draw, self._num_seen = random.Random(), 0
+
+    def offer(self, batch: OrthogonalizedBatch) -> None:
+        """Keep this batch in the place of the one before, or not; local."""
+        self._num_seen += len(batch.jobs)
+        if self._draw.randrange(self._num_seen) < len(batch.jobs):
+            self.batch = batch
 
 
 class MatrixStep:
@@ -82,6 +109,7 @@ class MatrixStep:
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
+        self._sample: BatchSample | None = None
         # What has arrived of buckets whose sums are on their way.
         self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
@@ -131,9 +159,12 @@ class MatrixStep:
             return torch.zeros((), dtype=torch.bool, device=self._pool.device)
         return torch.stack(same).all().logical_not()
 
-    def run(self, agreed: AgreedGradients, states: States) -> None:
-        """Update all with gradients. Collective over the axes of each exchange group; every rank must call it."""
-        self._agreed, self._states = agreed, states
+    def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
+        """Update all with gradients; what is orthogonalized is offered to ``sample``.
+
+        Collective over the axes of each exchange group; every rank must call it.
+        """
+        self._agreed, self._states, self._sample = agreed, states, sample
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part: set[str] = set()
@@ -166,7 +197,7 @@ class MatrixStep:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
         self._momenta.end_step()
-        self._agreed, self._states = replace(self._agreed, gradients={}), {}
+        self._agreed, self._states, self._sample = replace(self._agreed, gradients={}), {}, None
         self._arrived.clear()
 
     @contextmanager
@@ -288,10 +319,15 @@ class MatrixStep:
         updates: dict[MatrixJob | NeuronValues, Tensor] = {}
         for jobs, stack in batches:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
-            whole = stack.view(len(jobs), matrix.rows, matrix.cols)
-            update = self.plan.newton_schulz(jobs[0]).orthogonalize(
-                whole, eps=group["eps"], is_transposed=matrix.is_transposed
-            )
+            whole, newton_schulz = stack.view(len(jobs), matrix.rows, matrix.cols), self.plan.newton_schulz(jobs[0])
+            how = {"eps": group["eps"], "is_transposed": matrix.is_transposed}
+            update = newton_schulz.orthogonalize(whole, **how)
+            if self._sample is not None:
+                self._sample.offer(
+                    OrthogonalizedBatch(
+                        jobs=jobs, newton_schulz=newton_schulz, options=how, matrices=whole, updates=update
+                    )
+                )
             for job, each in zip(jobs, update.unbind(), strict=True):
                 if job in moments:
                     each, values = self._normalized(job, each, moments[job])

@@ -24,7 +24,7 @@ from lightning_muon.optim import gradients, momentum, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
-from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
@@ -86,6 +86,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # the step; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # Or else it may be an AdamW of a stage without any.
+        self.sample: BatchSample | None = None  # Of what the next step orthogonalizes; set by who wants it.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -154,7 +155,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_done = False
             while not is_done:
                 try:
-                    bound.matrix_step.run(self._received(agreed), self.state)
+                    bound.matrix_step.run(self._received(agreed), self.state, self.sample)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # Since they were finished, on some rank. Nothing has been updated yet, and now the ranks ask.

@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.integrations.lightning.resuming import TrainingData
 from lightning_muon.integrations.registry import auto_resume_class
 from tests.integration import training
 from tests.support.processes import ProcessPool
@@ -68,6 +72,10 @@ class _Stateful(DataLoader[Any]):
 
 
 def _loader(kind: str) -> Any:
+    if kind == "torchdata":
+        stateful: Any = pytest.importorskip("torchdata.stateful_dataloader")
+        rows = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
+        return stateful.StatefulDataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))
     if kind == "stateful":
         return _Stateful(TensorDataset(torch.arange(60.0).reshape(12, 5) / 60), batch_size=2)
     data: Any = _Stream() if kind == "stream" else _Augmented(24 if kind == "augmented" else 12)
@@ -110,7 +118,7 @@ def _run(
         strategy=training.strategy_class()(**options),
         callbacks=[callback],
         enable_checkpointing=True,
-        use_distributed_sampler=kind in ("plain", "augmented"),
+        use_distributed_sampler=kind in ("plain", "augmented", "torchdata"),
         reload_dataloaders_every_n_epochs=int(kind == "augmented"),
         max_epochs=num_epochs,
         max_steps=num_steps,
@@ -122,12 +130,28 @@ def _run(
     return seen
 
 
-@pytest.mark.parametrize("kind", ["plain", "augmented", "random", "generator", "numpy", "stream", "stateful"])
+def _rows(seen: list[Any], epoch: int) -> list[Any]:
+    """The rows of an epoch, in the order in which they came."""
+    return [row for number, _, batch, _ in seen if number == epoch for row in batch]
+
+
+_NO_TORCHDATA = pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata")
+_KINDS = ["plain", "augmented", "random", "generator", "numpy", "stream", "stateful"]
+
+
+@pytest.mark.parametrize("kind", [*_KINDS, pytest.param("torchdata", marks=_NO_TORCHDATA)])
 def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
     whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, world_size=2)
     assert len(whole[0]) == 2 * _NUM_BATCHES
+    if kind == "torchdata":  # Each row once in an epoch, in another order in the next one.
+        first, second = ([_rows(each, epoch) for each in whole] for epoch in range(2))
+        assert (
+            len(set(map(str, chain(*first)))) == 24
+            and first != second
+            and sorted(chain(*first)) == sorted(chain(*second))
+        )
     # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
-    at_end = [] if kind == "stateful" else [_NUM_BATCHES]
+    at_end = [] if kind in ("stateful", "torchdata") else [_NUM_BATCHES]
     for step in (_NUM_BATCHES - 1, *at_end, _NUM_BATCHES + 2):
         checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
         resumed = gloo.run(_run, str(tmp_path / f"rest{step}"), kind, checkpoint, world_size=2)
@@ -136,6 +160,16 @@ def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, ki
                 # Lightning does not know yet that the epoch is over, and counts its batches on.
                 after = [(epoch, number - step, *rest) for epoch, number, *rest in after]
             assert after == before[step:], f"resumed at step {step}"
+
+
+def test_a_random_order_that_no_checkpoint_has_is_a_warning() -> None:
+    """Lightning wraps the sampler that torchdata makes for ``shuffle=True``."""
+    data, shares = _Augmented(12), {"num_replicas": 2, "rank": 0}
+    wrapped = DistributedSamplerWrapper(_NumpyOrder(), **shares)
+    with pytest.warns(UserWarning, match=r"this _Stateful yields.*sees some samples twice"):
+        TrainingData().follow(_Stateful(data, sampler=wrapped), 0)
+    with warnings.catch_warnings(action="error"):
+        TrainingData().follow(_Stateful(data, sampler=DistributedSampler(data, **shares)), 0)
 
 
 def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -171,11 +205,8 @@ def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, 
     whole = gloo.run(_run, str(tmp_path / "whole"), "plain", None, world_size=2)
     (rest,) = gloo.run(_run, str(tmp_path / "rest"), "plain", f"{tmp_path}/whole/step=2.ckpt", world_size=1)
 
-    def rows(seen: list[Any], epoch: int) -> list[Any]:
-        return sorted(row for number, _, batch, _ in seen if number == epoch for row in batch)
-
-    assert rows(rest, 0) == rows(whole[0][2:] + whole[1][2:], 0)
-    assert rows(rest, 1) == rows(whole[0] + whole[1], 1)
+    assert sorted(_rows(rest, 0)) == sorted(_rows(whole[0][2:] + whole[1][2:], 0))
+    assert sorted(_rows(rest, 1)) == sorted(_rows(whole[0] + whole[1], 1))
 
 
 def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, int, list[str]]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from lightning_muon.compat.torch import INDEX_SAMPLER
 
@@ -91,6 +91,7 @@ class TrainingData:
         One with a ``load_state_dict`` is left to Lightning, and what is no ``DataLoader`` begins anew.
         """
         if not isinstance(loader, DataLoader) or hasattr(loader, "load_state_dict"):
+            _warn_of_lost_order(loader)
             return loader
         if epoch != self._epoch and self._loaders:  # Trainer(reload_dataloaders_every_n_epochs=...)
             self.release()
@@ -117,6 +118,19 @@ class TrainingData:
         for loader in self._loaders:
             _leave(loader)
         self._loaders, self._resumption = [], None
+
+
+def _warn_of_lost_order(loader: Any) -> None:
+    """Say on rank 0 if Lightning has put a sampler around one whose random order no ``state_dict`` then has; local."""
+    sampler = getattr(loader, "sampler", None)
+    is_wrapper = isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler
+    if is_wrapper and sampler.dataset is not loader.dataset and sampler.rank == 0:
+        warnings.warn(
+            f"Lightning shares out what the sampler of this {type(loader).__name__} yields, and the state of the "
+            "loader does not have its order: if that is random, a run resumed in mid-epoch sees some samples twice and "
+            "others never. Give the loader sampler=DistributedSampler(dataset, shuffle=True), of torch.utils.data",
+            stacklevel=2,
+        )
 
 
 def _put_before_end_of_epoch(loops: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,8 @@ from torch import Tensor
 from benchmarks.silent_corruption import SETTINGS, flip, start, step
 from lightning_muon import MuonConfig
 from lightning_muon.engine import replicas
-from lightning_muon.engine.replicas import ReplicaCheck
-from lightning_muon.math.methods import NewtonSchulz
+from lightning_muon.optim.matrix_step import BatchSample
+from lightning_muon.optim.transfer import Transfer
 from tests.support.processes import ProcessPool
 
 
@@ -31,10 +32,10 @@ def _flipped(setting: str, kind: str, rank: int) -> None:
 @pytest.mark.parametrize(
     ("setting", "kind", "match"),
     [
-        ("ddp, 3 ranks", "weights", r"differs after step 4: 3.bias \(on rank 2\)"),
-        ("fsdp, 2 replicas x 2 shards", "state", r"exp_avg_sq of 1.bias \(between ranks 0, 2\)"),
-        ("zero2, 2 replicas x 2 shards", "state", r"exp_avg_sq of 1.bias \(between ranks 0, 2\)"),
-        ("FlexDeMo, 3 nodes", "weights", r"3.bias \(on rank 2\)"),
+        ("ddp, 3 ranks", "weights", r"differs after step 4: 11.weight \(on rank 2\)"),
+        ("fsdp, 2 replicas x 2 shards", "state", r"exp_avg_sq of 5.bias \(between ranks 0, 2\)"),
+        ("zero2, 2 replicas x 2 shards", "state", r"exp_avg_sq of 7.bias \(between ranks 0, 2\)"),
+        ("FlexDeMo, 3 nodes", "weights", r"11.weight \(on rank 2\)"),
     ],
 )
 def test_a_flipped_bit_is_named_on_all_ranks(gloo: ProcessPool, setting: str, kind: str, match: str) -> None:
@@ -56,44 +57,61 @@ def test_a_flipped_bit_of_a_code_is_named_on_all_ranks(gloo: ProcessPool) -> Non
     gloo.expect_error_on_all_ranks(_flipped_code, 2, match=match, exception=RuntimeError, world_size=3)
 
 
-def _wrong_arithmetic(options: dict[str, Any]) -> None:
-    """From the second step on one element that rank 1 computes is 1 % too large."""
+def _flipped_update(side: int) -> list[tuple[str, str]]:
+    """For each mode with owners what rank 1 has changed, and the error: the least bit of one of its results."""
+    outcome: list[tuple[str, str]] = []
+    pack_updates, (muon, size) = Transfer.pack_updates, (MuonConfig(dedupe="always"), dist.get_world_size())
+    for options in ({}, {"replicate_size": size}, {"sharding": "zero2"}, {"sharding": "ddp"}):
+        name, message = "", ""
 
-    check, orthogonalize = ReplicaCheck._differing_arithmetic, NewtonSchulz.orthogonalize
+        def pack_wrong(transfer: Transfer, updates: Mapping[Any, Tensor]) -> None:
+            nonlocal name
+            of_side = [job for job, update in updates.items() if min(update.shape) == side]
+            if dist.get_rank() == 1 and of_side:
+                name = of_side[0].matrix.name
+                updates[of_side[0]][1, 2].view({2: torch.int16, 4: torch.int32}[updates[of_side[0]].itemsize]).add_(1)
+            pack_updates(transfer, updates)
 
-    def wrong(*arguments: Any, **options: Any) -> Tensor:
-        result = orthogonalize(*arguments, **options)
-        result[1, 2] *= 1.01
-        return result
-
-    def check_with_wrong(self: ReplicaCheck, optimizer: torch.optim.Optimizer) -> list[str]:
-        with mock.patch.object(NewtonSchulz, "orthogonalize", wrong if dist.get_rank() == 1 else orthogonalize):
-            return check(self, optimizer)
-
-    engine = start(options, every=1)
-    step(engine, 0)
-    with mock.patch.object(ReplicaCheck, "_differing_arithmetic", check_with_wrong):
-        step(engine, 1)
+        engine = start({"optimizer": muon, **options}, every=1)
+        with mock.patch.object(Transfer, "pack_updates", pack_wrong):
+            # Each check draws one of at most 9 matrices.
+            for number in range(200):
+                try:
+                    step(engine, number)
+                except RuntimeError as error:
+                    message = str(error)
+                    break
+        outcome.append((name, message))
+    return outcome
 
 
-def test_wrong_arithmetic_is_found_where_nothing_has_a_copy(gloo: ProcessPool) -> None:
-    match = r"after step 2: Newton-Schulz of \S+ \(on rank 1\)"
-    gloo.expect_error_on_all_ranks(_wrong_arithmetic, {}, match=match, exception=RuntimeError, world_size=3)
+@pytest.mark.parametrize(("world_size", "side"), [(2, 32), (3, 8), (3, 32)])
+def test_a_flipped_bit_of_an_update_is_named_with_its_owner(gloo: ProcessPool, world_size: int, side: int) -> None:
+    """Matrices with a side of 32 are orthogonalized in batches, the others one by one."""
+    of_ranks = gloo.run(_flipped_update, side, world_size=world_size)
+    for of_mode in zip(*of_ranks, strict=True):
+        name = of_mode[1][0]
+        (message,) = {message for _, message in of_mode}
+        assert f": Newton-Schulz of {name} (between its owner, rank 1, and rank {2 % world_size})." in message
 
 
-def _undisturbed(setting: str, every: int) -> int:
-    """How many sums of bits a training of four steps has computed."""
-    with mock.patch.object(replicas, "checksums", side_effect=replicas.checksums) as called:
+def _undisturbed(setting: str, every: int) -> tuple[int, int]:
+    """How many sums of bits a training of four steps has computed, and how often it has kept a batch."""
+    with (
+        mock.patch.object(replicas, "checksums", side_effect=replicas.checksums) as called,
+        mock.patch.object(replicas, "BatchSample", side_effect=BatchSample) as kept,
+    ):
         engine = start(SETTINGS[setting].options, every=every)
         for number in range(4):
             step(engine, number)
-    return called.call_count
+    return called.call_count, kept.call_count
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_equal_replicas_are_no_error(gloo: ProcessPool, setting: str) -> None:
-    assert all(gloo.run(_undisturbed, setting, 2, world_size=SETTINGS[setting].num_ranks))
+    for num_sums, num_kept in gloo.run(_undisturbed, setting, 2, world_size=SETTINGS[setting].num_ranks):
+        assert num_sums and num_kept == 2
 
 
 def test_nothing_is_compared_unless_it_is_asked_for(gloo: ProcessPool) -> None:
-    assert gloo.run(_undisturbed, "ddp, 3 ranks", 0, world_size=3) == [0, 0, 0]
+    assert gloo.run(_undisturbed, "ddp, 3 ranks", 0, world_size=3) == 3 * [(0, 0)]
