@@ -30,7 +30,7 @@ demo: $(STAMP)
 
 # Three at a time: ranks that wait for each other leave much of two cores idle. Hundreds of processes share the bytecode.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile)
 	@echo "make test: all tests passed"
 
 # A seed that is printed repeats a series: make soak KILLS=20 ARGS="--seed 21".
