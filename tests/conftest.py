@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 
 # Before torch is imported: the pool runs up to four processes, often on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -21,6 +22,9 @@ install_import_hook("lightning_muon.math", "beartype.beartype")
 from tests.support.processes import ProcessPool
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As a shell starts what it runs in the background; programs of the tests would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything starts the fork server of this process.
 multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ SHAPES = {
     "convolution": (6, 4, 3, 3),
 }
 MESHES = [(1,), (2,), (3,), (4,), (1, 4), (2, 2), (3, 1), (1, 1)]
-NUM_STEPS = 10
+NUM_STEPS = 4
 LR = 0.02
+Options = dict[str, object]
 # fp32 wire and compute: the arithmetic is the reference's, in the same order, on any number of ranks.
 EXACT = 1e-6
 
@@ -45,12 +47,15 @@ def _train(place: Callable[[Tensor], Tensor], **options: object) -> dict[str, Te
     return {name: whole(parameter) for name, parameter in parameters.items()}
 
 
-def _train_on_mesh(mesh_shape: tuple[int, ...], shard_dim: int | None, options: dict[str, object]) -> dict[str, Tensor]:
-    return _train(distributed_over(mesh_shape, shard_dim), **options)
-
-
-def _train_on_plain_tensors(mesh_shape: tuple[int, ...], options: dict[str, object]) -> dict[str, Tensor]:
-    return _train(lambda tensor: tensor.clone(), mesh=mesh_of(mesh_shape), **options)
+def _train_each(mesh_shape: tuple[int, ...], cases: list[tuple[int | str | None, Options]]) -> list[dict[str, Tensor]]:
+    """One training after the other, of tensors that are sharded along a dimension, replicated (None), or "plain"."""
+    mesh = mesh_of(mesh_shape)
+    return [
+        _train(torch.clone, mesh=mesh, **options)
+        if dim == "plain"
+        else _train(distributed_over(mesh_shape, dim), **options)
+        for dim, options in cases
+    ]
 
 
 def _reference(dtype: torch.dtype = torch.float32, **options: object) -> dict[str, Tensor]:
@@ -65,49 +70,57 @@ def _largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     return max(float((found[name] - expected[name]).abs().max()) for name in expected)
 
 
-FLOAT32: dict[str, object] = {"compute_dtype": "float32", "wire_dtype": "float32"}
+# Dimension of shards and options of ParallelMuon; what is expected, and how far from it weights may be.
+Case = tuple[int | str | None, Options, dict[str, Tensor], float]
+FLOAT32: Options = {"compute_dtype": "float32", "wire_dtype": "float32"}
+
+
+def _compare(
+    gloo: ProcessPool,
+    mesh_shape: tuple[int, ...],
+    cases: list[Case],
+    cut: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> None:
+    """All ranks, in one call of the pool."""
+    trainings = [(dim, FLOAT32 | options) for dim, options, *_ in cases]
+    for results in gloo.run(_train_each, mesh_shape, trainings, world_size=math.prod(mesh_shape)):
+        for result, (dim, options, expected, tolerance) in zip(results, cases, strict=True):
+            assert _largest_difference(cut(result), expected) <= tolerance, (dim, options)
 
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    world_size, options = torch.Size(mesh_shape).numel(), FLOAT32 | {"chunk_bytes": 8000, "muon_lr_factor": 2.5}
-    expected = _reference(muon_lr_factor=2.5)
-    for shard_dim in (0, 1):
-        for result in gloo.run(_train_on_mesh, mesh_shape, shard_dim, options, world_size=world_size):
-            assert _largest_difference(result, expected) <= EXACT
+    options, expected = {"chunk_bytes": 8000, "muon_lr_factor": 2.5}, _reference(muon_lr_factor=2.5)
+    _compare(gloo, mesh_shape, [(dim, options, expected, EXACT) for dim in (0, 1)])
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)], ids=str)
 def test_replicas_divide_the_work_and_agree(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    world_size = int(torch.tensor(mesh_shape).prod())
     expected = _reference()
-    for function, arguments in ((_train_on_mesh, (mesh_shape, None)), (_train_on_plain_tensors, (mesh_shape,))):
-        for result in gloo.run(function, *arguments, FLOAT32, world_size=world_size):
-            assert _largest_difference(result, expected) <= EXACT
+    _compare(gloo, mesh_shape, [(kind, {}, expected, EXACT) for kind in (None, "plain")])
 
 
-@pytest.mark.parametrize(
-    "options", [{"nesterov": False}, {"adjust_lr_fn": "original"}, {"momentum": 0.5, "weight_decay": 0.0}]
-)
-def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool, options: dict[str, object]) -> None:
-    result = gloo.run(_train_on_mesh, (3,), 0, FLOAT32 | options, world_size=3)[0]
-    assert _largest_difference(result, _reference(**options)) <= EXACT
+def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool) -> None:
+    every: list[Options] = [
+        {"nesterov": False},
+        {"adjust_lr_fn": "original"},
+        {"momentum": 0.5, "weight_decay": 0.0},
+    ]
+    _compare(gloo, (3,), [(0, options, _reference(**options), EXACT) for options in every])
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
 def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     # Gram iterations, which "fast" takes for unequal sides, add in another order; each step is off by some 1e-6.
     custom = tuple((3.0 - 0.2 * step, -3.0, 1.1) for step in range(4))
-    for options, steps, tolerance in (
+    qualities: list[tuple[Options, Any, float]] = [
         ({"ns_coefficients": "polar_express", "ns_steps": 6}, steps_of("polar_express", 6), EXACT),
         ({"ns_coefficients": "cubic"}, steps_of("cubic", 5), 5 * EXACT),
         ({"ns_coefficients": custom, "ns_steps": 4}, custom, EXACT),
         ({"ns_quality": "fast"}, polar_express(3, 0.01), 50 * EXACT),
         ({"ns_quality": (0.95, 1.05)}, polar_express(4, 0.01), 50 * EXACT),
-    ):
-        expected = _reference(steps=steps)
-        for result in gloo.run(_train_on_mesh, mesh_shape, 0, FLOAT32 | options, world_size=math.prod(mesh_shape)):
-            assert _largest_difference(result, expected) <= tolerance
+    ]
+    _compare(gloo, mesh_shape, [(0, options, _reference(steps=steps), limit) for options, steps, limit in qualities])
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
@@ -119,47 +132,34 @@ def test_measured_costs_choose_alike_on_all_ranks(
     shapes = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (10, 6), (12, 5), (6, 36)]
     path = tmp_path / "costs.json"
     path.write_text(MeasuredCosts("cpu", "here", {shape: {"float32": dear} for shape in shapes}).to_json())
-    expected = _reference(steps=steps_of("cubic", 5))
-    for options in ({"overlap": "off"}, {"overlap": "step", "chunk_bytes": 400}, {"dedupe": "never"}):
-        chosen = FLOAT32 | {"ns_quality": "fast", "ns_costs": str(path)} | options
-        for result in gloo.run(_train_on_mesh, mesh_shape, 0, chosen, world_size=math.prod(mesh_shape)):
-            assert _largest_difference(result, expected) <= 5 * EXACT
+    expected, fast = _reference(steps=steps_of("cubic", 5)), {"ns_quality": "fast", "ns_costs": str(path)}
+    every: list[Options] = [{"overlap": "off"}, {"overlap": "step", "chunk_bytes": 400}, {"dedupe": "never"}]
+    _compare(gloo, mesh_shape, [(0, fast | options, expected, 5 * EXACT) for options in every])
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
 def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     # So large a decay that each element of the wrong sign would show.
-    options: dict[str, object] = {"cautious_weight_decay": True, "weight_decay": 5.0}
+    options: Options = {"cautious_weight_decay": True, "weight_decay": 5.0}
     expected = _reference(**options)
     assert _largest_difference(expected, _reference(weight_decay=5.0)) > 0.1
-    for result in gloo.run(_train_on_mesh, mesh_shape, 0, FLOAT32 | options, world_size=math.prod(mesh_shape)):
-        assert _largest_difference(result, expected) <= EXACT
+    _compare(gloo, mesh_shape, [(0, options, expected, EXACT)])
 
 
-@pytest.fixture(scope="module")
-def normalized() -> list[tuple[dict[str, object], dict[str, Tensor]]]:
-    """Options, and the weights of full matrices."""
-    every: list[dict[str, object]] = [
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_normalization_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    every: list[Options] = [
         {"muon_eq": "R"},
         {"muon_eq": "C", "muon_plus": "row", "nesterov": False},
         {"muon_eq": "RC", "adjust_lr_fn": "spectral_mup"},
         {"muon_plus": "col_row", "adjust_lr_fn": "original"},
         {"muon_plus": "row_col", "cautious_weight_decay": True},
     ]
-    return [(options, _reference(**options)) for options in every]
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-def test_normalization_is_that_of_full_matrices(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], normalized: list[tuple[dict[str, object], dict[str, Tensor]]]
-) -> None:
     # Lengths are float64 in the reference; Newton-Schulz multiplies the rounding of small singular values by up to 500.
-    for options, expected in normalized:
-        for result in gloo.run(_train_on_mesh, mesh_shape, 1, FLOAT32 | options, world_size=math.prod(mesh_shape)):
-            assert _largest_difference(result, expected) <= 20 * EXACT, options
+    _compare(gloo, mesh_shape, [(1, options, _reference(**options), 20 * EXACT) for options in every])
 
 
-def _train_groups(mesh_shape: tuple[int, ...], groups: list[dict[str, object]]) -> list[Tensor]:
+def _train_groups(mesh_shape: tuple[int, ...], groups: list[Options]) -> list[Tensor]:
     """Equal weights and gradients in groups with other options; small, so that Newton-Schulz runs on batches."""
     place, (first, *grads) = distributed_over(mesh_shape, 0), torch.randn(4, 33, 40, generator=torch.Generator())
     parameters = [nn.Parameter(place(first)) for _ in groups]
@@ -173,7 +173,7 @@ def _train_groups(mesh_shape: tuple[int, ...], groups: list[dict[str, object]]) 
 
 
 def test_groups_with_other_options_share_no_batch(gloo: ProcessPool) -> None:
-    groups: list[dict[str, object]] = [{}, {"muon_eq": "R"}, {"muon_plus": "col"}, {"muon_eq": "R"}, {}]
+    groups: list[Options] = [{}, {"muon_eq": "R"}, {"muon_plus": "col"}, {"muon_eq": "R"}, {}]
     together = gloo.run(_train_groups, (2,), groups, world_size=2)
     for options, *found in zip(groups, *together, strict=True):
         (expected,) = gloo.run(_train_groups, (1,), [options], world_size=1)[0]
@@ -210,11 +210,8 @@ def test_parts_along_both_sides_are_matrices(
     for step in range(NUM_STEPS):
         reference.step(_cut(random_tensors(SHAPES, 1 + step)))
     parts = {"fused": {"square": (16, 40, 8)}, "fused_inputs": {"odd": (3, 4), "tall": 3, "convolution": 2}}
-    options["momentum_dtype"] = momentum_dtype
-    for shard_dim in (0, 1) if momentum_dtype == "auto" else (0,):
-        arguments = (mesh_shape, shard_dim, FLOAT32 | parts | options)
-        for result in gloo.run(_train_on_mesh, *arguments, world_size=math.prod(mesh_shape)):
-            assert _largest_difference(_cut(result), reference.matrices) <= 20 * EXACT
+    chosen, dims = parts | options | {"momentum_dtype": momentum_dtype}, (0, 1) if momentum_dtype == "auto" else (0,)
+    _compare(gloo, mesh_shape, [(dim, chosen, reference.matrices, 20 * EXACT) for dim in dims], _cut)
 
 
 def _momentum_in_8_bits(num_parts: int) -> Callable[[str, Tensor], Tensor]:
@@ -235,19 +232,17 @@ def _momentum_in_8_bits(num_parts: int) -> Callable[[str, Tensor], Tensor]:
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
 def test_8_bit_momentum_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    options = FLOAT32 | {"chunk_bytes": 8000, "momentum_dtype": "int8"}
-    for shard_dim in (0, 1):
-        # Shards of rows have the blocks of whole rows, however many they are; those of columns have their own blocks.
-        expected = _reference(kept=_momentum_in_8_bits(1 if shard_dim == 0 else mesh_shape[-1]))
-        assert _largest_difference(expected, _reference()) > 50 * EXACT
-        for result in gloo.run(_train_on_mesh, mesh_shape, shard_dim, options, world_size=math.prod(mesh_shape)):
-            assert _largest_difference(result, expected) <= EXACT
+    # Shards of rows have the blocks of whole rows, however many they are; those of columns have their own blocks.
+    options, of_whole = {"chunk_bytes": 8000, "momentum_dtype": "int8"}, _reference()
+    expected = [_reference(kept=_momentum_in_8_bits(num_parts)) for num_parts in (1, mesh_shape[-1])]
+    assert all(_largest_difference(each, of_whole) > 50 * EXACT for each in expected)
+    _compare(gloo, mesh_shape, [(dim, options, each, EXACT) for dim, each in enumerate(expected)])
 
 
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:
     # Newton-Schulz rounds its input to bfloat16 and gives bfloat16 back, so the wire rounds nothing more: exact.
     single = _train(lambda tensor: tensor.clone(), compute_dtype="bfloat16")
-    for result in gloo.run(_train_on_mesh, (4,), 0, {"compute_dtype": "bfloat16"}, world_size=4):
+    for (result,) in gloo.run(_train_each, (4,), [(0, {"compute_dtype": "bfloat16"})], world_size=4):
         assert all(torch.equal(result[name], single[name]) for name in single)
 
 
@@ -255,5 +250,6 @@ def test_a_bfloat16_wire_stays_within_rounding(gloo: ProcessPool) -> None:
     # Input and update of Newton-Schulz are rounded to 8 bits (relative 2^-9); an update has entries of about 0.2 after
     # the scale of match_rms_adamw, so a step of lr 0.02 is off by about 0.02 * 0.2 * 2^-9 = 8e-6 for each rounding of
     # the update, more for the input, where small singular values are amplified. Ten steps measured: 2.3e-4.
-    found = gloo.run(_train_on_mesh, (4,), 0, {"compute_dtype": "float32", "wire_dtype": "bfloat16"}, world_size=4)[0]
-    assert 0 < _largest_difference(found, _reference()) <= 1e-3
+    options: Options = {"compute_dtype": "float32", "wire_dtype": "bfloat16"}
+    for (found,) in gloo.run(_train_each, (4,), [(0, options)], world_size=4):
+        assert 0 < _largest_difference(found, _reference()) <= 1e-3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
@@ -90,10 +90,22 @@ def _loader(kind: str) -> Any:
 
 
 def _run(
-    directory: str, kind: str, resume: str | None, *, num_epochs: int = 2, num_steps: int = -1, **options: Any
+    directory: str,
+    kind: str,
+    resume: str | None,
+    saved: Sequence[int] = (),
+    *,
+    num_epochs: int = 2,
+    num_steps: int = -1,
+    **options: Any,
 ) -> list[Any]:
-    """Epoch, batch and loss of each batch, with a checkpoint of each step, or with ``num_steps`` of each epoch."""
+    """Epoch, batch and loss of each batch, with checkpoints of ``saved`` steps, of each epoch with ``num_steps``."""
     pl, seen = training.load(), list[Any]()
+
+    class Checkpoints(pl.callbacks.ModelCheckpoint):
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            if trainer.global_step in saved:
+                super().on_train_batch_end(trainer, *others)
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
@@ -112,7 +124,7 @@ def _run(
 
     torch.manual_seed(100 + int(resume is not None))  # Another process begins with other random states.
     when = {"every_n_train_steps": 1, "save_on_train_epoch_end": False} if num_steps == -1 else {"every_n_epochs": 1}
-    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{step}", save_top_k=-1, **when)
+    callback = Checkpoints(dirpath=directory, filename="{step}", save_top_k=-1, **when)
     fitter = training.trainer(
         pl,
         strategy=training.strategy_class()(**options),
@@ -141,7 +153,10 @@ _KINDS = ["plain", "augmented", "random", "generator", "numpy", "stream", "state
 
 @pytest.mark.parametrize("kind", [*_KINDS, pytest.param("torchdata", marks=_NO_TORCHDATA)])
 def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
-    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, world_size=2)
+    # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
+    at_end = [] if kind in ("stateful", "torchdata") else [_NUM_BATCHES]
+    saved = [_NUM_BATCHES - 1, *at_end, _NUM_BATCHES + 2]
+    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, saved, world_size=2)
     assert len(whole[0]) == 2 * _NUM_BATCHES
     if kind == "torchdata":  # Each row once in an epoch, in another order in the next one.
         first, second = ([_rows(each, epoch) for each in whole] for epoch in range(2))
@@ -150,9 +165,7 @@ def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, ki
             and first != second
             and sorted(chain(*first)) == sorted(chain(*second))
         )
-    # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
-    at_end = [] if kind in ("stateful", "torchdata") else [_NUM_BATCHES]
-    for step in (_NUM_BATCHES - 1, *at_end, _NUM_BATCHES + 2):
+    for step in saved:
         checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
         resumed = gloo.run(_run, str(tmp_path / f"rest{step}"), kind, checkpoint, world_size=2)
         for before, after in zip(whole, resumed, strict=True):
@@ -181,7 +194,7 @@ def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_pat
 
 
 def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, world_size=2)
+    whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, [4, _NUM_BATCHES + 1], world_size=2)
     for sharding, step in (("zero2", 4), ("ddp", _NUM_BATCHES + 1)):
         checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
         resumed = gloo.run(_run, str(tmp_path / sharding), "random", checkpoint, sharding=sharding, world_size=2)
@@ -193,16 +206,17 @@ def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Pat
 
 
 def test_a_resumed_run_is_resumed_at_ends_of_epochs(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole = gloo.run(_run, str(tmp_path / "0"), "plain", None, num_epochs=3, world_size=2)
+    ends = [_NUM_BATCHES, 2 * _NUM_BATCHES]
+    whole = gloo.run(_run, str(tmp_path / "0"), "plain", None, ends, num_epochs=3, world_size=2)
     for number in (1, 2):
         step = number * _NUM_BATCHES
         checkpoint = f"{tmp_path}/{number - 1}/step={step}.ckpt"
-        resumed = gloo.run(_run, f"{tmp_path}/{number}", "plain", checkpoint, num_epochs=3, world_size=2)
+        resumed = gloo.run(_run, f"{tmp_path}/{number}", "plain", checkpoint, ends, num_epochs=3, world_size=2)
         assert resumed == [batches[step:] for batches in whole]
 
 
 def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole = gloo.run(_run, str(tmp_path / "whole"), "plain", None, world_size=2)
+    whole = gloo.run(_run, str(tmp_path / "whole"), "plain", None, [2], world_size=2)
     (rest,) = gloo.run(_run, str(tmp_path / "rest"), "plain", f"{tmp_path}/whole/step=2.ckpt", world_size=1)
 
     assert sorted(_rows(rest, 0)) == sorted(_rows(whole[0][2:] + whole[1][2:], 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -191,45 +190,49 @@ def _require_equal(case: Case, expected: Sequence[Any], results: Sequence[Any]) 
                 assert (gradient - wanted).norm() <= _TOLERANCE * wanted.norm(), where
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("name", ["auto", *BUILT_IN])
-def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, name: str, world_size: int) -> None:
-    _compare(gloo, Case(options={"pipeline_schedule": name}), world_size)
-
-
 _LM = {"make": causal_lm, "num_layers": 4}
 _LLAMA, _TIED = {**_LM, "arguments": {"kind": "llama"}}, {**_LM, "arguments": {"kind": "llama", "tied": True}}
 _SHARDED = {"pipeline_size": 2, "shard_size": 2}
 _BOTH = {"pipeline_size": 2, "shard_size": 2, "replicate_size": 2}
 
 
-def _every_schedule(case: Case) -> list[list[tuple[float, dict[str, Tensor | None]]]]:
-    """One after the other, in the same processes."""
-    steps = []
-    for name in ("auto", *BUILT_IN):
-        is_v = PipelineOptions(pipeline_schedule=name).stages_per_rank == 2
-        options = {"pipeline_schedule": name, "pipeline_split": case.firsts[:: 1 if is_v else 2]}
-        steps.append(_in_pipeline(replace(case, options=case.options | options | {"pipeline_microbatches": 4})))
-    return steps
+def _one_after_the_other(cases: list[Case]) -> list[list[tuple[float, dict[str, Tensor | None]]]]:
+    return [_in_pipeline(case) for case in cases]
 
 
+def _scheduled(case: Case, name: str) -> Case:
+    is_v = PipelineOptions(pipeline_schedule=name).stages_per_rank == 2
+    options = {"pipeline_schedule": name, "pipeline_split": case.firsts[:: 1 if is_v else 2]}
+    return replace(case, options=case.options | options | {"pipeline_microbatches": 4})
+
+
+_SCHEDULES = ("auto", *BUILT_IN)
+
+
+# As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
-    ("sizes", "case"),
+    ("world_size", "cases"),
     [
-        (_SHARDED, Case(**_TIED, is_checkpointed=True)),
-        (_BOTH, Case(num_layers=2)),
+        (2, [Case(options={"pipeline_schedule": name}) for name in _SCHEDULES]),
+        (4, [Case(options={"pipeline_schedule": name}) for name in _SCHEDULES]),
+        (
+            4,
+            [
+                _scheduled(Case(**_TIED, is_checkpointed=True, options=_SHARDED, batches=((19, 5),)), name)
+                for name in _SCHEDULES
+            ],
+        ),
+        # With replicas: whole, interleaved, split and V.
+        (8, [_scheduled(Case(num_layers=2, options=_BOTH, batches=((19, 5),)), name) for name in _SCHEDULES[::2]]),
     ],
-    ids=["4 ranks, tied and checkpointed", "8 ranks"],
+    ids=["2 ranks", "4 ranks", "4 ranks, tied and checkpointed", "8 ranks"],
 )
-def test_every_schedule_has_them_with_shards_and_replicas(gloo: ProcessPool, sizes: dict[str, int], case: Case) -> None:
-    # As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
-    case = replace(case, options=sizes, batches=((19, 5),))
-    world_size = math.prod(sizes.values())
-    expected = _alone(case, world_size // 2)
-    results = gloo.run(_every_schedule, case, world_size=world_size, timeout=120.0)
-    for of_schedule in zip(*results, strict=True):
-        _require_equal(case, expected, of_schedule)
+def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, world_size: int, cases: list[Case]) -> None:
+    expected = _alone(cases[0], world_size // cases[0].options.get("pipeline_size", world_size))
+    results = gloo.run(_one_after_the_other, cases, world_size=world_size, timeout=120.0)
+    for case, *of_ranks in zip(cases, *results, strict=True):
+        _require_equal(case, expected, of_ranks)
 
 
 _REPLICATED = {"pipeline_size": 2, "replicate_size": 2}

@@ -166,7 +166,9 @@ def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
 def distributed_over(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
     """Shards tensors over the last axis of such a mesh, or replicates them, and replicates over the others."""
     mesh, last = mesh_of(mesh_shape), Replicate() if shard_dim is None else Shard(shard_dim)
-    return lambda tensor: distribute_tensor(tensor, mesh, [*[Replicate()] * (len(mesh_shape) - 1), last])
+    placements = [*[Replicate()] * (len(mesh_shape) - 1), last]
+    # All ranks have the same tensor, so that nothing needs to be sent.
+    return lambda tensor: distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
 
 
 def train(name: str, shape: tuple[int, ...], run: Run, options: dict[str, Any] | None = None) -> dict[str, Tensor]:
