@@ -123,8 +123,9 @@ class TrainingData:
 def _warn_of_lost_order(loader: Any) -> None:
     """Say on rank 0 if Lightning has put a sampler around one whose random order no ``state_dict`` then has; local."""
     sampler = getattr(loader, "sampler", None)
-    is_wrapper = isinstance(sampler, DistributedSampler) and type(sampler) is not DistributedSampler
-    if is_wrapper and sampler.dataset is not loader.dataset and sampler.rank == 0:
+    if not isinstance(sampler, DistributedSampler) or type(sampler) is DistributedSampler:
+        return
+    if sampler.dataset is not loader.dataset and sampler.rank == 0:
         warnings.warn(
             f"Lightning shares out what the sampler of this {type(loader).__name__} yields, and the state of the "
             "loader does not have its order: if that is random, a run resumed in mid-epoch sees some samples twice and "
