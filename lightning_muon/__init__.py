@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
+    from lightning_muon.monitor.step_monitor import StepMonitor
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
@@ -95,6 +96,7 @@ __all__ = [
     "Striding",
     "Turn",
     # loops of your own
+    "StepMonitor",
     "StopSignals",
     # pipelines
     "forward_backward",
@@ -123,6 +125,7 @@ _MODULES = {
     ),
     "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
     "monitor.signals": "StopSignals",
+    "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",

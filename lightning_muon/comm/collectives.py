@@ -13,11 +13,9 @@ from torch import Tensor
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
-
-Observer = Callable[[AxisGroup, Mapping[int, int]], None]
-"""Takes the group of a communication, and how many bytes the calling rank sends to each other rank of it."""
-observers: list[Observer] = []
-"""Told of each communication of this module when it begins; empty unless somebody measures."""
+# Each is told of every communication that begins here: its group, and how many bytes this rank sends to each other rank
+# of it. Empty unless somebody measures.
+observers: list[Callable[[AxisGroup, Mapping[int, int]], None]] = []
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pages of HTML that need no network: timelines and curves as inline SVG, names under the pointer, readable on a phone."""
+"""Pages of HTML that load nothing: timelines and curves as inline SVG, names under the pointer, good on a phone."""
 
 from __future__ import annotations
 

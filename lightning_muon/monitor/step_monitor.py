@@ -169,8 +169,7 @@ class StepMonitor:
             return None
         measured.before = [part.values.clone() for part in self._parts()]
         started = partial(measured.recorder.started, WHOLE_STEP)
-        given = dict(zip(("self", "closure"), args, strict=False)) | kwargs
-        closure = given.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # The first one is the optimizer.
         if closure is None:
             started()
             return None
@@ -180,7 +179,7 @@ class StepMonitor:
             started()
             return result
 
-        return args[:1], given | {"closure": timed} if len(args) < 2 else None
+        return args[:1], kwargs | {"closure": timed}
 
     def _after_step(self, *_: Any) -> None:
         self.num_steps += 1

@@ -308,7 +308,8 @@ def read_parts(folder: Path) -> tuple[int, str, Recording] | None:
 
 
 def _op(values: dict[str, Any]) -> Op:
-    return Op(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Op(**values)
 
 
 def _clock_shift() -> float:

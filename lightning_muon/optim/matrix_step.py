@@ -85,7 +85,7 @@ class MatrixStep:
         # What has arrived of buckets whose sums are on their way.
         self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
-        # Gets each owned matrix, and what Newton-Schulz has made of its momentum (rows, cols), of somebody who measures.
+        # Of somebody who measures: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
             {
