@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
+    from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
     from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
@@ -63,6 +64,9 @@ if TYPE_CHECKING:
     class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
         pass
 
+    class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
+        pass
+
     class QKClip(QKClipCallback, Callback):  # noqa: D101
         pass
 
@@ -77,6 +81,7 @@ __all__ = [
     "FlexDeMo",
     "FlexDeMoConfig",
     "MuonConfig",
+    "MuonMonitor",
     "NonFiniteGradientError",
     "Options",
     "ParallelMuon",
@@ -123,7 +128,7 @@ _MODULES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
-    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
+    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
     "monitor.signals": "StopSignals",
     "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",

@@ -76,6 +76,7 @@ class StepMonitor:
         peak_flops: FLOP/s of one rank's device, for ``mfu``; 0 leaves that out.
         data_copies: Ranks that count the same tokens: those of a pipeline, of a context and tensor axis.
         skipped_steps: Gives the number of skipped steps, if the optimizer does not.
+        first_step: Steps that the training has taken before.
         folder: Of the run, where ``muon_monitor/`` keeps what ``lightning-muon report`` shows; none without.
     """
 
@@ -89,13 +90,14 @@ class StepMonitor:
         peak_flops: float = 0.0,
         data_copies: int = 1,
         skipped_steps: Callable[[], int] | None = None,
+        first_step: int = 0,
         folder: str | Path | None = None,
     ) -> None:
         check_whole("every_n_steps", every_n_steps, at_least=1)
         self.optimizer = unwrapped(optimizer)
         self.every_n_steps, self.peak_flops, self.data_copies = every_n_steps, peak_flops, data_copies
         self.flops_per_token = flops_per_token or (0.0 if module is None else flops_of_token(module))
-        self.num_steps = 0  # Of the training; a resumed one may set it.
+        self.num_steps = first_step
         self._skipped = skipped_steps or (lambda: getattr(self.optimizer, "skipped_steps", 0))
         self._num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._rank = dist.get_rank() if dist.is_initialized() else 0
