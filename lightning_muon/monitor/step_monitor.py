@@ -48,6 +48,17 @@ PARTS = {
 }
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "other")
 """Of meshes, the outermost first."""
+# Of Accelerate and Lightning for the same axes.
+_OTHER_NAMES = {
+    "dp_replicate": "replicate",
+    "dp_shard": "shard",
+    "dp_shard_cp": "shard",
+    "fsdp": "shard",
+    "cp": "context",
+    "tp": "tensor",
+    "data_parallel": "shard",
+    "tensor_parallel": "tensor",
+}
 MUON, REST = ".muon", ""  # Behind the number of a param group, for what Muon updates of it and for what it does not.
 MOST_ELEMENTS = 2**24  # Of a rank's weights that are kept for the size of their updates: 64 MiB of float32.
 
@@ -110,7 +121,8 @@ class StepMonitor:
         self._values: dict[str, float] = {}
         self._num_measured, self._tokens = 0, 0.0
         self._since: float | None = None  # Of the interval of now: when it began, without pauses.
-        self._steps_since, self._seconds, self._paused_at = 0, 0.0, 0.0
+        self._steps_since, self._seconds = 0, 0.0
+        self._paused_at: float | None = None
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
             self.optimizer.register_step_post_hook(self._after_step),
@@ -127,13 +139,15 @@ class StepMonitor:
         return values
 
     def pause(self) -> None:
-        """Do not count the time until :meth:`resume`, of a validation, to the training."""
-        self._paused_at = time.monotonic()
+        """Do not count the time until :meth:`resume`, of a validation for example, to the training."""
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
 
     def resume(self) -> None:
         """Count time again."""
-        if self._since is not None:
+        if self._since is not None and self._paused_at is not None:
             self._since += time.monotonic() - self._paused_at
+        self._paused_at = None
 
     def close(self) -> None:
         """Measure no more."""
@@ -322,7 +336,8 @@ class StepMonitor:
         """Number of axes of a mesh of parameters -> their names."""
         planned = isinstance(self.optimizer, PlannedOptimizer)
         meshes = [self.optimizer._mesh, *(each.mesh for each in self.optimizer._bound.plan.meshes)] if planned else []
-        return {mesh.ndim: mesh.mesh_dim_names or () for mesh in meshes if mesh is not None}
+        unnamed = ("replicate", "shard")
+        return {mesh.ndim: mesh.mesh_dim_names or unnamed[-mesh.ndim :] for mesh in meshes if mesh is not None}
 
     def _write(
         self, folder: Path, measured: _Measured, spans: Sequence[Span], rows: Sequence[Mapping[str, float]]
@@ -378,8 +393,9 @@ class _Measured:
         found = Counter[str]()
         for (mine, theirs), size in self.bytes.items():
             axis = next((axis for axis, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), -1)
-            known = dict(enumerate(names.get(len(mine), ())))
-            found[known.get(axis, "other") if known.get(axis) in AXES else "other"] += size
+            name = dict(enumerate(names.get(len(mine), ()))).get(axis, "other")
+            name = _OTHER_NAMES.get(name, name)
+            found[name if name in AXES else "other"] += size
         return found
 
 

@@ -1,4 +1,4 @@
-"""``MuonMonitor`` in trainings by Lightning, Fabric, Accelerate and transformers: what loggers get, and what is true."""
+"""``MuonMonitor`` in trainings by Lightning, Fabric, Accelerate and transformers: what loggers get is what is so."""
 
 import csv
 import importlib.util
@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import lightning_muon
-from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy
+from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
@@ -106,7 +105,58 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
         assert logged["bytes/replicate"] == result["sent"] > 0
     if kind in ("fsdp", "zero2"):
         assert logged["bytes/shard"] > 0 and logged["orthogonality_error"] > 0 and logged["tflops/optimizer"] > 0
-    num_weights = sum(p.numel() for n, p in training.Network().named_parameters() if p.ndim > 1 and "embedding" not in n)
+    num_weights = sum(
+        p.numel() for n, p in training.Network().named_parameters() if p.ndim > 1 and "embedding" not in n
+    )
     per_token = logged["tflops/model"] * 1e12 * 2 / logged["tokens_per_second"]
     assert per_token == pytest.approx(6 * num_weights, rel=1e-4)
     assert logged["mfu/model"] == pytest.approx(logged["tflops/model"], rel=1e-4)
+
+
+def _fabric(folder: str) -> dict[str, float]:
+    from tests.integration.integrations.fabric import loop
+
+    fabric, model, optimizer = loop.set_up()
+    return _loop(optimizer, model, folder, lambda one: loop.run_steps(fabric, model, one, steps=range(4)))
+
+
+def _accelerate(folder: str) -> dict[str, float]:
+    from tests.integration.integrations.accelerate import loop
+
+    with loop.training_on_cpu() as (accelerator, model, optimizer):
+        return _loop(optimizer, model, folder, lambda one: loop.run_steps(accelerator, model, one, steps=range(4)))
+
+
+def _loop(optimizer: Any, model: nn.Module, folder: str, run: Callable[[Any], None]) -> dict[str, float]:
+    monitor = StepMonitor(optimizer, model, every_n_steps=EVERY, folder=folder)
+    run(optimizer)
+    monitor.close()
+    return monitor.take()
+
+
+def _transformers(folder: str) -> list[dict[str, float]]:
+    import lightning_muon.hf
+    from tests.integration.integrations.transformers import runs
+
+    with runs.accelerator_of("fsdp"):
+        run = runs.trainer(
+            folder, runs.causal_lm(), include_num_input_tokens_seen="all", eval_strategy="steps", eval_steps=1
+        )
+        run.add_callback(lightning_muon.hf.MuonMonitor(run, EVERY))
+        run.train()
+        return [entry for entry in run.state.log_history if "update_rms/group0.muon" in entry or "loss" in entry]
+
+
+def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path) -> None:
+    names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "bytes/shard", "lr/group0"}
+    (fabric, _), (accelerate, other) = (gloo.run(each, str(tmp_path), world_size=2) for each in (_fabric, _accelerate))
+    assert names < fabric.keys() == accelerate.keys() == other.keys()
+    # The same training.
+    same = [name for name in names if not name.startswith("optimizer_ms")]
+    assert [fabric[name] for name in same] == pytest.approx([accelerate[name] for name in same], rel=1e-5)
+
+    history, _ = gloo.run(_transformers, str(tmp_path), world_size=2)
+    measured = [entry for entry in history if "update_rms/group0.muon" in entry]
+    assert [entry["step"] for entry in measured] == [2, 4] and not names - measured[0].keys()
+    assert measured[-1]["tokens_per_second"] > 0 and measured[-1]["tflops/model"] > 0
+    assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4], "losses are logged as without it"
