@@ -15,6 +15,10 @@ from lightning_muon.schedule.simulate import Timeline
 # In units of a picture, which are pixels where it is not scaled.
 _WIDTH, _LABELS, _ROW, _AXIS = 960, 130, 20, 30
 _LETTER = 6.2  # Width of a letter of the labels.
+_CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM, _MARGIN = 420, 230, 52, 34, 10
+_MOST_POINTS, _MOST_DOTS = 400, 60  # Of a curve; more points are thinned out, and dots left out.
+# After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/): color-blind readers can tell them apart.
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#A6761D", "#666666", "#A58ADB", "#E7298A")
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -25,6 +29,7 @@ h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margi
 svg { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; fill: currentColor; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: .9rem; }
 svg rect:hover { stroke: currentColor; stroke-width: 1.5; }
+td { overflow-wrap: anywhere; } td.number { white-space: nowrap; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .2rem .7rem .2rem 0; text-align: left;
   border-bottom: 1px solid #8884; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.chosen { font-weight: 700; background: #f0e44255; }
@@ -74,9 +79,9 @@ def lanes_of(timeline: Timeline, about: Callable[[int, Op], str], ranks: Mapping
     return lanes
 
 
-def timeline_svg(lanes: Sequence[Lane]) -> str:
-    """Lanes below each other on one axis of time, which ends with the last box."""
-    end = max((box.end for lane in lanes for box in lane.boxes), default=0.0) or 1.0
+def timeline_svg(lanes: Sequence[Lane], end: float = 0.0) -> str:
+    """Lanes below each other on one axis of time, which ends with the last box, or at ``end`` seconds."""
+    end = max(end, *(box.end for lane in lanes for box in lane.boxes), 1e-9)
     scale, height = (_WIDTH - _LABELS - 10) / end, _ROW * len(lanes)
     parts: list[str] = []
     for row, lane in enumerate(lanes):
@@ -104,6 +109,64 @@ def timeline_svg(lanes: Sequence[Lane]) -> str:
         f'<div class="scroll"><svg viewBox="0 0 {_WIDTH} {height + _AXIS}" role="img" aria-label="timeline">'
         f"{''.join(parts)}</svg></div>"
     )
+
+
+Points = Sequence[tuple[float, float]]
+
+
+def curves(title: str, series: Mapping[str, Points], x_axis: str) -> str:
+    """A picture of curves by name, with its legend; empty if none has a finite point."""
+    finite = {name: [(x, y) for x, y in points if math.isfinite(y)] for name, points in series.items()}
+    finite = {name: points[:: -(-len(points) // _MOST_POINTS)] for name, points in finite.items() if points}
+    if not finite:
+        return ""
+    xs, ys = zip(*(point for points in finite.values() for point in points), strict=True)
+    to_x = _scale(min(xs), max(xs), _LEFT, _CHART_WIDTH - _MARGIN)
+    to_y = _scale(min(ys), max(ys), _CHART_HEIGHT - _BOTTOM, _MARGIN)
+    left, right, bottom = _LEFT, _CHART_WIDTH - _MARGIN, _CHART_HEIGHT - _BOTTOM
+    parts = [
+        f'<line x1="{left}" x2="{right}" y1="{to_y(y):.1f}" y2="{to_y(y):.1f}" stroke="#8884"/>'
+        f'<text x="{left - 5}" y="{to_y(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>'
+        for y in ticks(min(ys), max(ys))
+    ]
+    parts += [
+        f'<text x="{to_x(x):.1f}" y="{bottom + 15}" text-anchor="middle">{x:.6g}</text>'
+        for x in ticks(min(xs), max(xs))
+    ]
+    parts.append(f'<text x="{right}" y="{_CHART_HEIGHT - 4}" text-anchor="end">{escape(x_axis)}</text>')
+    colors: dict[str, str] = {}
+    for number, (name, points) in enumerate(finite.items()):
+        color = colors[name] = COLORS[number % len(COLORS)]
+        path = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in points)
+        parts.append(
+            f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.8"><title>{escape(name)}</title>'
+            "</polyline>"
+        )
+        for x, y in points if len(points) <= _MOST_DOTS else ():
+            label = escape(f"{name}: {y:.5g} at {x:.6g} {x_axis}")
+            parts.append(
+                f'<circle cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="2.6" fill="{color}"><title>{label}</title></circle>'
+            )
+    return _figure(title, _CHART_HEIGHT, parts) + (legend(colors) if len(colors) > 1 else "") + "</figure>"
+
+
+def bars(title: str, values: Mapping[str, float], unit: str) -> str:
+    """A horizontal bar for each value, at least 0."""
+    longest, height = max(values.values(), default=0.0) or 1.0, _ROW * len(values)
+    parts: list[str] = []
+    for row, (name, value) in enumerate(values.items()):
+        top, width = row * _ROW, 130 * value / longest
+        parts.append(
+            f'<text x="0" y="{top + 14}">{escape(name)}</text><rect x="{_LABELS + 30}" y="{top + 3}" '
+            f'width="{width:.1f}" height="{_ROW - 6}" fill="{COLORS[0]}"><title>{escape(f"{name}: {value:.5g} {unit}")}'
+            f'</title></rect><text x="{_LABELS + 36 + width:.1f}" y="{top + 14}">{value:.4g} {escape(unit)}</text>'
+        )
+    return _figure(title, height, parts) + "</figure>"
+
+
+def grid(figures: Sequence[str]) -> str:
+    """Pictures beside each other where there is room."""
+    return f'<div class="grid">{"".join(figures)}</div>'
 
 
 def page(title: str, sections: Sequence[tuple[str, str]]) -> str:
@@ -145,6 +208,19 @@ def legend(colors: Mapping[str, str]) -> str:
     """What colors mean."""
     entries = (f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in colors.items())
     return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def _figure(title: str, height: float, parts: Sequence[str]) -> str:
+    """The beginning of a figure, whose end the caller adds."""
+    svg = f'<svg viewBox="0 0 {_CHART_WIDTH} {height}" role="img" aria-label="{escape(title)}">{"".join(parts)}</svg>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}"
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """From values to places of a picture."""
+    span = high - low or abs(high) or 1.0
+    low = low if high > low else low - span / 2
+    return lambda value: start + (value - low) / span * (end - start)
 
 
 def _milliseconds(seconds: float) -> str:
