@@ -117,6 +117,10 @@ class StepMonitor:
         self._folder = None if folder is None else Path(folder, FOLDER)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if self._rank == 0:  # Of a run that goes on; another one in the same folder begins anew.
+                lines = self._folder / "steps.jsonl"
+                old = lines.read_text(encoding="utf-8").splitlines(keepends=True) if lines.exists() else []
+                lines.write_text("".join(each for each in old if json.loads(each)["step"] <= first_step), "utf-8")
         self._measured: _Measured | None = None
         self._values: dict[str, float] = {}
         self._num_measured, self._tokens = 0, 0.0
@@ -155,6 +159,11 @@ class StepMonitor:
             self._hooks.pop().remove()
         self._disarm()
 
+    @property
+    def _device(self) -> torch.device:
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
     # ---- around a step
 
     def _arm(self) -> None:
@@ -162,8 +171,7 @@ class StepMonitor:
         if (self.num_steps + 1) % self.every_n_steps:
             return
         bound = self.optimizer._bound if isinstance(self.optimizer, PlannedOptimizer) else None
-        device = self.optimizer.param_groups[0]["params"][0].device
-        measured = self._measured = _Measured(bound, TimelineRecorder(device))
+        measured = self._measured = _Measured(bound, TimelineRecorder(self._device))
         collectives.observers.append(measured.sent)
         if bound is not None:
             bound.matrix_step.executor.recorder = measured.recorder
@@ -272,8 +280,7 @@ class StepMonitor:
         """What every rank has. Collective over all ranks; every rank must call it."""
         if self._num_ranks == 1:
             return [dict(own)]
-        device = self.optimizer.param_groups[0]["params"][0].device
-        device = device if device.type in backends(dist.group.WORLD) else torch.device("cpu")
+        device = self._device if self._device.type in backends(dist.group.WORLD) else torch.device("cpu")
         sent = torch.tensor(list(own.values()), dtype=torch.float64, device=device)
         received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
         let_gloo_finish_at_exit()

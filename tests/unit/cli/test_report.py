@@ -124,7 +124,7 @@ def test_a_browser_shows_it_on_a_phone(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "probed.html").write_text(text.replace("</body>", f"{PROBE}</body>"))
     (tmp_path / "frame.html").write_text(FRAME)
     assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=800,900", "--dump-dom"]
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     probe = json.loads(re.search(r'data-probe="(.*?)"', ended.stdout)[1].replace("&quot;", '"'))  # type: ignore[index]
