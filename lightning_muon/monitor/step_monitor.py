@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from lightning_muon.comm import collectives
@@ -280,7 +281,9 @@ class StepMonitor:
         """What every rank has. Collective over all ranks; every rank must call it."""
         if self._num_ranks == 1:
             return [dict(own)]
-        device = self._device if self._device.type in backends(dist.group.WORLD) else torch.device("cpu")
+        world = dist.group.WORLD
+        assert world is not None
+        device = self._device if self._device.type in backends(world) else torch.device("cpu")
         sent = torch.tensor(list(own.values()), dtype=torch.float64, device=device)
         received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
         let_gloo_finish_at_exit()
@@ -341,8 +344,9 @@ class StepMonitor:
 
     def _axis_names(self) -> dict[int, Sequence[str]]:
         """Number of axes of a mesh of parameters -> their names."""
-        planned = isinstance(self.optimizer, PlannedOptimizer)
-        meshes = [self.optimizer._mesh, *(each.mesh for each in self.optimizer._bound.plan.meshes)] if planned else []
+        meshes: list[DeviceMesh | None] = []
+        if isinstance(self.optimizer, PlannedOptimizer) and self.optimizer._bound is not None:
+            meshes = [self.optimizer._mesh, *(each.mesh for each in self.optimizer._bound.plan.meshes)]
         unnamed = ("replicate", "shard")
         return {mesh.ndim: mesh.mesh_dim_names or unnamed[-mesh.ndim :] for mesh in meshes if mesh is not None}
 

@@ -54,6 +54,8 @@ class MuonMonitorCallback:
         peak_flops: float | Literal["auto"] = "auto",
     ) -> None:
         check_whole("every_n_steps", every_n_steps, at_least=1)
+        if isinstance(peak_flops, str) and peak_flops != "auto":
+            raise ValueError(f"MuonMonitor(peak_flops={peak_flops!r}): FLOP/s of a device, 0 or 'auto'")
         self.every_n_steps, self.tokens = every_n_steps, tokens or tokens_of
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self._monitor: StepMonitor | None = None
@@ -77,7 +79,7 @@ class MuonMonitorCallback:
         self._monitor = StepMonitor(
             optimizer,
             every_n_steps=math.ceil(self.every_n_steps / log_every) * log_every,
-            peak_flops=self._known_flops(trainer) if self.peak_flops == "auto" else self.peak_flops,
+            peak_flops=self._known_flops(trainer) if isinstance(self.peak_flops, str) else self.peak_flops,
             folder=trainer.log_dir if trainer.loggers else None,
             first_step=trainer.global_step,
             **of_strategy,

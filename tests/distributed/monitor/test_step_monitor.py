@@ -175,8 +175,13 @@ def test_communication_is_exposed_in_the_step_where_nothing_is_computed() -> Non
         ]
     )
     assert {name: seconds for name, seconds in found.items() if seconds} == {
-        **{"gather": 3, "newton_schulz": 4, "scatter": 4, "update": 1},
-        **{"total": 18, "exposed_communication": 1 + 3, "other": 18 - 5 - 4},
+        "gather": 3,
+        "newton_schulz": 4,
+        "scatter": 4,
+        "update": 1,
+        "total": 18,
+        "exposed_communication": 1 + 3,
+        "other": 18 - 5 - 4,
     }
 
 

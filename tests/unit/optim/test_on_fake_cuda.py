@@ -284,7 +284,7 @@ def test_a_monitor_lets_the_host_wait_in_measured_steps_alone(device: Simulation
     parameter = nn.Parameter(torch.zeros(4, 6, device="cuda"))
     optimizer = ParallelMuon([parameter], algorithm="muon", error_if_nonfinite=False)
     monitor = StepMonitor(optimizer, every_n_steps=3)
-    with mock.patch.object(Event, "elapsed_time", lambda *_: 1.0, create=True):
+    with mock.patch.object(Event, "elapsed_time", create=True, return_value=1.0):
         for step in range(1, 7):
             before = device.syncs.total()
             parameter.grad = torch.zeros(4, 6, device="cuda")
