@@ -69,8 +69,9 @@ def _rms(tensors: list[Tensor]) -> float:
 
 def _train(mesh_shape: tuple[int, ...], folder: str) -> dict[str, Any]:
     """What the monitor says of the second measured step, and what was found without it."""
-    place = distributed_over(mesh_shape, 0)
-    parameters = {name: nn.Parameter(place(t)) for name, t in random_tensors(MATRICES | VECTORS, 0).items()}
+    shard, copy = distributed_over(mesh_shape, 0), distributed_over(mesh_shape, None)
+    place = {name: copy if name == "gain" else shard for name in MATRICES | VECTORS}
+    parameters = {name: nn.Parameter(place[name](t)) for name, t in random_tensors(MATRICES | VECTORS, 0).items()}
     groups = [
         {
             "params": [(name, parameters[name]) for name in names],
@@ -89,7 +90,7 @@ def _train(mesh_shape: tuple[int, ...], folder: str) -> dict[str, Any]:
         taken: list[dict[str, float]] = []
         for step in range(1, 2 * EVERY + 1):
             for name, grad in random_tensors(MATRICES | VECTORS, step).items():
-                parameters[name].grad = place(grad)
+                parameters[name].grad = place[name](grad)
             before = {name: whole(parameter) for name, parameter in parameters.items()}
             monitor.count(10)
             with counted_bytes(mesh_shape[-1]) as sent:
