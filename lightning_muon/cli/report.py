@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.monitor import html
-from lightning_muon.monitor.step_monitor import FOLDER, PARTS
+from lightning_muon.monitor.step_monitor import FOLDER, LINES, PARTS
 from lightning_muon.monitor.timeline import Recording, predict, read_parts
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import rows_shown, style_of
@@ -109,7 +109,7 @@ class Run:
                     found.curves.setdefault(name, []).append((step, value))
             if "seconds" in row:
                 found.times.append((step, row["seconds"]))
-        lines = folder / FOLDER / "steps.jsonl"
+        lines = folder / FOLDER / LINES
         if lines.exists():
             found.measured = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
         first = int((folder / _METRICS).exists())  # Of Lightning's loggers the first step is 0.

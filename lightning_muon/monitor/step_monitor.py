@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from lightning_muon.comm import collectives
-from lightning_muon.comm.agreement import require_equal
+from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, backends
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 from lightning_muon.config import check_whole
@@ -33,7 +34,8 @@ from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 FOLDER = "muon_monitor"
-"""Of the files in the directory of a run: ``steps.jsonl`` of rank 0, and the timeline of each rank."""
+"""Of the files in the directory of a run: the timeline of each rank, and ``steps.jsonl`` of rank 0."""
+LINES = "steps.jsonl"
 # Part of a step -> kinds of its ops.
 PARTS = {
     "momentum": (OpKind.MOMENTUM, OpKind.EARLY_MOMENTUM, OpKind.FETCH, OpKind.STORE),
@@ -76,8 +78,8 @@ class StepMonitor:
         monitor = StepMonitor(optimizer, model, every_n_steps=50)
         for batch in loader:
             ...
-            optimizer.step()
             monitor.count(batch.numel())
+            optimizer.step()
             fabric.log_dict(monitor.take())
 
     Args:
@@ -116,12 +118,7 @@ class StepMonitor:
         groups = len(self.optimizer.param_groups)
         require_equal([("every_n_steps", str(every_n_steps)), ("param groups", str(groups))], None, "StepMonitor")
         self._folder = None if folder is None else Path(folder, FOLDER)
-        if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if self._rank == 0:  # Of a run that goes on; another one in the same folder begins anew.
-                lines = self._folder / "steps.jsonl"
-                old = lines.read_text(encoding="utf-8").splitlines(keepends=True) if lines.exists() else []
-                lines.write_text("".join(each for each in old if json.loads(each)["step"] <= first_step), "utf-8")
+        together(self._begin_files)
         self._measured: _Measured | None = None
         self._values: dict[str, float] = {}
         self._num_measured, self._tokens = 0, 0.0
@@ -159,6 +156,16 @@ class StepMonitor:
         while self._hooks:
             self._hooks.pop().remove()
         self._disarm()
+
+    def _begin_files(self) -> None:
+        """Keep the lines of a run that goes on; another run in the same folder begins anew."""
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if self._rank == 0:
+            lines = self._folder / LINES
+            old = lines.read_text(encoding="utf-8").splitlines(keepends=True) if lines.exists() else []
+            lines.write_text("".join(each for each in old if json.loads(each)["step"] <= self.num_steps), "utf-8")
 
     @property
     def _device(self) -> torch.device:
@@ -242,7 +249,11 @@ class StepMonitor:
         self._seconds += _mean(rows, "elapsed")
         self._since, self._steps_since, self._tokens = time.monotonic(), 0, 0.0
         if self._folder is not None:
-            self._write(self._folder, measured, spans, rows)
+            try:
+                self._write(self._folder, measured, spans, rows)
+            except OSError as error:  # Of this rank alone: a full disk must not stop a training.
+                warnings.warn(f"StepMonitor writes no more files: {error}", stacklevel=2)
+                self._folder = None
 
     def _keys(self) -> list[str]:
         """Of what a rank has measured, equal on all ranks."""
@@ -365,7 +376,7 @@ class StepMonitor:
             "newton_schulz_ms": [row["ms/newton_schulz"] for row in rows],
             "newton_schulz_gflop": [row["optimizer_flops"] / 1e9 for row in rows],
         }
-        with (folder / "steps.jsonl").open("a", encoding="utf-8") as file:
+        with (folder / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
