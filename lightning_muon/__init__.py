@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
+    from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
     from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
+    from lightning_muon.monitor.step_monitor import StepMonitor
     from lightning_muon.optim.parallel_muon import ParallelMuon
     from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
@@ -62,6 +64,9 @@ if TYPE_CHECKING:
     class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
         pass
 
+    class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
+        pass
+
     class QKClip(QKClipCallback, Callback):  # noqa: D101
         pass
 
@@ -76,6 +81,7 @@ __all__ = [
     "FlexDeMo",
     "FlexDeMoConfig",
     "MuonConfig",
+    "MuonMonitor",
     "NonFiniteGradientError",
     "Options",
     "ParallelMuon",
@@ -95,6 +101,7 @@ __all__ = [
     "Striding",
     "Turn",
     # loops of your own
+    "StepMonitor",
     "StopSignals",
     # pipelines
     "forward_backward",
@@ -121,8 +128,9 @@ _MODULES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
     ),
-    "integrations.registry": "AutoResume ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
+    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
     "monitor.signals": "StopSignals",
+    "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",

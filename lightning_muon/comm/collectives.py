@@ -13,6 +13,10 @@ from torch import Tensor
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
+# Each is told of every communication that begins here: its group, and how many bytes this rank sends to each other rank
+# of it. Empty unless somebody measures.
+observers: list[Callable[[AxisGroup, Mapping[int, int]], None]] = []
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -72,6 +76,8 @@ def start_all_to_all(
     """
     let_gloo_finish_at_exit()
     out, into = send[: sum(to)], receive[: sum(source)]
+    if observers:
+        _tell(group, {rank: numel * send.element_size() for rank, numel in enumerate(to) if rank != group.rank})
     work = dist.all_to_all_single(into, out, list(source), list(to), group=group.group, async_op=True)
     return group.track([work])
 
@@ -82,6 +88,8 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
     Every rank of ``group`` that is named by another must call this, in the same order of calls.
     """
     let_gloo_finish_at_exit()
+    if observers:
+        _tell(group, {rank: tensor.nbytes for rank, tensor in send.items()})
     messages = [
         *(dist.P2POp(dist.irecv, tensor, group=group.group, group_peer=rank) for rank, tensor in receive.items()),
         *(dist.P2POp(dist.isend, tensor, group=group.group, group_peer=rank) for rank, tensor in send.items()),
@@ -89,9 +97,17 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
     return group.track(dist.batch_isend_irecv(messages) if messages else [])
 
 
+def _tell(group: AxisGroup, sent: Mapping[int, int]) -> None:
+    for observer in observers:
+        observer(group, sent)
+
+
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     """Begin the elementwise sum, in place. Collective over ``group``; every rank of it must call it."""
     let_gloo_finish_at_exit()
+    if observers:  # As a ring moves them: each rank sends to the next one.
+        num_bytes = 2 * (group.size - 1) * values.nbytes // group.size
+        _tell(group, {(group.rank + 1) % group.size: num_bytes})
     (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
     return work
 

@@ -27,6 +27,8 @@ TRAINERS = {
     "pytorch_lightning": LightningPackage("pytorch_lightning"),
 }
 FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
+# Callbacks, and the modules of `lightning/` that have them.
+CALLBACKS = {"MuonMonitor": "muon_monitor", "QKClip": "qk_clip"}
 # Where users find the classes that were made for a package, if not in ours.
 _HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}
 
@@ -44,15 +46,16 @@ def __getattr__(name: str) -> Any:
     # The class for the first package that is installed; none is imported before.
     packages = {
         "AutoResume": TRAINERS,
-        "QKClip": TRAINERS,
+        **dict.fromkeys(CALLBACKS, TRAINERS),
         "ParallelMuonStrategy": TRAINERS,
         "ParallelMuonFabricStrategy": FABRICS,
     }.get(name)
     if packages is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     package = first_installed(packages, f"{name} needs Lightning")
-    make = {"AutoResume": auto_resume_class, "QKClip": qk_clip_class}.get(name, strategy_class)
-    return make(package)
+    if name in CALLBACKS:
+        return callback_class(name, package)
+    return auto_resume_class(package) if name == "AutoResume" else strategy_class(package)
 
 
 def strategy_class(package: str) -> type[Any]:
@@ -94,12 +97,13 @@ def auto_resume_class(package: str) -> type[Any]:
 
 
 @cache
-def qk_clip_class(package: str) -> type[Any]:
-    """The callback ``QKClip`` for a package with a Trainer."""
-    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback as Ours
-
-    body = {"__doc__": Ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon")}
-    return type("QKClip", (Ours, importlib.import_module(f"{package}.callbacks").Callback), body)
+def callback_class(name: str, package: str) -> type[Any]:
+    """One of :data:`CALLBACKS` for a package with a Trainer."""
+    ours = getattr(
+        importlib.import_module(f"lightning_muon.integrations.lightning.{CALLBACKS[name]}"), f"{name}Callback"
+    )
+    body = {"__doc__": ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon"), "package": TRAINERS[package]}
+    return type(name, (ours, importlib.import_module(f"{package}.callbacks").Callback), body)
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

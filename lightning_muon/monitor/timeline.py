@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.pipeline.runtime import PipelineRuntime
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program, without_absent
@@ -25,7 +27,7 @@ from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
 _LATEST_END_SECONDS = 30.0
 # What a step of a pipeline has beside its program and the ops of a ParallelMuon; ranks are filled in later.
 GRADIENT_NORM = Op(kind=PipelineKind.GRADIENT_NORM, key="all", rank=0, lane=TRANSFER)
-_WHOLE_STEP = Op(kind=PipelineKind.OPTIMIZER, key="all", rank=0)  # Of an optimizer that has no ops of its own.
+WHOLE_STEP = Op(kind=PipelineKind.OPTIMIZER, key="all", rank=0)  # Of an optimizer that has no ops of its own.
 _OF_PIPELINE = {value for name, value in vars(PipelineKind).items() if name.isupper()}
 _MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
 _WHOLE_GRADIENTS = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GRADIENT_NORM)
@@ -151,8 +153,8 @@ class StepRecorder:
 
         def whole_step(*_: Any) -> None:
             if self._bound is None:
-                recorder.started(_WHOLE_STEP)
-                recorder.ended(_WHOLE_STEP)
+                recorder.started(WHOLE_STEP)
+                recorder.ended(WHOLE_STEP)
 
         hook = self._optimizer.register_step_post_hook(whole_step)
         dist.barrier()
@@ -169,36 +171,47 @@ class StepRecorder:
 
     def result(self) -> Recording:
         """When everything happened on all ranks. Collective over the default group; every rank must call it."""
-        shift, rank = _clock_shift(), dist.get_rank()
-        spans: list[Span] = []
-        matrices: dict[str, list[str]] = {}
-        gradients: tuple[str, ...] = ()  # After which they are whole: what the norm and the optimizer wait for.
-        for op, start, end in self._recorded:
-            bucket = None if self._bound is None else self._bound.plan.buckets.get(op.key)
-            is_of_step = op.kind not in _OF_PIPELINE or op in (GRADIENT_NORM, _WHOLE_STEP)
-            if op == _WHOLE_STEP:  # Only its end is known.
-                start = max((span.end - shift for span in spans), default=start)
-            matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items] if bucket else []
-            op = replace(
-                op, rank=rank, group=self._world_ranks(op), deps=(*op.deps, *(gradients if is_of_step else ()))
-            )
-            spans.append(Span(op, start + shift, end + shift))
-            gradients += (op.name,) if op.kind in _WHOLE_GRADIENTS else ()
+        shift = _clock_shift()
+        spans, matrices = described(self._recorded, self._bound, self._runtime, shift)
         return _merge(gather((self._begun + shift, spans, matrices), None))
 
-    def _world_ranks(self, op: Op) -> tuple[int, ...]:
-        """The group of an op in ranks of the world, not of its process group; empty if that is not known."""
-        if op == GRADIENT_NORM:
-            return tuple(range(dist.get_world_size()))
-        axes = None
-        if op.kind in _OF_PIPELINE:
-            axes = self._runtime and self._runtime.group
-        elif self._bound is not None and (bucket := self._bound.plan.buckets.get(op.key)) is not None:
-            axes = bucket.group.axes
-        if not op.group or axes is None or axes.group is None:
-            return ()
-        members = dist.get_process_group_ranks(axes.group)
-        return tuple(members[member] for member in op.group)
+
+def described(
+    recorded: Sequence[Span], bound: Bound | None, runtime: PipelineRuntime | None, shift: float
+) -> tuple[list[Span], dict[str, list[str]]]:
+    """What a rank has recorded, with ranks of the world and ``shift`` seconds later, and the matrices of each op.
+
+    ``bound`` and ``runtime`` are the optimizer's and the pipeline's whose ops they are. Local.
+    """
+    spans: list[Span] = []
+    matrices: dict[str, list[str]] = {}
+    gradients: tuple[str, ...] = ()  # After which they are whole: what the norm and the optimizer wait for.
+    for op, start, end in recorded:
+        bucket = None if bound is None else bound.plan.buckets.get(op.key)
+        is_of_step = op.kind not in _OF_PIPELINE or op in (GRADIENT_NORM, WHOLE_STEP)
+        if op == WHOLE_STEP:  # Only its end is known.
+            start = max((span.end - shift for span in spans), default=start)
+        matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items] if bucket else []
+        group, deps = _world_ranks(op, bound, runtime), (*op.deps, *(gradients if is_of_step else ()))
+        op = replace(op, rank=dist.get_rank() if dist.is_initialized() else 0, group=group, deps=deps)
+        spans.append(Span(op, start + shift, end + shift))
+        gradients += (op.name,) if op.kind in _WHOLE_GRADIENTS else ()
+    return spans, matrices
+
+
+def _world_ranks(op: Op, bound: Bound | None, runtime: PipelineRuntime | None) -> tuple[int, ...]:
+    """The group of an op in ranks of the world, not of its process group; empty if that is not known."""
+    if op == GRADIENT_NORM:
+        return tuple(range(dist.get_world_size()))
+    axes = None
+    if op.kind in _OF_PIPELINE:
+        axes = runtime and runtime.group
+    elif bound is not None and (bucket := bound.plan.buckets.get(op.key)) is not None:
+        axes = bucket.group.axes
+    if not op.group or axes is None or axes.group is None:
+        return ()
+    members = dist.get_process_group_ranks(axes.group)
+    return tuple(members[member] for member in op.group)
 
 
 class MeasuredSeconds:
@@ -254,6 +267,49 @@ def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -
         program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
         matrices={rank: named for rank, (_, _, named) in enumerate(everyone)},
     )
+
+
+def write_part(
+    folder: Path, recorded: Sequence[Span], bound: Bound | None, *, step: int, rank: int, num_ranks: int
+) -> None:
+    """Keep what this rank has recorded of a step in a file of its own, on the clock of its machine; local."""
+    spans, matrices = described(recorded, bound, None, time.time() - time.monotonic())
+    content = {
+        "step": step,
+        "rank": rank,
+        "num_ranks": num_ranks,
+        "device_type": "cpu" if bound is None else bound.plan.device.type,
+        "spans": [[asdict(op), start, end] for op, start, end in spans],
+        "matrices": matrices,
+    }
+    draft = folder / f"timeline-{rank}.draft"
+    draft.write_text(json.dumps(content), encoding="utf-8")
+    draft.replace(folder / f"timeline-{rank}.json")
+
+
+def read_parts(folder: Path) -> tuple[int, str, Recording] | None:
+    """Step, type of device and recording of what all ranks have kept in ``folder``; ``None`` if one has not. Local.
+
+    Clocks of several machines may be apart by milliseconds.
+    """
+    parts: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("timeline-*.json")]
+    # A rank may have been stopped in between.
+    steps = [part["step"] for part in parts]
+    complete = [part for part in parts if steps.count(part["step"]) == part["num_ranks"]]
+    if not complete or not any(part["spans"] for part in complete):
+        return None
+    complete.sort(key=lambda part: part["rank"])
+    begun = min(start for part in complete for _, start, _ in part["spans"])
+    everyone = [
+        (begun, [Span(_op(values), start, end) for values, start, end in part["spans"]], part["matrices"])
+        for part in complete
+    ]
+    return complete[0]["step"], complete[0]["device_type"], _merge(everyone)
+
+
+def _op(values: dict[str, Any]) -> Op:
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    return Op(**values)
 
 
 def _clock_shift() -> float:

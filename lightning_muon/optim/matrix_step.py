@@ -113,6 +113,8 @@ class MatrixStep:
         # What has arrived of buckets whose sums are on their way.
         self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
+        # Of somebody who measures: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
+        self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
             {
                 OpKind.FETCH: self._fetch,
@@ -329,6 +331,8 @@ class MatrixStep:
                     )
                 )
             for job, each in zip(jobs, update.unbind(), strict=True):
+                if self.observer is not None:
+                    self.observer(job, each)
                 if job in moments:
                     each, values = self._normalized(job, each, moments[job])
                     updates[transfer.moments[job]] = self._on_wire(job, values)
@@ -366,7 +370,7 @@ class MatrixStep:
                 foreach.mul_(views, 1 - lr * weight_decay)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
-                by_scale.setdefault(_lr_scale(job.matrix, *of_scale), []).append(index)
+                by_scale.setdefault(lr_scale_of(job.matrix, *of_scale), []).append(index)
             for scale, members in by_scale.items():
                 updates = [update_of[jobs[index]] for index in members]
                 add_scaled_([views[index] for index in members], updates, -(lr * scale))
@@ -465,7 +469,8 @@ class MatrixStep:
         return (update.mT if is_transposed else update), moments.view(-1, 1)
 
 
-def _lr_scale(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:
+def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:
+    """Factor on the learning rate of a matrix."""
     return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, muon_plus=muon_plus, is_transposed=matrix.is_transposed)
 
 

@@ -15,7 +15,9 @@ from lightning_muon.schedule.program import COMPUTE, OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 
-class _Style(NamedTuple):
+class Style(NamedTuple):
+    """How ops of one kind are drawn."""
+
     letter: str
     title: str
     color: str
@@ -24,26 +26,26 @@ class _Style(NamedTuple):
 # After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/), whose colors color-blind readers can tell apart; lighter
 # where black letters would be hard to read.
 _STYLES = {
-    OpKind.MOMENTUM: _Style("M", "momentum", "#CC79A7"),
-    OpKind.GATHER: _Style("G", "gather", "#56B4E9"),
-    OpKind.NEWTON_SCHULZ: _Style("C", "Newton-Schulz", "#E69F00"),
-    OpKind.SCATTER: _Style("S", "scatter", "#29B98A"),
-    OpKind.SUM_PIECES: _Style("P", "sums over pieces", "#BBBBBB"),
-    OpKind.EXCHANGE_SUMS: _Style("X", "exchange of sums", "#A8DFC8"),
-    OpKind.UPDATE: _Style("U", "update", "#F0E442"),
-    OpKind.ADAMW: _Style("A", "AdamW", "#A58ADB"),
+    OpKind.MOMENTUM: Style("M", "momentum", "#CC79A7"),
+    OpKind.GATHER: Style("G", "gather", "#56B4E9"),
+    OpKind.NEWTON_SCHULZ: Style("C", "Newton-Schulz", "#E69F00"),
+    OpKind.SCATTER: Style("S", "scatter", "#29B98A"),
+    OpKind.SUM_PIECES: Style("P", "sums over pieces", "#BBBBBB"),
+    OpKind.EXCHANGE_SUMS: Style("X", "exchange of sums", "#A8DFC8"),
+    OpKind.UPDATE: Style("U", "update", "#F0E442"),
+    OpKind.ADAMW: Style("A", "AdamW", "#A58ADB"),
     # Of a pipeline; i is a stage and a micro-batch.
-    PipelineKind.FORWARD: _Style("F", "forward", "#56B4E9"),
-    PipelineKind.BACKWARD: _Style("B", "backward", "#29B98A"),
-    PipelineKind.BACKWARD_INPUT: _Style("I", "backward of inputs", "#29B98A"),
-    PipelineKind.BACKWARD_WEIGHT: _Style("W", "backward of weights", "#A8DFC8"),
-    PipelineKind.ACTIVATION: _Style("a", "activation", "#A58ADB"),
-    PipelineKind.GRADIENT: _Style("g", "gradient", "#CC79A7"),
-    PipelineKind.REDUCE_GRAD: _Style("R", "reduce gradients", "#D55E00"),
-    PipelineKind.GRADIENT_NORM: _Style("N", "gradient norm", "#BBBBBB"),
-    PipelineKind.OPTIMIZER: _Style("O", "optimizer", "#E69F00"),
+    PipelineKind.FORWARD: Style("F", "forward", "#56B4E9"),
+    PipelineKind.BACKWARD: Style("B", "backward", "#29B98A"),
+    PipelineKind.BACKWARD_INPUT: Style("I", "backward of inputs", "#29B98A"),
+    PipelineKind.BACKWARD_WEIGHT: Style("W", "backward of weights", "#A8DFC8"),
+    PipelineKind.ACTIVATION: Style("a", "activation", "#A58ADB"),
+    PipelineKind.GRADIENT: Style("g", "gradient", "#CC79A7"),
+    PipelineKind.REDUCE_GRAD: Style("R", "reduce gradients", "#D55E00"),
+    PipelineKind.GRADIENT_NORM: Style("N", "gradient norm", "#BBBBBB"),
+    PipelineKind.OPTIMIZER: Style("O", "optimizer", "#E69F00"),
 }
-_OTHER = _Style("", "other", "#D55E00")
+_OTHER = Style("", "other", "#D55E00")
 _MOST_ROWS = 16  # More ranks than this are summarized.
 _WIDTH, _ROW_HEIGHT, _LEAST_PANEL, _TITLE_HEIGHT = 12.0, 0.34, 0.5, 0.42  # Inches.
 _CUT = 2.5  # The time axis ends with the longest timeline that is at most so many times as long as the shortest.
@@ -91,6 +93,11 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+def style_of(kind: str) -> Style:
+    """How ops of a kind are drawn."""
+    return _STYLES.get(kind, _OTHER)
+
+
 def rows_shown(timeline: Timeline) -> dict[int, str]:
     """Rank -> label of its row: all of a few ranks; of many the busiest, the median and the idlest."""
     ranks = sorted(timeline.spans)
@@ -111,7 +118,7 @@ class _Axis:
     def __init__(self, end: float, share: float) -> None:
         self.end = end  # Milliseconds.
         self.points_per_ms = 72 * _WIDTH * share / end
-        self.used: set[_Style] = set()
+        self.used: set[Style] = set()
 
 
 def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeline, axis: _Axis) -> None:
@@ -138,12 +145,12 @@ def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeli
 
 def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None:
     """A box for each op, with its name if that fits."""
-    boxes: dict[tuple[_Style, tuple[float, float]], list[tuple[float, float]]] = {}
+    boxes: dict[tuple[Style, tuple[float, float]], list[tuple[float, float]]] = {}
     for span in spans:
         start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
         if width <= 0 or start > axis.end:
             continue
-        style, lane = _STYLES.get(span.op.kind, _OTHER), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
+        style, lane = style_of(span.op.kind), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
         boxes.setdefault((style, lane), []).append((start, width))
         label, middle = f"{style.letter}[{span.op.key}]", row + lane[0] + lane[1] / 2
         if width * axis.points_per_ms > _LETTER_WIDTH * len(label) and start + width <= axis.end * 1.005:

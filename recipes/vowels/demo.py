@@ -14,9 +14,12 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_muon.cli.report import write_report
+
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("demo.yaml")
 FOLDER = Path("outputs/vowels")
+SAMPLE = ("hidden", "filled", "right")
 STRATEGIES = {"ddp": 'AdamW, strategy="ddp"', "parallel_muon": 'strategy="parallel_muon"'}
 
 
@@ -43,8 +46,10 @@ def fit(strategy: str, arguments: list[str]) -> None:
     parser = {"default_config_files": [str(CONFIG)]}
     cli = LightningCLI(args=[*place, *arguments], run=False, parser_kwargs=parser)
     cli.trainer.fit(cli.model, datamodule=cli.datamodule)
+    folder = Path(cli.trainer.log_dir)
     if cli.trainer.is_global_zero:
-        (FOLDER / strategy / "examples.json").write_text(json.dumps(cli.model.examples))
+        samples = [dict(zip(SAMPLE, example, strict=True)) for example in cli.model.examples]
+        (folder / "samples.json").write_text(json.dumps(samples))
 
 
 def run(arguments: list[str]) -> str:
@@ -55,23 +60,28 @@ def run(arguments: list[str]) -> str:
         # A process of its own: Lightning's launcher runs the command of the main process once for each further rank.
         command = [sys.executable, "-m", "recipes.vowels.demo", "fit", strategy, *arguments]
         subprocess.run(command, env={"OMP_NUM_THREADS": "1", **os.environ}, check=True)
-        curves[strategy] = read(FOLDER / strategy)
+        curves[strategy] = read(newest(FOLDER / strategy))
     picture = FOLDER / "adamw-and-muon.png"
     plot(curves, picture)
-    return f"{report(curves)}\n\nBoth curves: {picture}"
+    page = write_report([newest(FOLDER / strategy) for strategy in STRATEGIES], FOLDER / "report.html")
+    return f"{report(curves)}\n\nBoth curves: {picture}\nReport of both trainings, for a browser: {page}"
+
+
+def newest(folder: Path) -> Path:
+    """The folder of the newest run below ``folder``."""
+    return max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
 
 
 def read(folder: Path) -> Curve:
-    """The newest run below ``folder``."""
-    newest = max(folder.glob("version_*"), key=lambda path: int(path.name.removeprefix("version_")))
-    with (newest / "metrics.csv").open(newline="") as file:
+    """What a run has left."""
+    with (folder / "metrics.csv").open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["val_loss"]]
     return Curve(
         steps=[int(row["step"]) + 1 for row in rows],
         seconds=[float(row["seconds"]) for row in rows],
         losses=[float(row["val_loss"]) for row in rows],
         accuracies=[float(row["val_accuracy"]) for row in rows],
-        examples=[tuple(example) for example in json.loads((folder / "examples.json").read_text())],
+        examples=[tuple(sample.values()) for sample in json.loads((folder / "samples.json").read_text())],
     )
 
 

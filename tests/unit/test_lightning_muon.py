@@ -11,10 +11,10 @@ import lightning_muon
 def test_the_public_names_are_these() -> None:
     names = """
         AutoResume Components DCTTopK DamagedCheckpointError DiLoCo ExchangeStep FlexDeMo FlexDeMoConfig Full
-        ModeOptions MuonConfig NoReplication
+        ModeOptions MuonConfig MuonMonitor NoReplication
         NonFiniteGradientError Options ParallelMuon ParallelMuonFabricStrategy ParallelMuonStrategy QKClip Random
-        Replicator Slicing StopSignals Striding Turn context_attention forward_backward full_state_dict gather_sequence
-        make_mode pad_to_multiple register_schedule split_sequence
+        Replicator Slicing StepMonitor StopSignals Striding Turn context_attention forward_backward full_state_dict
+        gather_sequence make_mode pad_to_multiple register_schedule split_sequence
     """
     assert sorted(lightning_muon.__all__) == names.split()
     for name in lightning_muon.__all__:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import DiLoCo, Full, ModeOptions, ParallelMuon, Striding, make_mode
+from lightning_muon import DiLoCo, Full, ModeOptions, ParallelMuon, StepMonitor, Striding, make_mode
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
 from lightning_muon.engine.pipeline_training import PipelineTraining
@@ -23,7 +23,7 @@ from lightning_muon.optim import planned_optimizer
 from lightning_muon.optim.executor import StreamExecutor
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
-from tests.support.fake_device import Simulation
+from tests.support.fake_device import Event, Simulation
 from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shapes_of
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -278,3 +278,18 @@ def test_the_checker_finds_races_and_memory_used_too_early(
 def _places(simulation: Simulation) -> set[str]:
     """Where the host has waited, without the numbers of lines."""
     return {re.sub(r":\d+", "", what) for what in simulation.syncs}
+
+
+def test_a_monitor_lets_the_host_wait_in_measured_steps_alone(device: Simulation) -> None:
+    parameter = nn.Parameter(torch.zeros(4, 6, device="cuda"))
+    optimizer = ParallelMuon([parameter], algorithm="muon", error_if_nonfinite=False)
+    monitor = StepMonitor(optimizer, every_n_steps=3)
+    with mock.patch.object(Event, "elapsed_time", create=True, return_value=1.0):
+        for step in range(1, 7):
+            before = device.syncs.total()
+            parameter.grad = torch.zeros(4, 6, device="cuda")
+            optimizer.step()
+            # A step that comes before a measured one ends with the begin of the recording.
+            assert (device.syncs.total() > before) == (step % 3 != 1)
+            assert bool(monitor.take()) == (step % 3 == 0)
+    assert not device.found

@@ -1,0 +1,162 @@
+"""``MuonMonitor`` in trainings by Lightning, Fabric, Accelerate and transformers: what loggers get is what is so."""
+
+import csv
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
+from tests.integration import training
+from tests.support.processes import ProcessPool
+
+EVERY, ACCUMULATED = 2, 2
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "fsdp": lambda: ParallelMuonStrategy(optimizer=training.EXACT),
+    "zero2": lambda: ParallelMuonStrategy(sharding="zero2", optimizer=training.EXACT),
+    "flexdemo": lambda: ParallelMuonStrategy(replicate_size=2, shard_size=1, optimizer=FlexDeMoConfig(base="muon")),
+    "ddp": lambda: "ddp",  # Lightning's, with AdamW.
+}
+
+
+def _rms(values: list[Tensor]) -> float:
+    return math.sqrt(float(torch.cat([each.flatten().double() for each in values]).square().mean()))
+
+
+def _by_group(weights: dict[str, Tensor], *, has_muon: bool) -> dict[str, list[Tensor]]:
+    """What Muon updates, and the rest: names in loggers -> weights."""
+    found: dict[str, list[Tensor]] = {}
+    for name, weight in weights.items():
+        is_muon = has_muon and weight.ndim == 2 and "blocks" in name
+        found.setdefault("group0.muon" if is_muon else "group0", []).append(weight)
+    return found
+
+
+def _train(folder: str, kind: str) -> dict[str, Any]:
+    """Values that were logged in the last measured step, and the same from whole weights before and after it."""
+    pl = training.load()
+    expected: dict[str, float] = {}
+
+    class Weights(pl.Callback):
+        """Behind the monitor, so that the step is over."""
+
+        before: dict[str, Tensor]
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            self.before = training.full_weights(module.network)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            after = training.full_weights(module.network)
+            if trainer.global_step == 2 * EVERY and after:
+                change = {name: after[name] - self.before[name] for name in after}
+                for group, values in _by_group(change, has_muon=kind != "ddp").items():
+                    expected[f"update_rms/{group}"] = _rms(values)
+                for group, values in _by_group(after, has_muon=kind != "ddp").items():
+                    expected[f"weight_rms/{group}"] = _rms(values)
+
+    loggers = [pl.loggers.CSVLogger(folder, "csv", kind), pl.loggers.TensorBoardLogger(folder, "tensorboard", kind)]
+    if importlib.util.find_spec("wandb"):
+        loggers.append(pl.loggers.WandbLogger(name=kind, save_dir=folder, offline=True))
+    module = training.language_model(pl)
+    trainer = training.trainer(
+        pl,
+        strategy=STRATEGIES[kind](),
+        logger=loggers,
+        log_every_n_steps=1,
+        accumulate_grad_batches=ACCUMULATED,
+        callbacks=[MuonMonitor(EVERY, peak_flops=1e12), Weights()],
+    )
+    trainer.fit(module, training.loader(), training.loader())
+    logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
+    sent = getattr(trainer.optimizers[0], "sent_bytes_per_step", None)
+    trainer.strategy.teardown()
+    return {"expected": expected, "logged": logged, "sent": sent}
+
+
+def _rows(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("kind", STRATEGIES)
+def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    result, other = gloo.run(_train, str(tmp_path), kind, world_size=2)
+    logged, expected = result["logged"], result["expected"]
+    assert len(expected) == (2 if kind == "ddp" else 4)
+    assert {name: logged[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    assert {name: other["logged"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+
+    rows = [row for row in _rows(tmp_path / "csv" / kind / "metrics.csv") if "update_rms/group0" in row]
+    assert [row["step"] for row in rows] == [EVERY - 1, 2 * EVERY - 1]
+    assert {name: rows[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
+    events = EventAccumulator(str(tmp_path / "tensorboard" / kind))
+    events.Reload()
+    assert events.Scalars("update_rms/group0")[-1].value == pytest.approx(expected["update_rms/group0"], rel=1e-4)
+
+    assert logged["optimizer_ms/total"] > 0 and logged["skipped_steps"] == 0
+    if kind == "flexdemo":
+        assert logged["bytes/replicate"] == result["sent"] > 0
+    if kind in ("fsdp", "zero2"):
+        assert logged["bytes/shard"] > 0 and logged["orthogonality_error"] > 0 and logged["tflops/optimizer"] > 0
+    num_weights = sum(
+        p.numel() for n, p in training.Network().named_parameters() if p.ndim > 1 and "embedding" not in n
+    )
+    per_token = logged["tflops/model"] * 1e12 * 2 / logged["tokens_per_second"]
+    assert per_token == pytest.approx(6 * num_weights, rel=1e-4)
+    assert logged["mfu/model"] == pytest.approx(logged["tflops/model"], rel=1e-4)
+
+
+def _fabric(folder: str) -> dict[str, float]:
+    from tests.integration.integrations.fabric import loop
+
+    fabric, model, optimizer = loop.set_up()
+    return _loop(optimizer, model, folder, lambda one: loop.run_steps(fabric, model, one, steps=range(4)))
+
+
+def _accelerate(folder: str) -> dict[str, float]:
+    from tests.integration.integrations.accelerate import loop
+
+    with loop.training_on_cpu() as (accelerator, model, optimizer):
+        return _loop(optimizer, model, folder, lambda one: loop.run_steps(accelerator, model, one, steps=range(4)))
+
+
+def _loop(optimizer: Any, model: nn.Module, folder: str, run: Callable[[Any], None]) -> dict[str, float]:
+    monitor = StepMonitor(optimizer, model, every_n_steps=EVERY, folder=folder)
+    run(optimizer)
+    monitor.close()
+    return monitor.take()
+
+
+def _transformers(folder: str) -> list[dict[str, float]]:
+    import lightning_muon.hf
+    from tests.integration.integrations.transformers import runs
+
+    with runs.accelerator_of("fsdp"):
+        run = runs.trainer(
+            folder, runs.causal_lm(), include_num_input_tokens_seen="all", eval_strategy="steps", eval_steps=1
+        )
+        run.add_callback(lightning_muon.hf.MuonMonitor(run, EVERY))
+        run.train()
+        return [entry for entry in run.state.log_history if "update_rms/group0.muon" in entry or "loss" in entry]
+
+
+def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path) -> None:
+    names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "bytes/shard", "lr/group0"}
+    (fabric, _), (accelerate, other) = (gloo.run(each, str(tmp_path), world_size=2) for each in (_fabric, _accelerate))
+    assert names < fabric.keys() == accelerate.keys() == other.keys()
+    # The same training.
+    same = [name for name in names if not name.startswith("optimizer_ms")]
+    assert [fabric[name] for name in same] == pytest.approx([accelerate[name] for name in same], rel=1e-5)
+
+    history, _ = gloo.run(_transformers, str(tmp_path), world_size=2)
+    measured = [entry for entry in history if "update_rms/group0.muon" in entry]
+    assert [entry["step"] for entry in measured] == [2, 4] and not names - measured[0].keys()
+    assert measured[-1]["tokens_per_second"] > 0 and measured[-1]["tflops/model"] > 0
+    assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4], "losses are logged as without it"
