@@ -166,7 +166,8 @@ class MatrixStep:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
         self._momenta.end_step()
-        self._agreed, self._states = replace(self._agreed, gradients={}), {}
+        # The check refers to the gradients, which would live until the next step.
+        self._agreed, self._states = replace(self._agreed, gradients={}, deferred_check=None), {}
         self._arrived.clear()
 
     @contextmanager
