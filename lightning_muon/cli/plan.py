@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from lightning_muon.cli import plan_pipeline, plan_splits
+from lightning_muon.cli import plan_modes, plan_pipeline, plan_splits
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
 from lightning_muon.cli.plan_model import (
     Mesh,
@@ -93,6 +93,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
     plan_pipeline.add_arguments(parser)
+    plan_modes.add_arguments(parser)
     plan_splits.add_arguments(parser)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
@@ -117,9 +118,11 @@ def run(arguments: Namespace) -> None:
     if arguments.flexdemo is not None:
         flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
     model = _shapes(arguments, planned)
-    if arguments.splits is not None:
-        plan_splits.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
-        return
+    planned = replace(planned, flexdemo=flexdemo)
+    for compares, number in ((plan_splits, arguments.splits), (plan_modes, arguments.ranks)):
+        if number is not None:
+            compares.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
+            return
     # An exchange between nodes takes two of them.
     mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
     if mesh.size > MOST_RANKS:

@@ -15,9 +15,8 @@ from lightning_muon.cli.split_rules import (
     OptimizerStep,
     Split,
     held,
-    is_sharded_by_fsdp,
-    owned_elements,
     rows_of,
+    zero2_elements,
     zero2_exchange,
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
@@ -72,82 +71,84 @@ def memory_without_pipeline(
     job: Job, split: Split, step: OptimizerStep, *, passes: int, recompute: bool, stays_whole: bool
 ) -> Memory:
     """Of a rank that takes its rows in so many passes; ``stays_whole``: FSDP gathers weights once in a step."""
-    everything = [each for part in job.parts.parameters for each in part]
-    weights = job.itemsize * sum(held(each, split.shards_of_weights) for each in everything)
-    of_shard = sum(held(each, split.shards_of_weights) for each in everything if not each.frozen)
-    kept = step.kept_bytes
-    working = step.working_bytes
-    gradients = job.itemsize * (owned_elements(job, split)[0] if split.mode == "zero2" else of_shard)
-    if split.mode == "zero2":
-        # All new values may be on their way at a time.
-        working = max(working, job.itemsize * of_shard)
-    elif split.mode == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
-        kept += STATE_ITEMSIZE * of_shard  # Blocks of the residuals.
-        working += STATE_ITEMSIZE * of_shard + job.flexdemo.chunk_bytes  # Decoded updates, and a bucket being encoded.
-    end = _Moment(gradients=gradients, buffers=working)
-    moments = _moments_of_backward(job, split, passes=passes, recompute=recompute, stays_whole=stays_whole)
-    return _memory(weights, _state_bytes(job, split, everything), kept, [*moments, end])
+    parameters = [each for part in job.parts.parameters for each in part]
+    trained = sum(held(each, split.shards_of_weights) for each in parameters if not each.frozen)
+    gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
+    if split.sharding == "zero2":
+        working = max(working, gradients)  # All new values may be on their way at once.
+        gradients = job.itemsize * zero2_elements(job, split)[0]
+    elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
+        kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
+        working += STATE_ITEMSIZE * trained + job.flexdemo.chunk_bytes  # Updates, and the bucket that is decoded.
+    moments = _sharded_backward if split.is_fsdp else _whole_backward
+    return _memory(
+        job.itemsize * sum(held(each, split.shards_of_weights) for each in parameters),
+        _state_bytes(job, split, parameters),
+        kept,
+        [
+            *moments(job, split, passes=passes, recompute=recompute, stays_whole=stays_whole),
+            _Moment(gradients, buffers=working),
+        ],
+    )
 
 
-def _moments_of_backward(
-    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
-) -> Iterator[_Moment]:
-    """From the last part of the model to the first one, while each has its gradients."""
-    parts = job.parts
+def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: bool) -> int:
+    """While a part runs backward: of all parts up to it, and its own."""
     tokens = -(-rows_of(job, split) // passes) * job.length
-    trained = [sum(held(each, 1) for each in some if not each.frozen) for some in parts.parameters]
-    shards = [
-        sum(held(each, split.shards_of_weights) for each in some if not each.frozen) for some in parts.parameters
-    ]
-    # FSDP2's root has what is in no layer: its weights stay gathered, its gradients whole until the end.
+    kept = sum(job.parts.kept(each, recompute=recompute) for each in range(part + 1))
+    return tokens * (kept + job.parts.in_backward([part], recompute=recompute))
+
+
+def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
+    """From the last part to the first one, where weights are whole and buckets carry gradients."""
+    del stays_whole
+    trained, everything = job.parts.trained, job.itemsize * sum(job.parts.trained)
+    buckets = min(job.bucket_bytes, everything) if split.data > 1 else 0
+    own = 1.0  # Share of the gradients that a rank keeps once they are summed.
+    if split.sharding == "zero2":
+        # A bucket as it arrives, as it is sent, and the shares of the other ranks.
+        buckets = (2 + (split.shard - 1) / split.shard) * min(zero2_exchange(job, split).bucket_bytes, everything)
+        own = zero2_elements(job, split)[0] / max(1, sum(trained))
+    for part in reversed(range(len(job.parts))):
+        summed = own * job.itemsize * sum(trained[part:])
+        accumulated = job.itemsize * sum(trained[:part]) if passes > 1 else 0
+        activations = _activations(job, split, part, passes=passes, recompute=recompute)
+        casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
+        yield _Moment(summed + accumulated, activations, casts, buckets)
+
+
+def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
+    """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
+
+    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and packed
+    for their sum; the one before it is gathered meanwhile.
+    """
+    parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
+    shards = [sum(held(each, split.shard) for each in some if not each.frozen) for some in parts.parameters]
+    layers = [part for part in range(len(parts)) if parts.is_layer[part]]
     roots = [part for part in range(len(parts)) if not parts.is_layer[part]]
-    root_weights = job.gathered_itemsize * sum(parts.numel[part] for part in roots)
+    # Accumulated gradients are in the dtype of their sums.
+    whole = job.gathered_itemsize if passes == 1 else job.reduced_itemsize
+    packed = job.reduced_itemsize if split.shard > 1 else 0
+    root_weights = job.gathered_itemsize * sum(numel[part] for part in roots)
+
+    def gradients(part: int) -> int:
+        """Shards of later layers; whole ones of the part and of the root, and of all before if they are accumulated."""
+        is_whole = [each for each in roots if each >= part or passes > 1]
+        is_whole += [each for each in layers if each == part or (passes > 1 and each < part)]
+        summed = sum(shards[each] for each in layers if each > part)
+        return job.itemsize * summed + whole * sum(trained[each] for each in is_whole)
+
     for part in reversed(range(len(parts))):
-        activations = sum(parts.kept(each, recompute=recompute) for each in range(part + 1))
-        activations = tokens * (activations + parts.in_backward([part], recompute=recompute))
-        later = range(part + 1, len(parts))
-        if not is_sharded_by_fsdp(split.mode):
-            yield _Moment(
-                *_whole_gradients(job, split, trained, part, passes=passes)[:1],
-                activations,
-                gathered=job.casts_itemsize * sum(parts.numel[: part + 1]),
-                buffers=_whole_gradients(job, split, trained, part, passes=passes)[1],
-            )
-            continue
-        layers = [each for each in range(part + 1) if parts.is_layer[each]]
-        open_layers = layers if stays_whole else layers[-2:]  # One more is gathered ahead.
-        gathered = root_weights + job.gathered_itemsize * sum(parts.numel[each] for each in open_layers)
-        gradients = job.itemsize * sum(shards[each] for each in later if parts.is_layer[each])
-        if passes > 1:
-            gradients += job.reduced_itemsize * sum(trained[each] for each in (*roots, *layers))
-        else:
-            gradients += job.gathered_itemsize * sum(trained[each] for each in roots if each >= part)
-            gradients += job.gathered_itemsize * trained[part] * parts.is_layer[part]
-        packed = job.reduced_itemsize * trained[part] * (parts.is_layer[part] and split.shard > 1)
-        yield _Moment(gradients, activations, gathered, packed)
-    if is_sharded_by_fsdp(split.mode):
-        own = sum(trained[part] for part in roots)
-        itemsize = job.reduced_itemsize if passes > 1 else job.gathered_itemsize
-        layers = job.itemsize * sum(shards[part] for part in range(len(parts)) if parts.is_layer[part])
-        packed = job.reduced_itemsize * own * (split.shard > 1)
-        yield _Moment(layers + itemsize * own, gathered=root_weights, buffers=packed)
-
-
-def _whole_gradients(
-    job: Job, split: Split, trained: Sequence[int], part: int, *, passes: int
-) -> tuple[float, float]:
-    """Bytes of gradients, and of the buckets that carry them, where weights are whole."""
-    everything = job.itemsize * sum(trained)
-    ready = everything if passes > 1 else job.itemsize * sum(trained[part:])
-    if split.data == 1:
-        return ready, 0
-    if split.mode == "ddp":
-        return ready, min(job.bucket_bytes, everything)
-    # A bucket as it arrives, as it is sent, and the shares of the other ranks.
-    own = job.itemsize * owned_elements(job, split)[0] * sum(trained[part:]) / max(1, sum(trained))
-    bucket = min(zero2_exchange(job, split).bucket_bytes, everything)
-    rest = job.itemsize * sum(trained[: part + 1]) if passes > 1 else 0
-    return own + rest, bucket * (2 + (split.shard - 1) / split.shard)
+        before = [each for each in layers if each <= part]
+        is_open = before if stays_whole else before[-2:]
+        yield _Moment(
+            gradients(part),
+            _activations(job, split, part, passes=passes, recompute=recompute),
+            root_weights + job.gathered_itemsize * sum(numel[each] for each in is_open),
+            packed * trained[part] if parts.is_layer[part] else 0,
+        )
+    yield _Moment(gradients(-1), gathered=root_weights, buffers=packed * sum(trained[part] for part in roots))
 
 
 def memory_of_stages(
@@ -193,7 +194,7 @@ def memory_of_stages(
 
 def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -> float:
     """Of the optimizer, on the rank that holds most."""
-    config, is_flexdemo = job.setting.config, split.mode == "flexdemo"
+    config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
     momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
     if config.offload == "momentum" and job.setting.machine != "cpu":
         momentum = 0
@@ -206,8 +207,8 @@ def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -
         averages = STATE_ITEMSIZE  # Residuals.
         momentum = 2 * job.itemsize if job.flexdemo.base == "adamw" else 0
         of_elementwise = 0 if job.flexdemo.base == "sgd" else of_elementwise
-    if split.mode == "zero2":
-        own, matrices = owned_elements(job, split)
+    if split.sharding == "zero2":
+        own, matrices = zero2_elements(job, split)
         return momentum * matrices + of_elementwise * (own - matrices)
     return sum(
         held(each, split.shards_of_weights) * (averages + (momentum if each.algorithm == "muon" else of_elementwise))

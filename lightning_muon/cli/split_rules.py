@@ -29,7 +29,6 @@ from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import StageCosts
 from lightning_muon.schedule.shapes import ParameterShape
 
-
 Way = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
 """``sharding`` of a strategy, or FlexDeMo, which shards with FSDP2 inside of each node."""
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
@@ -56,6 +55,7 @@ class Job:
     gathered_itemsize: int
     reduced_itemsize: int
     flops_per_second: float  # Of forward and backward.
+    bucket_bytes: int = BUCKET_BYTES  # Of gradients of whole weights that travel together.
     flexdemo: FlexDeMoConfig = field(default_factory=FlexDeMoConfig)
 
     @property
@@ -170,7 +170,9 @@ def zero2_elements(job: Job, split: Split) -> tuple[int, int]:
 @cache
 def zero2_exchange(job: Job, split: Split) -> ShardExchange:
     """How the gradients and values of ZeRO-2 travel over the shard axis."""
-    nodes = [[(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)]
+    nodes = [
+        [(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)
+    ]
     num_bytes = job.itemsize * sum(job.parts.trained)
     is_cpu = job.setting.machine == "cpu"
     ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=not is_cpu)
@@ -351,9 +353,7 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
     if all(each.algorithm == "adamw" for each in trained) or (is_flexdemo and job.flexdemo.base != "muon"):
         num_tensors = _SGD_TENSORS if is_flexdemo and job.flexdemo.base == "sgd" else ADAMW_TENSORS
         size = sum(held(each, split.shards_of_weights) for each in trained)
-        return OptimizerStep(
-            SplitTraffic(num_tensors * STATE_ITEMSIZE * size / job.cost.memory_bytes_per_second)
-        )
+        return OptimizerStep(SplitTraffic(num_tensors * STATE_ITEMSIZE * size / job.cost.memory_bytes_per_second))
     spans = [nodes > 1 for _, nodes in split.axes]
     setting = replace(
         job.setting,
