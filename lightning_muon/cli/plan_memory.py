@@ -92,32 +92,45 @@ def memory_without_pipeline(
     )
 
 
-def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: bool) -> int:
-    """While a part runs backward: of all parts up to it, and its own."""
-    tokens = -(-rows_of(job, split) // passes) * job.length
-    kept = sum(job.parts.kept(each, recompute=recompute) for each in range(part + 1))
-    return tokens * (kept + job.parts.in_backward([part], recompute=recompute))
+def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: bool) -> Iterator[tuple[int, int]]:
+    """While a part runs backward: the first part whose gradients there are, and bytes of the activations.
+
+    Gradients of the logits are gone when those of the weights come.
+    """
+    parts, tokens = job.parts, -(-rows_of(job, split) // passes) * job.length
+    kept = sum(parts.kept(each, recompute=recompute) for each in range(part + 1))
+    in_backward = parts.in_backward([part], recompute=recompute)
+    if parts.loss_gradient[part]:
+        yield part + 1, tokens * (kept + in_backward)
+        in_backward = 0
+    yield part, tokens * (kept + in_backward)
 
 
-def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
+def _whole_backward(
+    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
+) -> Iterator[_Moment]:
     """From the last part to the first one, where weights are whole and buckets carry gradients."""
     del stays_whole
     trained, everything = job.parts.trained, job.itemsize * sum(job.parts.trained)
-    buckets = min(job.bucket_bytes, everything) if split.data > 1 else 0
-    own = 1.0  # Share of the gradients that a rank keeps once they are summed.
+    bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
     if split.sharding == "zero2":
+        bucket = zero2_exchange(job, split).bucket_bytes
         # A bucket as it arrives, as it is sent, and the shares of the other ranks.
-        buckets = (2 + (split.shard - 1) / split.shard) * min(zero2_exchange(job, split).bucket_bytes, everything)
-        own = zero2_elements(job, split)[0] / max(1, sum(trained))
+        copies = 2 + (split.shard - 1) / split.shard
+        own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.
     for part in reversed(range(len(job.parts))):
-        summed = own * job.itemsize * sum(trained[part:])
-        accumulated = job.itemsize * sum(trained[:part]) if passes > 1 else 0
-        activations = _activations(job, split, part, passes=passes, recompute=recompute)
         casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
-        yield _Moment(summed + accumulated, activations, casts, buckets)
+        accumulated = job.itemsize * sum(trained[: part + 1]) if passes > 1 else 0
+        for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
+            there = job.itemsize * sum(trained[first:])
+            in_bucket = min(bucket, there)
+            summed = there if own == 1 else own * (there - in_bucket)
+            yield _Moment(summed + accumulated, activations, casts, copies * in_bucket)
 
 
-def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
+def _sharded_backward(
+    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
+) -> Iterator[_Moment]:
     """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
 
     The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and packed
@@ -132,23 +145,22 @@ def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, s
     packed = job.reduced_itemsize if split.shard > 1 else 0
     root_weights = job.gathered_itemsize * sum(numel[part] for part in roots)
 
-    def gradients(part: int) -> int:
-        """Shards of later layers; whole ones of the part and of the root, and of all before if they are accumulated."""
-        is_whole = [each for each in roots if each >= part or passes > 1]
-        is_whole += [each for each in layers if each == part or (passes > 1 and each < part)]
+    def gradients(part: int, first: int) -> int:
+        """Shards of layers behind a part; whole ones from ``first`` on, and of all before if they are accumulated."""
+        is_whole = [each for each in roots if each >= first or passes > 1]
+        is_whole += [each for each in layers if first <= each == part or (passes > 1 and each <= part)]
         summed = sum(shards[each] for each in layers if each > part)
-        return job.itemsize * summed + whole * sum(trained[each] for each in is_whole)
+        return job.itemsize * summed + whole * sum(trained[each] for each in set(is_whole))
 
     for part in reversed(range(len(parts))):
         before = [each for each in layers if each <= part]
         is_open = before if stays_whole else before[-2:]
-        yield _Moment(
-            gradients(part),
-            _activations(job, split, part, passes=passes, recompute=recompute),
-            root_weights + job.gathered_itemsize * sum(numel[each] for each in is_open),
-            packed * trained[part] if parts.is_layer[part] else 0,
-        )
-    yield _Moment(gradients(-1), gathered=root_weights, buffers=packed * sum(trained[part] for part in roots))
+        gathered = root_weights + job.gathered_itemsize * sum(numel[each] for each in is_open)
+        sent = packed * trained[part] if parts.is_layer[part] else 0
+        for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
+            yield _Moment(gradients(part, first), activations, gathered, sent)
+    at_end = packed * sum(trained[part] for part in roots)
+    yield _Moment(gradients(-1, -1), gathered=root_weights, buffers=at_end)
 
 
 def memory_of_stages(
