@@ -1,6 +1,11 @@
 """How well a calibrated plan predicts a real step, on gloo processes of this machine.
 
     python benchmarks/plan_accuracy.py --ranks 2 4
+    python benchmarks/plan_accuracy.py --ranks 1 2 4 --trainings
+
+The first command compares optimizer steps, the second whole steps of a Llama of 12.6 million parameters in every mode of
+``lightning-muon plan --ranks``, and the memory of the rank that needs most. The plan then gets the calibration, and the
+FLOP/s of forward and backward of the whole model, run on all ranks at once.
 
 Each round calibrates (a measurement on a sample of the matrices) and then records steps of the whole model, serial and
 with overlap, in the same processes. The fastest step counts, in the calibration too, because other work on the machine
@@ -10,10 +15,24 @@ only ever adds; the ratio of each round is taken by itself and the median of the
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 
-from lightning_muon.monitor.calibrate import Comparison, compare, run_on_ranks
+import torch
+import torch.distributed as dist
+from pipeline_link import Training
+from plan_splits import GIVES_MEMORY_BACK, asked_of_plan, measured_flops, peak_bytes, planned_llama
+
+from lightning_muon.cli.plan_splits import strategy_options
+from lightning_muon.cli.split_rules import MODES
+from lightning_muon.cli.split_search import plan_modes
+from lightning_muon.monitor.calibrate import Comparison, calibrate, compare, run_on_ranks
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 STRATEGIES = {
@@ -40,6 +59,15 @@ GATED = ModelShapes(
 
 def main() -> None:
     arguments = parse_arguments()
+    if "RESULT" in os.environ:
+        train_all(arguments)
+        return
+    if arguments.trainings:
+        print(f"|{' | '.join(_TRAININGS)}|\n|{' --- |' * len(_TRAININGS)}")
+        for num_ranks in arguments.ranks:
+            for cells in run_trainings(num_ranks):
+                print(f"| {' | '.join(cells)} |", flush=True)
+        return
     print("| shapes | ranks | schedule | measured ms | predicted ms | predicted / measured, rounds | median |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in arguments.shapes:
@@ -56,6 +84,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--shapes", nargs="+", default=["t5-small", GATED.name], help="shape files, or gated-384")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="recorded steps per schedule and round")
+    parser.add_argument("--trainings", action="store_true", help="whole steps of each mode, and memory")
+    parser.add_argument("--rows", type=int, default=16, help="of a step of --trainings, of all ranks together")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a row")
     return parser.parse_args()
 
 
@@ -74,6 +105,59 @@ def row(name: str, num_ranks: int, strategy: str, comparisons: list[Comparison])
     ratios = [each.predicted.makespan / min(each.measured_seconds) for each in comparisons]
     listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
     return f"| {name} | {num_ranks} | {strategy} | {measured:.0f} | {predicted:.0f} | {listed} | {median(ratios):.2f} |"
+
+
+_TRAININGS = ("ranks", "mode", "s, plan", "s", "plan / real", "MB, plan", "MB", "plan / real ")
+
+
+def run_trainings(num_ranks: int) -> list[list[str]]:
+    """Cells of a row for each mode, from processes that torchrun starts."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        environment = {**os.environ, **GIVES_MEMORY_BACK, "RESULT": str(result), "OMP_NUM_THREADS": "1"}
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+        words = [word for word in sys.argv if word != "--trainings"]
+        subprocess.run([*launcher, *words], env=environment, check=True, timeout=1800)
+        return json.loads(result.read_text())
+
+
+def train_all(arguments: argparse.Namespace) -> None:
+    """What each rank does: plan, train and measure every mode."""
+    torch.set_num_threads(1)
+    num_ranks = arguments.ranks_per_node = int(os.environ["WORLD_SIZE"])
+    first = {"sharding": "none"} if num_ranks == 1 else {"sharding": "ddp"}
+    Training(first, arguments, num_nodes=1)  # Makes the process group.
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    planned = planned_llama()
+    cost = calibrate(planned.shapes, num_ranks=num_ranks)
+    flops = torch.tensor(measured_flops(arguments), dtype=torch.float64)
+    dist.all_reduce(flops)
+    flops_per_second = float(flops) / num_ranks
+    asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=num_ranks, flops=flops_per_second)
+    modes = ["none"] if num_ranks == 1 else [mode for mode in MODES if mode != "none"]
+    rows: list[list[str]] = []
+    for each in plan_modes(asked, job, modes)[0]:
+        options = strategy_options(each.way)
+        if each.way.split.mode == "flexdemo":
+            options["optimizer"] = job.flexdemo
+        training = Training(options, arguments, num_nodes=1)
+        training.step()
+        training.step()
+        seconds = min(training.step() for _ in range(arguments.steps))
+        most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        seconds, num_bytes = map(float, most)
+        times = [f"{each.step_seconds:.3f}", f"{seconds:.3f}", f"{each.step_seconds / seconds:.2f}"]
+        sizes = [f"{each.way.total / 1e6:.0f}", f"{num_bytes / 1e6:.0f}", f"{each.way.total / num_bytes:.2f}"]
+        split = each.way.split
+        name = f"{split.pipeline} x {split.replicate} x {split.shard}, {each.way.name}"
+        rows.append([str(num_ranks), name, *times, *sizes])
+    if dist.get_rank() == 0:
+        rates = f"{flops_per_second / 1e9:.1f} GFLOP/s in the model, {cost}"
+        print(rates, file=sys.stderr, flush=True)
+        Path(os.environ["RESULT"]).write_text(json.dumps(rows))
+    dist.barrier()
 
 
 if __name__ == "__main__":

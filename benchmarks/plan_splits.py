@@ -5,17 +5,16 @@
 Two network namespaces are the nodes, as in pipeline_link.py, whose model is trained with Fabric and ParallelMuon, in
 float32 and one thread per rank. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
 at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank,
-*MB* the most that a rank holds during forward and backward: its weights and optimizer state, and what torch's profiler
-saw allocated beyond.
+*MB* the most that tensors of a rank take in a step, by the pages of its process.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
-import tempfile
 import time
 from argparse import Namespace
 from pathlib import Path
@@ -28,20 +27,21 @@ from pipeline_link import MODEL, NUM_NODES, VOCAB_SIZE, Training, run_on_two_nod
 from slow_network import parse_rate
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_muon import forward_backward
 from lightning_muon.cli.plan_model import Mesh, PlannedModel
-from lightning_muon.cli.plan_splits import make_job
+from lightning_muon.cli.plan_splits import make_job, strategy_options
 from lightning_muon.cli.plan_strategies import Setting
+from lightning_muon.cli.split_rules import Job
 from lightning_muon.cli.split_search import PlannedSplit, plan_splits
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import MuonConfig
 from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 SCHEDULES = ("1f1b", "zb_h1")
+GIVES_MEMORY_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 _UNBOUND_GIB = 1024.0
 
 
@@ -56,6 +56,7 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments)
         return
+    os.environ |= GIVES_MEMORY_BACK
     result = run_on_two_nodes(arguments.ranks_per_node)
     if result is not None:
         print(table(result))
@@ -63,11 +64,7 @@ def main() -> None:
 
 def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:
     """Every split, a pipeline with each of the schedules; the fastest first."""
-    with torch.device("meta"):
-        module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
-    routes = zip(route_module(module).values(), module.parameters(), strict=True)
-    shapes = tuple(ParameterShape(**vars(route), shape=tuple(each.shape)) for route, each in routes)
-    model = ModelShapes(name="llama", source="", parameters=shapes)
+    planned = planned_llama()
     cpu, rate = PRESETS["cpu"], parse_rate(arguments.rate)
     between = cpu.bandwidth[0] if rate is None else rate / 8 / arguments.ranks_per_node
     cost = CostModel(
@@ -77,34 +74,50 @@ def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:
         latency_seconds=cpu.latency_seconds,
         op_seconds=cpu.op_seconds,
     )
-    setting = Setting(model=model, mesh=Mesh(1, 1), config=MuonConfig(), wire_itemsize=4, cost=cost, machine="cpu")
     found: list[PlannedSplit] = []
     for schedule in SCHEDULES:
-        asked = Namespace(
-            splits=NUM_NODES * arguments.ranks_per_node,
-            node_ranks=arguments.ranks_per_node,
-            rows=arguments.rows,
-            length=arguments.length,
-            width=None,
-            rank_memory=_UNBOUND_GIB,
-            activations="kept",
-            schedules=(schedule,),
-            microbatches=8,
+        asked, job = asked_of_plan(
+            arguments, planned, cost, schedule, num_ranks=NUM_NODES * arguments.ranks_per_node, flops=flops_per_second
         )
-        planned = PlannedModel(shapes=model, module=module)
-        splits, _ = plan_splits(asked, make_job(asked, setting, planned, "32-true"))
+        splits, _ = plan_splits(asked, job)
         found += [each for each in splits if each.way.schedule or schedule == SCHEDULES[0]]
     return sorted(found, key=lambda each: each.step_seconds)
 
 
-def options_of(each: PlannedSplit) -> dict[str, Any]:
-    """Of the strategy."""
-    split, way = each.way.split, each.way
-    found: dict[str, Any] = {"replicate_size": split.replicate, "shard_size": split.shard}
-    if way.schedule is None:
-        return found | {"reshard_after_forward": not way.stays_whole}
-    names = {"pipeline_schedule": way.schedule.name, "pipeline_microbatches": way.microbatches}
-    return found | {"pipeline_size": split.pipeline} | names
+def planned_llama() -> PlannedModel:
+    """The model, without memory."""
+    with torch.device("meta"):
+        module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
+    routes = zip(route_module(module).values(), module.parameters(), strict=True)
+    shapes = tuple(ParameterShape(**vars(route), shape=tuple(each.shape)) for route, each in routes)
+    return PlannedModel(shapes=ModelShapes(name="llama", source="", parameters=shapes), module=module)
+
+
+def asked_of_plan(
+    arguments: Namespace, planned: PlannedModel, cost: CostModel, schedule: str, *, num_ranks: int, flops: float
+) -> tuple[Namespace, Job]:
+    """Options of ``lightning-muon plan``, and what it makes of them: float32, nothing recomputed."""
+    asked = Namespace(
+        model_flops=flops,
+        node_ranks=arguments.ranks_per_node,
+        rows=arguments.rows,
+        length=arguments.length,
+        width=None,
+        rank_memory=_UNBOUND_GIB,
+        activations="kept",
+        schedules=(schedule,),
+        microbatches=8,
+    )
+    itemsize = 2 if cpu_multiplies_bfloat16_fast() else 4
+    setting = Setting(
+        model=planned.shapes,
+        mesh=Mesh(1, 1),
+        config=MuonConfig(compute_dtype="bfloat16" if itemsize == 2 else "float32"),
+        wire_itemsize=itemsize,
+        cost=cost,
+        machine="cpu",
+    )
+    return asked, make_job(asked, setting, planned, "32-true", num_ranks=num_ranks)
 
 
 def work(arguments: Namespace) -> None:
@@ -117,7 +130,7 @@ def work(arguments: Namespace) -> None:
         set_rate(parse_rate(arguments.rate))
     rows: list[tuple[str, float, float, float, float]] = []
     for each in plan(arguments, float(flops) / dist.get_world_size()):
-        training = Training(options_of(each), arguments)
+        training = Training(strategy_options(each.way), arguments)
         training.step()
         seconds = statistics.median(training.step() for _ in range(arguments.steps))
         most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
@@ -145,26 +158,28 @@ def measured_flops(arguments: Namespace) -> float:
     return 3 * per_token * tokens.numel() / statistics.median(times[1:])
 
 
-def peak_bytes(training: Training) -> float:
-    """Weights, optimizer state, and the most that forward and backward have beside them."""
-    states = [value for state in training.optimizer.state.values() for value in state.values()]
-    held = [each for each in (*training.model.parameters(), *states) if isinstance(each, Tensor)]
-    resident = sum(each.to_local().nbytes if isinstance(each, DTensor) else each.nbytes for each in held)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        if training.is_pipeline:
-            forward_backward(training.model, training.batch)
-        else:
-            training.fabric.backward(training.model(**training.batch).loss)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder, "trace.json")
-        profiler.export_chrome_trace(str(trace))
-        events = [each for each in json.loads(trace.read_text())["traceEvents"] if each.get("name") == "[memory]"]
-    alive = most = 0
-    for event in sorted(events, key=lambda each: each["ts"]):
-        alive += event["args"]["Bytes"]
-        most = max(most, alive)
-    training.optimizer.zero_grad()
-    return resident + most
+def peak_bytes(training: Training) -> int:
+    """The most memory that tensors take in a step: those that are there before it, and what it adds to the process.
+
+    The kernel counts the pages of the process. glibc gives freed ones back at once if ``MALLOC_MMAP_THRESHOLD_`` is in
+    the environment, as :data:`GIVES_MEMORY_BACK` has it.
+    """
+    gc.collect()
+    storages = dict[int, int]()
+    for each in gc.get_objects():
+        if isinstance(each, Tensor):
+            storage = (each.to_local() if isinstance(each, DTensor) else each).untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    before = _pages("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # The peak starts again.
+    training.step()
+    return sum(storages.values()) + _pages("VmHWM") - before
+
+
+def _pages(key: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def table(result: tuple[float, list[tuple[str, float, float, float, float]]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 import textwrap
@@ -23,7 +24,6 @@ from lightning_muon.sharding.modes import Sharding
 
 _DESCRIPTION = """Write a config file of accelerate with a section lightning_muon, in which every option is a comment
 with its default. Start a program with it, as it is: lightning-muon launch --config_file FILE program.py"""
-_OPTIMIZERS: dict[str, type[Any]] = {"muon": MuonConfig, "flexdemo": FlexDeMoConfig}
 _WIDTH = 110
 _NUM_PROCESSES = (
     "on all machines (default: replicas x shards x stages if both are given, else a device of this one each)"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add("--output", type=Path, metavar="FILE", help="where to write (default: standard output)")
-    add("--optimizer", choices=tuple(_OPTIMIZERS), default="muon", help="default: %(default)s")
+    add("--optimizer", choices=("muon", "flexdemo"), default="muon", help="default: %(default)s")
     add("--sharding", choices=get_args(Sharding), default=Options.sharding, help="default: %(default)s")
     add("--replicate-size", type=_size, default="auto", metavar="N", help="replicas of the model, for flexdemo nodes")
     add("--shard-size", type=_size, default="auto", metavar="N", help="ranks that share each replica")
@@ -47,7 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the file."""
-    text = _config_file(arguments)
+    options = {key: getattr(arguments, key) for key in ("sharding", "replicate_size", "shard_size", "pipeline_size")}
+    with_nodes = arguments.optimizer == "flexdemo"
+    text = accelerate_config(
+        options=options,
+        optimizer=FlexDeMoConfig() if with_nodes else None,
+        num_processes=arguments.num_processes,
+        num_machines=arguments.num_machines,
+        mixed_precision=arguments.mixed_precision,
+        is_cpu=arguments.cpu,
+        output=arguments.output,
+    )
     if arguments.output is None:
         sys.stdout.write(text)
         return
@@ -55,77 +65,111 @@ def run(arguments: argparse.Namespace) -> None:
         file.write(text)
 
 
-def _config_file(arguments: argparse.Namespace) -> str:
-    """What ``accelerate config`` would write, and our section."""
-    with_nodes, is_cpu, machines = arguments.optimizer == "flexdemo", arguments.cpu, arguments.num_machines
-    stages = arguments.pipeline_size
-    asked = {"replicate_size": arguments.replicate_size, "shard_size": arguments.shard_size}
-    options = Options(
-        sharding=arguments.sharding,
-        optimizer=FlexDeMoConfig() if with_nodes else Options.optimizer,
-        pipeline_size=stages,
-        **asked,
-    )
-    processes = arguments.num_processes
-    if processes is None and "auto" not in asked.values():
-        processes = arguments.replicate_size * arguments.shard_size * stages
-    elif processes is None:
-        processes = max(stages, (0 if is_cpu else torch.cuda.device_count()) * machines, machines)
-    if processes % machines:
-        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
-    if arguments.sharding == "none" and processes > stages:
+def accelerate_config(
+    *,
+    options: Mapping[str, Any],
+    optimizer: FlexDeMoConfig | None,
+    num_processes: int | None,
+    num_machines: int,
+    mixed_precision: str,
+    is_cpu: bool,
+    output: Path | None,
+    accumulates: int = 1,
+    checkpoints_activations: bool = False,
+) -> str:
+    """What ``accelerate config`` would write, and our section.
+
+    Args:
+        options: Fields of :class:`~lightning_muon.engine.options.Options` that are set.
+        optimizer: Of nodes that a FlexDeMo keeps together; ``None`` for ParallelMuon with its defaults.
+        num_processes: On all machines; ``None`` for all devices.
+        num_machines: Number of them.
+        mixed_precision: As Accelerate calls it.
+        is_cpu: Whether processes use gloo on the CPU.
+        output: File that the first line names.
+        accumulates: Batches of a step.
+        checkpoints_activations: Whether FSDP2 recomputes its units in backward.
+
+    Raises:
+        ValueError: For numbers of processes that do not go with the sizes.
+    """
+    asked = {key: options.get(key, "auto") for key in ("replicate_size", "shard_size")}
+    sharding, stages = options.get("sharding", Options.sharding), options.get("pipeline_size", 1)
+    checked = Options(**{**options, "optimizer": Options.optimizer if optimizer is None else optimizer})
+    processes = _num_processes(num_processes, num_machines, asked, stages, is_cpu=is_cpu)
+    if sharding == "none" and processes > stages:
         raise ValueError(
             f"--sharding none is one process, got {processes}; add --num-processes {stages}, or use zero2 or ddp"
         )
-    replicas, shards = options.resolve(num_nodes=machines, num_processes=processes // machines)
+    replicas, shards = checked.resolve(num_nodes=num_machines, num_processes=processes // num_machines)
     # Accelerate shards models only where they have several shards, and only on accelerators; a Trainer saves only with
     # FSDP what one process does not have.
-    is_fsdp = arguments.sharding == "fsdp" and shards * stages > 1 and not is_cpu
+    is_fsdp = sharding == "fsdp" and shards * stages > 1 and not is_cpu
     kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
     stock: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP" if is_fsdp else kind,
-        "mixed_precision": arguments.mixed_precision,
-        "num_machines": machines,
+        "mixed_precision": mixed_precision,
+        "num_machines": num_machines,
         "num_processes": processes,
         "machine_rank": 0,
         "rdzv_backend": "static",
         "same_network": True,
         "use_cpu": is_cpu,
     }
+    if accumulates > 1:
+        stock["gradient_accumulation_steps"] = accumulates
+    live = {key: value for key, value in options.items() if key not in (*asked, "sharding", "pipeline_size")}
     if is_fsdp:
         stock["fsdp_config"] = {
             "fsdp_version": 2,
-            "fsdp_reshard_after_forward": True,
+            "fsdp_reshard_after_forward": live.pop("reshard_after_forward", True),
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            **({"fsdp_activation_checkpointing": True} if checkpoints_activations else {}),
         }
         if stages == 1:  # Accelerate knows no ranks beside replicas and shards.
             stock["parallelism_config"] = {
                 "parallelism_config_dp_replicate_size": replicas,
                 "parallelism_config_dp_shard_size": shards,
             }
-    live: dict[str, Any] = {} if arguments.sharding == "fsdp" else {"sharding": arguments.sharding}
-    has_sizes = "parallelism_config" in stock or (arguments.sharding != "fsdp" and set(asked.values()) == {"auto"})
+    live |= {} if sharding == "fsdp" else {"sharding": sharding}
+    has_sizes = "parallelism_config" in stock or (sharding != "fsdp" and set(asked.values()) == {"auto"})
     if processes > 1 and not has_sizes:
         live |= {"replicate_size": replicas, "shard_size": shards}
     if stages > 1:
         live |= {"pipeline_size": stages}
-    header = f"# Start a program with: lightning-muon launch --config_file {arguments.output or 'FILE'} program.py\n"
-    section = "".join(_section(live, _OPTIMIZERS[arguments.optimizer], is_chosen=with_nodes))
+    header = f"# Start a program with: lightning-muon launch --config_file {output or 'FILE'} program.py\n"
+    section = "".join(_section(live, MuonConfig() if optimizer is None else optimizer))
     note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"
     return header + yaml.safe_dump(stock, sort_keys=False) + note + section
 
 
-def _section(live: Mapping[str, Any], optimizer: type[Any], *, is_chosen: bool) -> Iterator[str]:
-    """Lines of our section: ``live`` are options that are set, ``is_chosen`` that the optimizer is no comment."""
+def _num_processes(asked: int | None, machines: int, sizes: Mapping[str, Any], stages: int, *, is_cpu: bool) -> int:
+    """On all machines, the same number on each."""
+    processes = asked
+    if processes is None and "auto" not in sizes.values():
+        processes = math.prod(sizes.values()) * stages
+    elif processes is None:
+        processes = max(stages, (0 if is_cpu else torch.cuda.device_count()) * machines, machines)
+    if processes % machines:
+        raise ValueError(f"--num-processes {processes} must be a multiple of --num-machines {machines}")
+    return processes
+
+
+def _section(live: Mapping[str, Any], optimizer: MuonConfig | FlexDeMoConfig) -> Iterator[str]:
+    """Lines of our section: ``live`` are options that are set; of the optimizer, what is no default."""
+    kind, is_chosen = type(optimizer), isinstance(optimizer, FlexDeMoConfig)
     for name, default, about in _options(Options):
         yield textwrap.indent(about, "  # ")
         yield _entry(name, live[name], "  ") if name in live else _entry(name, default, "  # ")
         if name == "optimizer":
-            head = f"optimizer:\n  class_path: lightning_muon.{optimizer.__name__}\n  init_args:\n"
+            head = f"optimizer:\n  class_path: lightning_muon.{kind.__name__}\n  init_args:\n"
             yield textwrap.indent(head, "  " if is_chosen else "  # ")
-            for key, inner, explained in _options(optimizer):
-                yield textwrap.indent(explained, "      # ") + _entry(key, inner, "      # ")
+            for key, inner, explained in _options(kind):
+                value = getattr(optimizer, key)
+                yield textwrap.indent(explained, "      # ") + _entry(
+                    key, value, "      # " if value == inner else "      "
+                )
 
 
 def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
@@ -138,14 +182,14 @@ def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
 
 def _entry(name: str, value: Any, indent: str) -> str:
     # In a list, because YAML ends a scalar that is a document of its own with three dots.
-    text = yaml.safe_dump([_plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]
+    text = yaml.safe_dump([plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]
     return f"{indent}{name}: {text}\n"
 
 
-def _plain(value: Any) -> Any:
-    """A default as YAML has it."""
+def plain(value: Any) -> Any:
+    """The value of an option as YAML has it."""
     if is_dataclass(value):
-        arguments = {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        arguments = {field.name: plain(getattr(value, field.name)) for field in fields(value)}
         return {"class_path": f"lightning_muon.{type(value).__name__}", "init_args": arguments}
     if isinstance(value, timedelta):
         return str(value)

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from lightning_muon.cli import plan_pipeline, plan_splits
+from lightning_muon.cli import plan_modes, plan_pipeline, plan_splits
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
 from lightning_muon.cli.plan_model import (
     Mesh,
@@ -32,7 +32,7 @@ from lightning_muon.cli.plan_model import (
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.monitor.calibrate import calibrate
+from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
@@ -93,6 +93,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
     plan_pipeline.add_arguments(parser)
+    plan_modes.add_arguments(parser)
     plan_splits.add_arguments(parser)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
@@ -117,9 +118,11 @@ def run(arguments: Namespace) -> None:
     if arguments.flexdemo is not None:
         flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
     model = _shapes(arguments, planned)
-    if arguments.splits is not None:
-        plan_splits.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
-        return
+    planned = replace(planned, flexdemo=flexdemo)
+    for compares, number in ((plan_splits, arguments.splits), (plan_modes, arguments.ranks)):
+        if number is not None:
+            compares.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
+            return
     # An exchange between nodes takes two of them.
     mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
     if mesh.size > MOST_RANKS:
@@ -183,7 +186,9 @@ def _console() -> Console:
 def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> Setting:
     """The file's options and machine, with those of the command line in their place."""
     machine = arguments.machine or planned.machine
-    cost, config = PRESETS[machine], planned.optimizer
+    asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
+    config = replace(planned.optimizer, **{key: value for key, value in asked.items() if value is not None})
+    cost = PRESETS[machine]
     if arguments.calibrate:
         machine, num_cores = "measured", os.cpu_count() or 1
         if mesh.size > 4 * num_cores:
@@ -191,7 +196,8 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
                 f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
                 "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
             )
-        cost = calibrate(model, num_ranks=mesh.size, num_replicas=mesh.replicate)
+        options = {key: getattr(config, key) for key in ARITHMETIC}
+        cost = calibrate(model, num_ranks=mesh.size, num_replicas=mesh.replicate, **options)
     elif arguments.cost is not None:
         machine = str(arguments.cost)
         try:
@@ -201,11 +207,10 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
     latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
     wire_dtype = config.wire_dtype if config.wire_dtype != "auto" else config.compute_dtype
-    asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
     return Setting(
         model=model,
         mesh=mesh,
-        config=replace(config, **{key: value for key, value in asked.items() if value is not None}),
+        config=config,
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
         machine=machine,
         cost=replace(

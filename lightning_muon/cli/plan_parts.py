@@ -15,7 +15,7 @@ from lightning_muon.pipeline.cut import choose_stages, matrices_of
 from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-_LOSS_BYTES = 4  # Of each logit: its float32 copy for the loss; and as much for the gradient of that.
+_LOSS_BYTES = 4  # Of each logit: its logarithm of a softmax in float32; in backward two gradients of that size.
 
 
 class PlannedParts:
@@ -35,6 +35,7 @@ class PlannedParts:
         distinct = [dict.fromkeys(p for module in part.modules for p in module.parameters()) for part in parts]
         self.parameters = [[shapes[parameter] for parameter in each] for each in distinct]
         self.numel = [sum(math.prod(each.shape) for each in some) for some in self.parameters]
+        self.trained = [sum(math.prod(p.shape) for p in some if not p.frozen) for some in self.parameters]
         self.width = width or _width_of(model)
         # Activation checkpointing is for layers: embeddings and the output head are outside of them.
         self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
@@ -67,7 +68,7 @@ class PlannedParts:
     def in_backward(self, parts: Sequence[int], *, recompute: bool) -> int:
         """Bytes for each token of the micro-batch whose backward runs: a layer that is computed again, and the loss."""
         again = max((self.activations[part] for part in parts if self.is_layer[part] and recompute), default=0)
-        return again + sum(self.loss_gradient[part] for part in parts)
+        return again + 2 * sum(self.loss_gradient[part] for part in parts)
 
 
 def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:

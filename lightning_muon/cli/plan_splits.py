@@ -21,12 +21,13 @@ from lightning_muon.cli.plan_model import PlannedModel, count, positive, table
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import Job, Split
-from lightning_muon.cli.split_search import ACTIVATIONS, GIB, PlannedSplit, plan_splits
+from lightning_muon.cli.split_search import ACTIVATIONS, GIB, PlannedSplit, Way, plan_splits
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.schedule.pipeline import SCHEDULES
 
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
-_OTHERS = ("pipeline", "draw", "flexdemo", "calibrate", "replicate_size", "shard_size")
+_OTHERS = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size")
 _LEGEND = (
     "* is the fastest that fits, - does not fit. m: micro-batches; idle: of all ranks, without the optimizer step; "
     "muon: the optimizer step of the slowest stage; GiB, and MB that a rank sends within its node and to other ones: "
@@ -38,31 +39,30 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--splits", metavar="RANKS", type=count, help="compare pipeline x replicate x shard splits of so many ranks")
-    add("--rows", metavar="N", type=count, help="of a batch of all ranks, for --splits (2 per rank)")
-    add("--length", metavar="N", type=count, default=4096, help="tokens of a row, for --splits (4096)")
-    add("--rank-memory", metavar="GIB", type=positive, default=72.0, help="that --splits may fill (72)")
-    add(
-        "--width",
-        metavar="N",
-        type=count,
-        help="elements of a token between two layers, for --splits (the embedding's)",
-    )
-    add("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="that --splits tries")
-    add("--activations", choices=sorted(ACTIVATIONS), default="auto", help="for --splits: kept, or recomputed")
-    add("--precision", choices=SUPPORTED, help="for --splits (that of the config, or bf16-mixed)")
+    both = parser.add_argument_group("with --ranks and --splits").add_argument
+    both("--rows", metavar="N", type=count, help="of a batch of all ranks (2 per rank)")
+    both("--length", metavar="N", type=count, default=4096, help="tokens of a row (4096)")
+    both("--rank-memory", metavar="GIB", type=positive, default=72.0, help="that a rank may fill (72)")
+    both("--model-flops", metavar="X", type=positive, help="FLOP/s of forward and backward (those of Newton-Schulz)")
+    both("--width", metavar="N", type=count, help="elements of a token between two layers (the embedding's)")
+    both("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="of pipelines that are tried")
+    both("--activations", choices=sorted(ACTIVATIONS), default="auto", help="kept, or recomputed in backward")
+    both("--precision", choices=SUPPORTED, help="that of the config, or bf16-mixed")
 
 
 def refuse_others(arguments: Namespace) -> None:
-    """Raise ``ValueError`` for options that ``--splits`` would ignore."""
-    for key in _OTHERS if arguments.splits is not None else ():
-        if getattr(arguments, key) not in (None, False, []):
-            raise ValueError(f"--splits goes without --{key.replace('_', '-')}")
+    """Raise ``ValueError`` for options that ``--splits`` or ``--ranks`` would ignore."""
+    ignored = {"splits": (*_OTHERS, "flexdemo", "ranks"), "ranks": _OTHERS}
+    for asked, keys in ignored.items():
+        for key in keys if getattr(arguments, asked) is not None else ():
+            if getattr(arguments, key) not in (None, False, []):
+                raise ValueError(f"--{asked} goes without --{key.replace('_', '-')}")
 
 
 def run(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel) -> None:
     """Plan all splits and print a table or JSON."""
     precision = arguments.precision or planned.precision or "bf16-mixed"
-    job = make_job(arguments, setting, planned, precision)
+    job = make_job(arguments, setting, planned, precision, num_ranks=arguments.splits)
     # Simulated programs have no cycles, and to look through millions of ops for some takes a third of the time.
     gc.disable()
     try:
@@ -87,7 +87,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
         _table(found, best),
         _LEGEND,
         *left_out,
-        "" if best is None else _recommendation(best),
+        "" if best is None else recommendation(best),
         sep="\n",
     )
     if best is None:
@@ -98,7 +98,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
         )
 
 
-def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, precision: str) -> Job:
+def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, precision: str, *, num_ranks: int) -> Job:
     """What the command line says, and the file."""
     if precision not in SUPPORTED:
         raise ValueError(f"--precision: {precision!r} of the config is none of {', '.join(SUPPORTED)}")
@@ -108,13 +108,15 @@ def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, prec
     return Job(
         parts=PlannedParts(planned, setting.model, width=arguments.width, itemsize=gathered),
         setting=setting,
-        num_ranks=arguments.splits,
+        num_ranks=num_ranks,
         node_ranks=arguments.node_ranks or 8,
-        rows=arguments.rows or 2 * arguments.splits,
+        rows=arguments.rows or 2 * num_ranks,
         length=arguments.length,
         itemsize=itemsize,
         gathered_itemsize=gathered,
         reduced_itemsize=policy.reduce_dtype.itemsize if policy.reduce_dtype else gathered,
+        flops_per_second=arguments.model_flops or setting.cost.flops_per_second,
+        flexdemo=planned.flexdemo or FlexDeMoConfig(base="muon"),
     )
 
 
@@ -142,15 +144,28 @@ def _table(found: Sequence[PlannedSplit], best: PlannedSplit | None) -> Any:
     return table(columns, rows)
 
 
-def _recommendation(best: PlannedSplit) -> str:
-    way, split = best.way, best.way.split
-    words = {"pipeline_size": split.pipeline, "replicate_size": split.replicate, "shard_size": split.shard}
+def strategy_options(way: Way) -> dict[str, Any]:
+    """What to set for it, by the names of a strategy's arguments; a FlexDeMo's ``optimizer`` is not among them."""
+    split = way.split
+    if split.sharding == "none":
+        return {"sharding": "none"}
+    found: dict[str, Any] = {"sharding": split.sharding} if not split.is_fsdp else {}
+    found |= {"pipeline_size": split.pipeline} if split.pipeline > 1 else {}
+    found |= {"replicate_size": split.replicate, "shard_size": split.shard}
     if way.schedule:
-        words |= {"pipeline_schedule": way.schedule.name, "pipeline_microbatches": way.microbatches}
+        found |= {"pipeline_schedule": way.schedule.name, "pipeline_microbatches": way.microbatches}
     elif way.stays_whole:
-        words["reshard_after_forward"] = False
+        found["reshard_after_forward"] = False
+    return found
+
+
+def recommendation(best: PlannedSplit) -> str:
+    """One sentence."""
+    way = best.way
+    words = [f"{key}={value}" for key, value in strategy_options(way).items()]
+    words += ["a FlexDeMo as optimizer"] if way.split.sharding == "flexdemo" else []
     notes = "" if not way.recompute else ", with activation checkpointing"
     if not way.schedule and way.microbatches > 1:
         notes += f", accumulating {way.microbatches} batches"
-    memory = ", ".join(f"{name} {size / GIB:.1f}" for name, size in way.memory.items())
-    return f"recommended: {', '.join(f'{key}={value}' for key, value in words.items())}{notes}; GiB: {memory}"
+    memory = ", ".join(f"{name} {size / GIB:.1f}" for name, size in way.memory.to_dict().items())
+    return f"recommended: {', '.join(words)}{notes}; GiB: {memory}"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,14 +27,14 @@ from lightning_muon.params.exchange import (
     PlanOptions,
     group_matrices,
 )
-from lightning_muon.params.layout import held_boxes
+from lightning_muon.params.layout import OwnedBy, held_boxes
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
 from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
-from lightning_muon.schedule.step import ALL_IN_STEP, step_program
+from lightning_muon.schedule.step import ALL_IN_STEP, scatter_buffers_for, step_program
 from lightning_muon.schedule.traffic import MatrixSpec, count_elements
 from lightning_muon.schedule.validate import check_step
 
@@ -57,6 +57,7 @@ class Setting:
     wire_itemsize: int  # Bytes of an element that travels.
     cost: CostModel
     machine: str = "reference"  # Where the rates come from.
+    owners: Mapping[str, int] = field(default_factory=dict[str, int])  # Of matrices that lie whole on a shard rank.
 
     def strategies(self) -> dict[str, MuonConfig]:
         """The config with the assignment, overlap and dedupe of each strategy.
@@ -83,7 +84,7 @@ class Setting:
                 each,
                 each.shape,
                 ranks,
-                (Replicate(), Shard(each.shard_dim)),
+                (Replicate(), OwnedBy(self.owners[each.name]) if each.name in self.owners else Shard(each.shard_dim)),
                 newton_schulz,
                 normuon=self.config.normuon,
                 hyperball=self.config.hyperball,
@@ -193,10 +194,39 @@ class _Ranks:
             "peak_buffer_bytes": timeline.peak_bytes,
             # Of the dearest matrix, in 16 bits: two l x s iterates and two s x s products.
             "newton_schulz_bytes": 2 * (2 * long * short + 2 * short * short),
+            **self._step_memory(plan, look_ahead),
             "early_gathers": None if early is None else {**asdict(early), "pay": early.pays},
             **numbers,
         }
         return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, early=early, numbers=numbers)
+
+    def _step_memory(self, plan: MuonPlan, look_ahead: int) -> dict[str, int]:
+        """Bytes of the rank with most: of wire buffers, which stay from step to step, and of an op at work.
+
+        Newton-Schulz has what it gets, two iterates and two products of the short side; momentum looks ahead in
+        float32.
+        """
+        itemsize = 4 if self._setting.config.compute_dtype == "float32" else 2
+        lines = {
+            OpKind.MOMENTUM: max(1, look_ahead),
+            OpKind.GATHER: max(1, look_ahead),
+            OpKind.NEWTON_SCHULZ: scatter_buffers_for(look_ahead),
+            OpKind.SCATTER: scatter_buffers_for(look_ahead),
+        }
+        kept, working = 0, 0
+        for ops in plan.program.values():
+            buffers: dict[tuple[str, int], int] = {}
+            for op in ops:
+                if op.kind in lines:
+                    slot = op.kind, int(op.key) % lines[op.kind]
+                    buffers[slot] = max(buffers.get(slot, 0), op.memory)
+                if op.kind == OpKind.MOMENTUM:
+                    working = max(working, (op.bytes - op.memory) // 3)
+                elif op.kind == OpKind.NEWTON_SCHULZ:
+                    sides = [sorted((self.specs[item].rows, self.specs[item].cols)) for item in op.items]
+                    working = max(working, itemsize * sum(3 * short * long + 2 * short**2 for short, long in sides))
+            kept = max(kept, sum(buffers.values()))
+        return {"kept_buffer_bytes": kept, "working_bytes": working}
 
     def _plan_numbers(self, plan: MuonPlan) -> dict[str, Any]:
         """Buckets, load and owners."""

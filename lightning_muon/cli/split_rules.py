@@ -1,26 +1,46 @@
-"""The rules of ``lightning-muon plan --splits``: memory of a rank, transfers, and seconds of a step.
+"""The rules of ``lightning-muon plan --ranks`` and ``--splits``: what a rank holds, transfers, and seconds of a step.
 
-Pure functions of sizes and rates. docs/planning.md has them in words, beside what real runs come to.
+Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them in
+words, beside what real runs come to.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Literal, NamedTuple, get_args
 
+from lightning_muon.cli.plan_flexdemo import node_traffic, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_strategies
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.params.logical import logical_matrices
+from lightning_muon.schedule.assign import longest_first
 from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
-from lightning_muon.schedule.pipeline import Node, StageCosts, peak_activations
+from lightning_muon.schedule.pipeline import StageCosts
 from lightning_muon.schedule.shapes import ParameterShape
 
+Way = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
+"""``sharding`` of a strategy, or FlexDeMo, which shards with FSDP2 inside of each node."""
+Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 
-@dataclass(frozen=True, kw_only=True)
+
+# Tensors of the size of the parameters that a FlexDeMo reads and writes to choose and to decode: counted in
+# flexdemo/bucket.py. SGD reads an update, and reads and writes weights.
+_CODEC_TENSORS, _SGD_TENSORS = 15, 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
     """What is trained, and on which machine."""
 
@@ -34,6 +54,14 @@ class Job:
     itemsize: int
     gathered_itemsize: int
     reduced_itemsize: int
+    flops_per_second: float  # Of forward and backward.
+    bucket_bytes: int = BUCKET_BYTES  # Of gradients of whole weights that travel together.
+    flexdemo: FlexDeMoConfig = field(default_factory=FlexDeMoConfig)
+
+    @property
+    def casts_itemsize(self) -> int:
+        """Bytes of an element of the copies that autocast makes of whole weights; 0 if they are used as they are."""
+        return self.gathered_itemsize if self.gathered_itemsize < self.itemsize else 0
 
     @property
     def cost(self) -> CostModel:
@@ -49,6 +77,24 @@ class Split:
     replicate: int
     shard: int
     node_ranks: int
+    sharding: Way = "fsdp"
+
+    @property
+    def mode(self) -> Mode:
+        """By the name of its row."""
+        if self.sharding != "fsdp":
+            return self.sharding
+        return "pipeline" if self.pipeline > 1 else "hsdp" if self.replicate > 1 else "fsdp"
+
+    @property
+    def shards_of_weights(self) -> int:
+        """Ranks that share the weights."""
+        return self.shard if self.is_fsdp else 1
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards the weights."""
+        return self.sharding in ("fsdp", "flexdemo")
 
     @property
     def data(self) -> int:
@@ -81,78 +127,10 @@ class SplitTraffic(NamedTuple):
         return SplitTraffic(*map(sum, zip(self, *others, strict=True)))
 
 
-# ---- memory: bytes of a rank, by what they are for
+# ---- what a rank holds
 
 
-def memory_without_pipeline(
-    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
-) -> dict[str, int]:
-    """Of FSDP or HSDP that takes its rows in so many passes; ``stays_whole``: weights until the end of backward.
-
-    Gradients are a shard and one whole part, or all whole if passes accumulate them. Gathered are the two largest
-    parts, or all that stays whole.
-    """
-    parts, everything = job.parts, range(len(job.parts))
-    weights, trained, state = held_elements(parts, everything, split.shard)
-    kept = sum(parts.kept(part, recompute=recompute) for part in everything)
-    kept += parts.in_backward(everything, recompute=recompute)
-    return {
-        "weights": job.itemsize * weights,
-        "gradients": job.reduced_itemsize * (trained + max(parts.numel) if passes == 1 else sum(parts.numel)),
-        "optimizer": job.itemsize * state,
-        "activations": -(-rows_of(job, split) // passes) * job.length * kept,
-        "gathered": job.gathered_itemsize * sum(parts.numel if stays_whole else sorted(parts.numel)[-2:]),
-    }
-
-
-def memory_of_stages(
-    job: Job, split: Split, nodes: Sequence[Node], stages: Sequence[Sequence[int]], *, number: int, recompute: bool
-) -> dict[str, int]:
-    """Of a rank of a pipeline that runs ``nodes``; ``stages`` are the parts of all stages, ``number`` micro-batches.
-
-    Gathered weights and gradients of its stages stay whole. A micro-batch keeps its activations from ``F`` to the end
-    of its backward; between the two parts of a split one, ``I`` and ``W``, also the gradient of what each product
-    returns, from which ``W`` makes those of the weights (Qi et al. 2024, arXiv:2401.10241, section 2: it is M_W beside
-    M_B). The first stage runs its whole backward as ``W``, see pipeline/batch_run.py, and keeps no such gradients.
-    """
-    parts, own = job.parts, [part for stage in sorted({node.stage for node in nodes}) for part in stages[stage]]
-    weights, _, state = held_elements(parts, own, split.shard)
-    tokens = -(-rows_of(job, split) // number) * job.length
-    kept = {
-        stage: tokens * sum(parts.kept(part, recompute=recompute) for part in some) for stage, some in enumerate(stages)
-    }
-    between = {
-        stage: tokens * sum(parts.output_bytes[part] for part in some) * (stage > 0)
-        for stage, some in enumerate(stages)
-    }
-    numel = sum(parts.numel[part] for part in own)
-    return {
-        "weights": job.itemsize * weights,
-        "gradients": job.reduced_itemsize * numel,
-        "optimizer": job.itemsize * state,
-        "activations": peak_activations(nodes, kept, between) + tokens * parts.in_backward(own, recompute=recompute),
-        "gathered": job.gathered_itemsize * numel,
-    }
-
-
-def held_elements(parts: PlannedParts, some: Iterable[int], num_shards: int) -> tuple[int, int, int]:
-    """Elements on the rank that holds most of these parts: of weights, of trained ones, and of optimizer state."""
-    weights = trained = state = 0
-    for each in (each for part in some for each in parts.parameters[part]):
-        held = _largest_shard(each, num_shards)
-        weights += held
-        if not each.frozen:
-            trained += held
-            state += held * (1 if each.algorithm == "muon" else 2)
-    return weights, trained, state
-
-
-def rows_of(job: Job, split: Split) -> int:
-    """Of the data rank with most."""
-    return -(-job.rows // split.data)
-
-
-def _largest_shard(parameter: ParameterShape, num_shards: int) -> int:
+def held(parameter: ParameterShape, num_shards: int) -> int:
     """Elements on the first rank, which FSDP2 gives most."""
     if not parameter.shape:
         return 1
@@ -160,21 +138,99 @@ def _largest_shard(parameter: ParameterShape, num_shards: int) -> int:
     return -(-size // num_shards) * (math.prod(parameter.shape) // max(1, size))
 
 
+@cache
+def zero2_owners(job: Job, split: Split) -> dict[str, int]:
+    """Name of each matrix that one rank of the shard axis has whole with ZeRO-2 -> that rank, as in a run."""
+    trained = [each for some in job.parts.parameters for each in some if not each.frozen]
+    whole = [each for each in trained if each.kind in ("matrix", "convolution")]
+    num_steps = job.setting.config.ns_steps
+    costs = [
+        sum(newton_schulz_flops(one.rows, one.cols, num_steps) for one in logical_matrices(each.shape, each))
+        for each in whole
+    ]
+    sizes = [job.itemsize * math.prod(each.shape) for each in whole]
+    owners = longest_first(costs, sizes, [(0, 0)] * split.shard, taken=range(len(whole)))
+    return {whole[index].name: rank for index, rank in owners.items()}
+
+
+@cache
+def zero2_elements(job: Job, split: Split) -> tuple[int, int]:
+    """Trained elements that ZeRO-2 gives the rank with most, and those of them that are in matrices."""
+    owners, owned, rows, of_stacks = zero2_owners(job, split), Counter[int](), 0, 0
+    for each in (each for some in job.parts.parameters for each in some if not each.frozen):
+        if each.name in owners:
+            owned[owners[each.name]] += math.prod(each.shape)
+        else:
+            rows += held(each, split.shard)
+            of_stacks += held(each, split.shard) if each.algorithm == "muon" else 0
+    most = max(owned.values(), default=0)
+    return most + rows, most + of_stacks
+
+
+@cache
+def zero2_exchange(job: Job, split: Split) -> ShardExchange:
+    """How the gradients and values of ZeRO-2 travel over the shard axis."""
+    nodes = [
+        [(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)
+    ]
+    num_bytes = job.itemsize * sum(job.parts.trained)
+    is_cpu = job.setting.machine == "cpu"
+    ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=not is_cpu)
+    return min(ways, key=lambda way: way.seconds)
+
+
+def rows_of(job: Job, split: Split) -> int:
+    """Of the data rank with most."""
+    return -(-job.rows // split.data)
+
+
 # ---- transfers
 
 
 def gather_weights(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
-    """Of the weights of some parts, each by itself."""
-    numel = sum(job.parts.numel[part] for part in some)
-    return _ring(job.cost, split.axes[0], job.gathered_itemsize * numel, len(some))
+    """Of the weights of some parts, each by itself; with ZeRO-2 of their new values."""
+    if split.is_fsdp:
+        numel = sum(job.parts.numel[part] for part in some)
+        return _ring(job.cost, split.axes[0], job.gathered_itemsize * numel, len(some))
+    return _zero2(job, some, split, is_return=True) if split.sharding == "zero2" else SplitTraffic()
 
 
 def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
-    """Of their gradients: over the shards, and what is left over the replicas."""
-    num_bytes = job.reduced_itemsize * sum(job.parts.numel[part] for part in some)
+    """Of their gradients: over the shards, and what is left over the replicas, unless these are nodes of a FlexDeMo."""
+    trained = sum(job.parts.trained[part] for part in some)
+    num_bytes = trained * (job.reduced_itemsize if split.is_fsdp else job.itemsize)
     shards, replicas = split.axes
     sums = _ring(job.cost, replicas, num_bytes / split.shard, len(some))  # An all-reduce is two of them.
-    return _ring(job.cost, shards, num_bytes, len(some)).plus(sums, sums)
+    between = () if split.sharding == "flexdemo" else (sums, sums)
+    if split.sharding == "zero2":
+        return _zero2(job, some, split, is_return=False).plus(*between)
+    return _ring(job.cost, shards, num_bytes, len(some)).plus(*between)
+
+
+def _zero2(job: Job, some: Sequence[int], split: Split, *, is_return: bool) -> SplitTraffic:
+    """The share of some parts in the exchange over the shard axis, in one direction."""
+    way = zero2_exchange(job, split)
+    everything, local = max(1, sum(job.parts.trained)), min(split.shard, split.node_ranks)
+    share = sum(job.parts.trained[part] for part in some) / everything
+    seconds = way.return_seconds if is_return else way.seconds - way.return_seconds
+    sent, between = job.itemsize * everything * (split.shard - 1) / split.shard, way.node_bytes / 2 / local
+    return SplitTraffic(share * seconds, share * max(0.0, sent - between), share * between)
+
+
+def exchange_of_nodes(job: Job, split: Split) -> tuple[SplitTraffic, float]:
+    """What a rank sends to the other nodes of a FlexDeMo in a step, and the seconds of choosing and decoding it."""
+    trained = [each for some in job.parts.parameters for each in some if not each.frozen]
+    sent = node_traffic(trained, Mesh(split.replicate, split.shard), job.flexdemo).sent / split.shard
+    inside, between = (0.0, sent) if split.axes[1][1] > 1 else (sent, 0.0)
+    traffic = SplitTraffic(job.cost.transfer_seconds(inside, between), inside, between)
+    replicator = job.flexdemo.replicator
+    if isinstance(replicator, LocalSteps):
+        return traffic, 0.0
+    numel = sum(held(each, split.shard) for each in trained)
+    # A cosine transform is two products with a matrix of the side of a block, there and back.
+    flops = 2 * 4 * replicator.chunk_size * numel if isinstance(replicator, DCTTopK) else 0
+    num_bytes = _CODEC_TENSORS * STATE_ITEMSIZE * numel
+    return traffic, flops / job.flops_per_second + num_bytes / job.cost.memory_bytes_per_second
 
 
 def message(job: Job, rows: float) -> SplitTraffic:
@@ -222,7 +278,7 @@ def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bo
     it for the gradients of inputs (Chowdhery et al. 2022, arXiv:2204.02311, appendix B: 12 L H Q T in all).
     """
     parts, some = job.parts, list(some)
-    scale = rows * job.length / job.cost.flops_per_second
+    scale = rows * job.length / job.flops_per_second
     products = sum(parts.product_flops[part] for part in some)
     scores = job.length * sum(parts.score_flops[part] for part in some)
     layers = [part for part in some if parts.is_layer[part]] if recompute else []
@@ -233,19 +289,24 @@ def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bo
 def seconds_without_pipeline(
     job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
 ) -> tuple[float, SplitTraffic]:
-    """Of all forwards and backwards, and what travels.
+    """Of all forwards and backwards, and what travels; with a FlexDeMo also between its nodes.
 
     Transfers of a pass run behind its compute, but for the gather of the first part and the sum of its gradients.
     """
     everything = range(len(job.parts))
     all_weights, sums = gather_weights(job, everything, split), reduce(job, everything, split)
     compute = compute_seconds(job, everything, rows_of(job, split) / passes, recompute=recompute)
-    later = 0.0 if stays_whole else all_weights.seconds  # Of every forward but the first, and of every backward.
+    gathers_once = stays_whole or not split.is_fsdp
+    later = 0.0 if gathers_once else all_weights.seconds  # Of every forward but the first, and of every backward.
     seconds = max(compute.forward, all_weights.seconds)
     seconds += (passes - 1) * (max(compute.forward, later) + max(compute.backward, later))
     seconds += max(compute.backward, later + sums.seconds)
     seconds += gather_weights(job, [0], split).seconds + reduce(job, [0], split).seconds
-    return seconds, sums.plus(*[all_weights] * (1 if stays_whole else 2 * passes))
+    traffic = sums.plus(*[all_weights] * (1 if gathers_once else 2 * passes))
+    if split.sharding != "flexdemo":
+        return seconds, traffic
+    between, codec = exchange_of_nodes(job, split)
+    return codec + step_seconds(job.flexdemo, between.seconds, seconds), traffic.plus(between)
 
 
 def stage_costs(
@@ -274,18 +335,32 @@ def stage_costs(
     )
 
 
-def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> SplitTraffic:
-    """The simulated step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together."""
-    spans = [nodes > 1 for _, nodes in split.axes]
+class OptimizerStep(NamedTuple):
+    """Of the rank that takes longest, and of the one that needs most."""
+
+    traffic: SplitTraffic
+    kept_bytes: int = 0  # Of buffers that stay from step to step.
+    working_bytes: int = 0  # Of what is there during the step only.
+
+
+def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> OptimizerStep:
+    """The simulated step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
+
+    Nodes of a FlexDeMo do the same, each for itself.
+    """
     trained = [each for each in parameters if not each.frozen]
-    if all(each.algorithm == "adamw" for each in trained):
-        held = sum(_largest_shard(each, split.shard) for each in trained)
-        return SplitTraffic(ADAMW_TENSORS * STATE_ITEMSIZE * held / job.cost.memory_bytes_per_second)
+    is_flexdemo = split.sharding == "flexdemo"
+    if all(each.algorithm == "adamw" for each in trained) or (is_flexdemo and job.flexdemo.base != "muon"):
+        num_tensors = _SGD_TENSORS if is_flexdemo and job.flexdemo.base == "sgd" else ADAMW_TENSORS
+        size = sum(held(each, split.shards_of_weights) for each in trained)
+        return OptimizerStep(SplitTraffic(num_tensors * STATE_ITEMSIZE * size / job.cost.memory_bytes_per_second))
+    spans = [nodes > 1 for _, nodes in split.axes]
     setting = replace(
         job.setting,
         model=replace(job.setting.model, parameters=tuple(parameters)),
-        mesh=Mesh(split.replicate, split.shard),
+        mesh=Mesh(1 if is_flexdemo else split.replicate, split.shard),
         cost=job.cost.with_links(spans),
+        owners=zero2_owners(job, split) if split.sharding == "zero2" else {},
     )
     outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
     best = min(outcomes, key=lambda each: each.timeline.makespan)
@@ -293,4 +368,5 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
     sent = {False: 0.0, True: 0.0}
     for each in best.numbers["bytes"]:
         sent[leaves_node[each["axis"]]] += each["most"]
-    return SplitTraffic(best.timeline.makespan, sent[False], sent[True])
+    traffic = SplitTraffic(best.timeline.makespan, sent[False], sent[True])
+    return OptimizerStep(traffic, best.numbers["kept_buffer_bytes"], best.numbers["working_bytes"])

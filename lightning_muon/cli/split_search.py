@@ -1,4 +1,4 @@
-"""The ways to train with a split of some ranks, and the fastest of each, for ``lightning-muon plan --splits``."""
+"""The ways to train with a split of some ranks, and the fastest of each: ``lightning-muon plan --ranks``, ``--splits``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from lightning_muon.cli import split_rules as rules
-from lightning_muon.cli.split_rules import Job, Split, SplitTraffic
+from lightning_muon.cli.plan_memory import Memory, memory_of_stages, memory_without_pipeline
+from lightning_muon.cli.split_rules import Job, Mode, OptimizerStep, Split, SplitTraffic
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.graph import Graph, build_graph
 from lightning_muon.schedule.pipeline import (
@@ -35,12 +37,12 @@ _MORE, _MOST_NODES = 4, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to train with a split. Memory is in bytes, of the rank that needs most."""
+    """One way to train with a split. Memory is that of the rank that needs most."""
 
     split: Split
     microbatches: int  # Without a pipeline the passes of an accumulated batch.
     recompute: bool  # Activation checkpointing.
-    memory: dict[str, int]
+    memory: Memory
     schedule: Schedule | None = None  # Of a pipeline.
     stays_whole: bool = (
         False  # Without a pipeline: weights stay gathered from the first forward to the end of backward.
@@ -49,14 +51,14 @@ class Way:
     @property
     def total(self) -> int:
         """Bytes."""
-        return sum(self.memory.values())
+        return self.memory.peak
 
     @property
     def name(self) -> str:
         """For the table."""
         if self.schedule is not None:
             return f"{self.schedule.name}, m={self.microbatches}{', recompute' * self.recompute}"
-        name = "hsdp" if self.split.replicate > 1 else "fsdp"
+        name = self.split.mode
         passes = f", {self.microbatches} passes" * (self.microbatches > 1)
         return f"{name}{', kept whole' * self.stays_whole}{', recompute' * self.recompute}{passes}"
 
@@ -86,7 +88,9 @@ class PlannedSplit:
             "activation_checkpointing": way.recompute,
             "weights_stay_whole": way.stays_whole or split.pipeline > 1,
             **numbers,
-            "memory_bytes": way.memory,
+            "mode": split.mode,
+            "memory_bytes": way.memory.to_dict(),
+            "peak_bytes": way.total,
         }
 
 
@@ -131,64 +135,114 @@ class Schedule:
 
 
 def plan_splits(arguments: Namespace, job: Job) -> tuple[list[PlannedSplit], list[str]]:
-    """All splits, the fastest that fits first, and what was left out, and why."""
-    memory, search = arguments.rank_memory * GIB, _Search(arguments, job)
-    found: list[PlannedSplit] = []
-    num_short = 0
-    for pipeline in (each for each in _divisors(job.num_ranks) if each <= len(job.parts)):
-        for shard in _divisors(job.num_ranks // pipeline):
-            replicate = job.num_ranks // pipeline // shard
-            split = Split(pipeline=pipeline, replicate=replicate, shard=shard, node_ranks=job.node_ranks)
-            if split.data > job.rows:
-                num_short += 1
-            elif ways := list(search.ways(split, memory)):
-                fitting = [each for each in ways if each.total <= memory]
-                chosen = fitting or [min(ways, key=lambda each: each.total)]
-                found.append(replace(search.fastest(chosen), fits=bool(fitting)))
+    """All splits with FSDP2, the fastest that fits first, and what was left out, and why."""
+    search = _Search(arguments, job)
+    splits = [
+        split for mode in ("fsdp", "hsdp", "pipeline") for split in splits_of(mode, job, most_stages=len(job.parts))
+    ]
+    # Replicas of one shard each are HSDP, too.
+    splits += [Split(pipeline=1, replicate=job.num_ranks, shard=1, node_ranks=job.node_ranks)] * (job.num_ranks > 1)
+    found = list(filter(None, map(search.planned, splits)))
     left_out = list(search.left_out)
-    if num_short:
-        left_out.insert(0, f"{num_short} splits are left out: {job.rows} rows are too few for their data ranks")
     if not found:
         raise ValueError(f"{job.num_ranks} ranks cannot be split; {'; '.join(left_out)}; raise --rows")
-    return sorted(found, key=lambda each: (not each.fits, each.step_seconds)), left_out
+    return sorted(found, key=rank_of_row), left_out
+
+
+def plan_modes(arguments: Namespace, job: Job, modes: Sequence[Mode]) -> tuple[list[PlannedSplit], list[str]]:
+    """Of each mode the fastest split that fits, or else the one that needs least; and what was left out, and why."""
+    search, left_out = _Search(arguments, job), list[str]()
+    found: list[PlannedSplit] = []
+    for mode in modes:
+        of_mode = list(filter(None, map(search.planned, splits_of(mode, job, most_stages=len(job.parts)))))
+        if of_mode:
+            found.append(min(of_mode, key=lambda each: rank_of_row(each)[:2] if each.fits else (True, each.way.total)))
+        else:
+            left_out.append(f"{mode} is left out: it does not divide {job.num_ranks} ranks and {job.rows} rows")
+    if not found:
+        raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks or --rows")
+    return sorted(found, key=rank_of_row), [*search.left_out, *left_out]
+
+
+def rank_of_row(planned: PlannedSplit) -> tuple[bool, float]:
+    """For sorting: what fits first, then the fastest."""
+    return not planned.fits, planned.step_seconds
+
+
+def splits_of(mode: Mode, job: Job, *, most_stages: int) -> Iterator[Split]:
+    """All splits of the ranks that make up a mode; ``"none"`` is one of the ranks."""
+    sharding = "fsdp" if mode in ("fsdp", "hsdp", "pipeline") else mode
+    num_ranks = 1 if mode == "none" else job.num_ranks
+    for pipeline in (each for each in _divisors(num_ranks) if each <= most_stages):
+        for shard in _divisors(num_ranks // pipeline):
+            replicate = num_ranks // pipeline // shard
+            is_of_mode = {
+                "none": True,
+                "ddp": shard == 1 < replicate,
+                "zero2": shard > 1,
+                "fsdp": replicate == 1 < shard,
+                "hsdp": replicate > 1 and shard > 1,
+                "flexdemo": replicate > 1,
+                "pipeline": True,
+            }
+            if is_of_mode[mode] and (pipeline > 1) == (mode == "pipeline"):
+                yield Split(
+                    pipeline=pipeline, replicate=replicate, shard=shard, node_ranks=job.node_ranks, sharding=sharding
+                )
 
 
 class _Search:
     """The ways to train with a split, and the fastest of them; what several have in common is computed once."""
 
     def __init__(self, arguments: Namespace, job: Job) -> None:
-        self._job, self._asked = job, arguments
+        self._job, self._asked, self._memory = job, arguments, arguments.rank_memory * GIB
+        self._num_short = 0  # Splits for which the rows are too few.
         self._recompute = ACTIVATIONS[arguments.activations]
         self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
         self._schedule, self._optimizer = cache(self._make_schedule), cache(self._simulate_optimizer)
-        self._equal_steps: dict[object, SplitTraffic] = {}
+        self._equal_steps: dict[object, OptimizerStep] = {}
         # What the optimizer sees of each part: parts that are alike step alike. Vectors take next to no time.
         shapes = [
             Counter(replace(p, name="", reason="") for p in some if len(p.shape) > 1) for some in job.parts.parameters
         ]
         self._kinds = [shapes.index(each) for each in shapes]
 
+    def planned(self, split: Split) -> PlannedSplit | None:
+        """The fastest way that fits, or else the one that needs least; ``None`` if there is none."""
+        if split.data > self._job.rows:
+            self._num_short += 1
+            return None
+        if not (ways := list(self._ways(split))):
+            return None
+        fitting = [each for each in ways if each.total <= self._memory]
+        chosen = fitting or [min(ways, key=lambda each: each.total)]
+        return replace(self._fastest(chosen), fits=bool(fitting))
+
     @property
     def left_out(self) -> Iterator[str]:
-        """Schedules that do not take these sizes."""
+        """Splits and schedules that do not take these sizes."""
+        if self._num_short:
+            rows = self._job.rows
+            yield f"{self._num_short} splits are left out: {rows} rows are too few for their data ranks"
         for name in self._asked.schedules:
             if refused := [size for other, size in self._refused if other == name]:
                 why = self._refused[name, refused[0]]
                 yield f"{name} is left out in pipelines of {', '.join(map(str, refused))}: {why}"
 
-    def ways(self, split: Split, memory: float) -> Iterator[Way]:
+    def _ways(self, split: Split) -> Iterator[Way]:
         """All of them; without a pipeline with as many passes as it takes to fit."""
         job, rows = self._job, rules.rows_of(self._job, split)
         if split.pipeline > 1:
             yield from self._pipelines(split)
             return
-        for recompute, stays_whole in product(self._recompute, (False, True)):
+        step = self._optimizer(tuple(range(len(job.parts))), split)
+        for recompute, stays_whole in product(self._recompute, (False, True) if split.is_fsdp else (False,)):
             options: Any = {"recompute": recompute, "stays_whole": stays_whole}
             passes = 1
             while True:
-                found = rules.memory_without_pipeline(job, split, passes=passes, **options)
+                found = memory_without_pipeline(job, split, step, passes=passes, **options)
                 yield Way(split=split, microbatches=passes, memory=found, **options)
-                if sum(found.values()) <= memory or passes == rows:
+                if found.peak <= self._memory or passes == rows:
                     break
                 passes = min(2 * passes, rows)
 
@@ -200,11 +254,12 @@ class _Search:
             except ValueError as error:
                 self._refused.setdefault((name, split.pipeline), error)
                 continue
+            steps = [self._optimizer(own, split) for own in schedule.parts_of_ranks]
             memories = [
-                rules.memory_of_stages(self._job, split, nodes, schedule.stages, number=number, recompute=recompute)
-                for nodes in schedule.order
+                memory_of_stages(self._job, split, nodes, schedule.stages, step, number=number, recompute=recompute)
+                for nodes, step in zip(schedule.order, steps, strict=True)
             ]
-            most = max(memories, key=lambda memory: sum(memory.values()))
+            most = max(memories, key=attrgetter("peak"))
             yield Way(split=split, microbatches=number, recompute=recompute, memory=most, schedule=schedule)
 
     def _numbers_of_microbatches(self, split: Split) -> list[int]:
@@ -223,14 +278,14 @@ class _Search:
         pipeline = PipelineOptions(pipeline_schedule=name).sizes(num_ranks, number)
         return Schedule(name, pipeline, self._job.parts.stages(pipeline.num_stages), make_order(name, pipeline))
 
-    def fastest(self, ways: Sequence[Way]) -> PlannedSplit:
+    def _fastest(self, ways: Sequence[Way]) -> PlannedSplit:
         """Of ways of one split. The optimizer is simulated where the rest alone is not slower than the best already."""
         timed = [(way, *(self._time_pipeline(way) if way.schedule else self._time_alone(way))) for way in ways]
         best: PlannedSplit | None = None
         for way, idle, ranks in sorted(timed, key=lambda each: max(seconds for seconds, _, _ in each[2])):
             if best is not None and max(seconds for seconds, _, _ in ranks) >= best.step_seconds:
                 break
-            steps = [self._optimizer(own, way.split) for _, own, _ in ranks]
+            steps = [self._optimizer(own, way.split).traffic for _, own, _ in ranks]
             ends = [seconds + step.seconds for (seconds, _, _), step in zip(ranks, steps, strict=True)]
             if best is None or max(ends) < best.step_seconds:
                 moved = [traffic.plus(step) for (_, _, traffic), step in zip(ranks, steps, strict=True)]
@@ -267,9 +322,9 @@ class _Search:
         busy = sum(span.end - span.start for each in spans.values() for span in each if span.op.lane == COMPUTE)
         return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
 
-    def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> SplitTraffic:
+    def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> OptimizerStep:
         """Of the parts of a rank."""
-        key = split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
+        key = split.sharding, split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
         if key not in self._equal_steps:
             parameters = [each for part in own for each in self._job.parts.parameters[part]]
             self._equal_steps[key] = rules.optimizer_step(self._job, parameters, split)

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_muon.cli import trace_pipeline
 from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
 from lightning_muon.math.product_costs import MeasuredCosts
-from lightning_muon.monitor.calibrate import Comparison, compare, run_on_ranks, this_device
+from lightning_muon.monitor.calibrate import ARITHMETIC, Comparison, compare, run_on_ranks, this_device
 from lightning_muon.monitor.measure_products import measure_costs, model_matrices
 from lightning_muon.monitor.timeline import trace_events
 from lightning_muon.schedule.draw import draw_timelines
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     planned = read_model(arguments)
     model, config = planned.shapes, planned.optimizer
     mesh = planned.mesh(arguments)
-    options = {key: getattr(config, key) for key in ("assignment", "look_ahead", "chunk_bytes")}
+    options = {key: getattr(config, key) for key in ("assignment", "look_ahead", "chunk_bytes", *ARITHMETIC)}
     options["overlap"] = "off" if config.overlap == "off" else "step"
     is_launched = "RANK" in os.environ
     if not is_launched:

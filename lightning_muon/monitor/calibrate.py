@@ -129,6 +129,8 @@ _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 _NS_STEPS = 5
+# Options of an optimizer that change what its Newton-Schulz costs and what travels.
+ARITHMETIC = ("ns_coefficients", "ns_steps", "ns_quality", "ns_costs", "compute_dtype", "wire_dtype")
 _duration = attrgetter("timeline.makespan")  # Of a recording, in seconds.
 
 
@@ -137,7 +139,7 @@ def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **op
 
     Fits the rates to ops and whole steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices, so that
     packing and contention for cores count, and times all-to-alls along each axis of the mesh. ``options`` are those of
-    the optimizer that change arithmetic. Collective, or on processes that it starts: see :func:`run_on_ranks`.
+    the optimizer in ``ARITHMETIC``. Collective, or on processes that it starts: see :func:`run_on_ranks`.
     """
     counts = Counter(
         (matrix.rows, matrix.cols)
@@ -279,8 +281,12 @@ class Comparison:
 def compare(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: Sequence[Mapping[str, Any]]
 ) -> list[Comparison]:
-    """Calibrate, record steps with each set of options, and predict the same. Collective; every rank must call it."""
-    cost = calibrate(model, num_ranks=dist.get_world_size(), num_replicas=num_replicas)
+    """Calibrate, record steps with each set of options, and predict the same. Collective; every rank must call it.
+
+    All sets have the same options in ``ARITHMETIC``.
+    """
+    arithmetic = {key: value for key, value in options[0].items() if key in ARITHMETIC}
+    cost = calibrate(model, num_ranks=dist.get_world_size(), num_replicas=num_replicas, **arithmetic)
     comparisons: list[Comparison] = []
     for each in options:
         recordings = record_steps(model, num_replicas, num_steps, each)

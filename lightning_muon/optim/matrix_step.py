@@ -199,7 +199,9 @@ class MatrixStep:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
         self._momenta.end_step()
-        self._agreed, self._states, self._sample = replace(self._agreed, gradients={}), {}, None
+        # The check refers to the gradients, which would live until the next step.
+        self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
+        self._states, self._sample = {}, None
         self._arrived.clear()
 
     @contextmanager

@@ -128,6 +128,7 @@ class ShardExchange:
     bucket_bytes: int  # Of gradients that travel together.
     node_bytes: int  # That leave each node for others, gradients and new values together; mean over the nodes.
     seconds: float  # Of the step's transfers and sums, one bucket after the other.
+    return_seconds: float  # Of these, the way of the new values back.
 
 
 def node_grid(nodes: Sequence[int]) -> Grid:
@@ -186,4 +187,6 @@ def _priced(nodes: Sequence[int], grid: Grid, num_bytes: int, cost: CostModel, b
     there = (number - 1) * max(*transfers, sums) + sum(transfers) + sums
     back = (number - 1) * max(transfers) + sum(transfers)
     left = 2 * number * local * sum(outside for _, outside, _ in legs)
-    return ShardExchange(grid=grid, bucket_bytes=bucket_bytes, node_bytes=round(left), seconds=there + back)
+    return ShardExchange(
+        grid=grid, bucket_bytes=bucket_bytes, node_bytes=round(left), seconds=there + back, return_seconds=back
+    )

@@ -1,6 +1,7 @@
 """Every mode trains like one process; what ZeRO-2 holds, and states that go from one layout to another."""
 
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -159,8 +160,11 @@ def test_the_default_device_does_not_matter(gloo: ProcessPool, mode: str) -> Non
     assert gloo.run(_train_with_a_default_device, mode, world_size=2, timeout=30) == [True, True]
 
 
-def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int]:
-    """Elements of state and of gradients, which ``p.grad`` exist after backward, elements of the largest tensor."""
+def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]:
+    """Elements of state and of gradients, which ``p.grad`` exist after backward, elements of the largest tensor.
+
+    Last the number of gradients that are still in memory after the step.
+    """
     training = Training.start("zero2", mesh_of(shape), bucket_bytes=600)
     loss(training.net, Run(), 0, 0, dist.get_rank()).backward()
     training.mode.finish_gradients()
@@ -177,23 +181,33 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int]:
         "gradients": sum(gradient.numel() for gradient in gradients if gradient is not None),
         "state": sum(state.numel() for state in states),
     }
-    return held, [parameter.grad is not None for parameter in parameters], max(p.numel() for p in parameters)
+    whole = [parameter.grad is not None for parameter in parameters]
+    # A step that knows which gradients to expect, as all but the first do.
+    training.optimizer.step()
+    loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
+    training.mode.finish_gradients()
+    alive = [weakref.ref(gradient) for p in parameters if (gradient := layout.gradient(p)) is not None]
+    del gradients, gradient
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    num_alive = sum(reference() is not None for reference in alive)
+    return held, whole, max(p.numel() for p in parameters), num_alive
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
 def test_gradients_and_state_are_sharded(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
     size = torch.Size(shape).numel()
-    (alone, _, _), *_ = gloo.run(_held, (1,), world_size=1)
+    (alone, *_), *_ = gloo.run(_held, (1,), world_size=1)
     results = gloo.run(_held, shape, world_size=size)
-    for held, whole_gradients, largest in results:
-        assert not any(whole_gradients)
+    for held, whole_gradients, largest, num_alive in results:
+        assert not any(whole_gradients) and num_alive == 0
         for kind, count in held.items():
             # No rank has much more than its share: at most one matrix, or the rows that do not divide.
             assert count <= alone[kind] / shape[-1] + 2 * largest
     for kind, count in alone.items():
         # One 0-d parameter is on every rank, with two moments.
         extra = (size - size // shape[-1]) * (1 if kind == "gradients" else 2)
-        assert sum(held[kind] for held, _, _ in results) == count * size // shape[-1] + extra
+        assert sum(held[kind] for held, *_ in results) == count * size // shape[-1] + extra
 
 
 def _states(training: Training) -> list[Tensor]:

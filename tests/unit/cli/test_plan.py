@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.multiprocessing import start_processes
 
+from lightning_muon.cli import plan as plan_module
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
 from lightning_muon.math.product_costs import Variant, read_costs
@@ -198,6 +199,17 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     plan = _plan(capsys, *path)
     assert (plan["config"]["row"], plan["options"]["wire_itemsize"]) == (None, 2)
     assert "does not say how many ranks there are; add --shard-size" in _error(capsys, *config(""))
+
+
+def test_a_machine_is_measured_with_the_arithmetic_of_the_config(
+    capsys: pytest.CaptureFixture[str], config: Callable[..., tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+    machine = CostModel(flops_per_second=1e9, memory_bytes_per_second=1e9, bandwidth=(1e9,))
+    monkeypatch.setattr(plan_module, "calibrate", lambda *_, **options: asked.update(options) or machine)
+    path = config(_strategy("replicate_size: 1, optimizer: {compute_dtype: float32, wire_dtype: bfloat16}"))
+    _plan(capsys, *path, "--calibrate", "--ns-steps", "3")
+    assert (asked["compute_dtype"], asked["wire_dtype"], asked["ns_steps"]) == ("float32", "bfloat16", 3)
 
 
 def test_a_config_file_of_flexdemo_is_planned(

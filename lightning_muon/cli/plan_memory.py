@@ -1,0 +1,229 @@
+"""How much memory a rank needs: the rules of ``lightning-muon plan --ranks`` and ``--splits``.
+
+A step is followed from part to part of the model: activations go while gradients come, so the most of each kind is not
+there at one time. docs/planning.md has the rules in words, beside what real runs need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from lightning_muon.cli.split_rules import (
+    Job,
+    OptimizerStep,
+    Split,
+    held,
+    rows_of,
+    zero2_elements,
+    zero2_exchange,
+)
+from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
+from lightning_muon.schedule.muon import STATE_ITEMSIZE
+from lightning_muon.schedule.pipeline import Node, peak_activations
+from lightning_muon.schedule.shapes import ParameterShape
+
+_INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: math/quantization.py.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of a rank: the most of each kind, and the most of all together at one time."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # State.
+    activations: int
+    gathered: int  # Whole weights beside the shards, or their copies in 16 bits.
+    buffers: int  # Of what travels, and of the optimizer step.
+    peak: int
+
+    def to_dict(self) -> dict[str, int]:
+        """For JSON: without the peak."""
+        return {name: size for name, size in asdict(self).items() if name != "peak"}
+
+
+class _Moment(NamedTuple):
+    """What there is beside weights, state and the buffers that are kept from step to step."""
+
+    gradients: float
+    activations: float = 0
+    gathered: float = 0
+    buffers: float = 0
+
+
+def _memory(weights: float, optimizer: float, kept: float, moments: Iterable[_Moment]) -> Memory:
+    found = list(moments)
+    most = _Moment(*map(max, zip(*found, strict=True)))
+    return Memory(
+        weights=round(weights),
+        optimizer=round(optimizer),
+        gradients=round(most.gradients),
+        activations=round(most.activations),
+        gathered=round(most.gathered),
+        buffers=round(kept + most.buffers),
+        peak=round(weights + optimizer + kept + max(map(sum, found))),
+    )
+
+
+def memory_without_pipeline(
+    job: Job, split: Split, step: OptimizerStep, *, passes: int, recompute: bool, stays_whole: bool
+) -> Memory:
+    """Of a rank that takes its rows in so many passes; ``stays_whole``: FSDP gathers weights once in a step."""
+    parameters = [each for part in job.parts.parameters for each in part]
+    trained = sum(held(each, split.shards_of_weights) for each in parameters if not each.frozen)
+    gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
+    if split.sharding == "zero2":
+        working = max(working, gradients)  # All new values may be on their way at once.
+        gradients = job.itemsize * zero2_elements(job, split)[0]
+    elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
+        kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
+        working += STATE_ITEMSIZE * trained + job.flexdemo.chunk_bytes  # Updates, and the bucket that is decoded.
+    moments = _sharded_backward if split.is_fsdp else _whole_backward
+    return _memory(
+        job.itemsize * sum(held(each, split.shards_of_weights) for each in parameters),
+        _state_bytes(job, split, parameters),
+        kept,
+        [
+            *moments(job, split, passes=passes, recompute=recompute, stays_whole=stays_whole),
+            _Moment(gradients, buffers=working),
+        ],
+    )
+
+
+def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: bool) -> Iterator[tuple[int, int]]:
+    """While a part runs backward: the first part whose gradients there are, and bytes of the activations.
+
+    Gradients of the logits are gone when those of the weights come.
+    """
+    parts, tokens = job.parts, -(-rows_of(job, split) // passes) * job.length
+    kept = sum(parts.kept(each, recompute=recompute) for each in range(part + 1))
+    in_backward = parts.in_backward([part], recompute=recompute)
+    if parts.loss_gradient[part]:
+        yield part + 1, tokens * (kept + in_backward)
+        in_backward = 0
+    yield part, tokens * (kept + in_backward)
+
+
+def _whole_backward(
+    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
+) -> Iterator[_Moment]:
+    """From the last part to the first one, where weights are whole and buckets carry gradients."""
+    del stays_whole
+    trained, everything = job.parts.trained, job.itemsize * sum(job.parts.trained)
+    bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
+    if split.sharding == "zero2":
+        bucket = zero2_exchange(job, split).bucket_bytes
+        # A bucket as it arrives, as it is sent, and the shares of the other ranks.
+        copies = 2 + (split.shard - 1) / split.shard
+        own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.
+    for part in reversed(range(len(job.parts))):
+        casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
+        accumulated = job.itemsize * sum(trained[: part + 1]) if passes > 1 else 0
+        for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
+            there = job.itemsize * sum(trained[first:])
+            in_bucket = min(bucket, there)
+            summed = there if own == 1 else own * (there - in_bucket)
+            yield _Moment(summed + accumulated, activations, casts, copies * in_bucket)
+
+
+def _sharded_backward(
+    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
+) -> Iterator[_Moment]:
+    """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
+
+    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and packed
+    for their sum; the one before it is gathered meanwhile.
+    """
+    parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
+    shards = [sum(held(each, split.shard) for each in some if not each.frozen) for some in parts.parameters]
+    layers = [part for part in range(len(parts)) if parts.is_layer[part]]
+    roots = [part for part in range(len(parts)) if not parts.is_layer[part]]
+    # Accumulated gradients are in the dtype of their sums.
+    whole = job.gathered_itemsize if passes == 1 else job.reduced_itemsize
+    packed = job.reduced_itemsize if split.shard > 1 else 0
+    root_weights = job.gathered_itemsize * sum(numel[part] for part in roots)
+
+    def gradients(part: int, first: int) -> int:
+        """Shards of layers behind a part; whole ones from ``first`` on, and of all before if they are accumulated."""
+        is_whole = [each for each in roots if each >= first or passes > 1]
+        is_whole += [each for each in layers if first <= each == part or (passes > 1 and each <= part)]
+        summed = sum(shards[each] for each in layers if each > part)
+        return job.itemsize * summed + whole * sum(trained[each] for each in set(is_whole))
+
+    for part in reversed(range(len(parts))):
+        before = [each for each in layers if each <= part]
+        is_open = before if stays_whole else before[-2:]
+        gathered = root_weights + job.gathered_itemsize * sum(numel[each] for each in is_open)
+        sent = packed * trained[part] if parts.is_layer[part] else 0
+        for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
+            yield _Moment(gradients(part, first), activations, gathered, sent)
+    at_end = packed * sum(trained[part] for part in roots)
+    yield _Moment(gradients(-1, -1), gathered=root_weights, buffers=at_end)
+
+
+def memory_of_stages(
+    job: Job,
+    split: Split,
+    nodes: Sequence[Node],
+    stages: Sequence[Sequence[int]],
+    step: OptimizerStep,
+    *,
+    number: int,
+    recompute: bool,
+) -> Memory:
+    """Of a rank of a pipeline that runs ``nodes``; ``stages`` are the parts of all stages, ``number`` micro-batches.
+
+    Gathered weights and gradients of its stages stay whole. A micro-batch keeps its activations from ``F`` to the end
+    of its backward; between the two parts of a split one, ``I`` and ``W``, also the gradient of what each product
+    returns, from which ``W`` makes those of the weights (Qi et al. 2024, arXiv:2401.10241, section 2: it is M_W beside
+    M_B). The first stage runs its whole backward as ``W``, see pipeline/batch_run.py, and keeps no such gradients.
+    """
+    parts, own = job.parts, [part for stage in sorted({node.stage for node in nodes}) for part in stages[stage]]
+    parameters = [each for part in own for each in parts.parameters[part]]
+    tokens = -(-rows_of(job, split) // number) * job.length
+    kept = {
+        stage: tokens * sum(parts.kept(part, recompute=recompute) for part in some) for stage, some in enumerate(stages)
+    }
+    between = {
+        stage: tokens * sum(parts.output_bytes[part] for part in some) * (stage > 0)
+        for stage, some in enumerate(stages)
+    }
+    numel = sum(parts.numel[part] for part in own)
+    activations = peak_activations(nodes, kept, between) + tokens * parts.in_backward(own, recompute=recompute)
+    shards = job.itemsize * sum(held(each, split.shard) for each in parameters if not each.frozen)
+    return _memory(
+        job.itemsize * sum(held(each, split.shard) for each in parameters),
+        _state_bytes(job, split, parameters),
+        step.kept_bytes,
+        [
+            _Moment(job.reduced_itemsize * numel, activations, job.gathered_itemsize * numel),
+            _Moment(shards, buffers=step.working_bytes),
+        ],
+    )
+
+
+def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -> float:
+    """Of the optimizer, on the rank that holds most."""
+    config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
+    momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
+    if config.offload == "momentum" and job.setting.machine != "cpu":
+        momentum = 0
+    of_elementwise = 2 * job.itemsize
+    averages = 0.0
+    if is_flexdemo and isinstance(job.flexdemo.replicator, LocalSteps):
+        if isinstance(job.flexdemo.replicator, DiLoCo):
+            averages = 2 * job.itemsize  # The weights of the last average, and the outer momentum.
+    elif is_flexdemo:
+        averages = STATE_ITEMSIZE  # Residuals.
+        momentum = 2 * job.itemsize if job.flexdemo.base == "adamw" else 0
+        of_elementwise = 0 if job.flexdemo.base == "sgd" else of_elementwise
+    if split.sharding == "zero2":
+        own, matrices = zero2_elements(job, split)
+        return momentum * matrices + of_elementwise * (own - matrices)
+    return sum(
+        held(each, split.shards_of_weights) * (averages + (momentum if each.algorithm == "muon" else of_elementwise))
+        for each in parameters
+        if not each.frozen
+    )
