@@ -1,11 +1,12 @@
 """Builds the wheel, installs it into an empty environment, and runs the quickstart there. Needs a package index; minutes.
 
-    python -m scripts.check_wheel [--wheel FILE] [--out FOLDER] [-- ARGUMENTS FOR PIP]
+python -m scripts.check_wheel [--wheel FILE] [--out FOLDER] [-- ARGUMENTS FOR PIP]
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -66,18 +67,11 @@ def try_out(wheel: Path, folder: Path, pip_arguments: list[str]) -> None:
     install = [commands / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *pip_arguments]
     subprocess.run([*install, f"{wheel}[lightning]"], check=True)
     (folder / "train.py").write_text(quickstart(), encoding="utf-8")
-    python = commands / "python"
-    # -P: not the package of the folder in which this script was started.
-    where = subprocess.run(
-        [python, "-P", "-c", "import lightning_muon; print(lightning_muon.__file__)"],
-        cwd=folder, check=True, text=True, capture_output=True,
-    ).stdout.strip()  # fmt: skip
-    if not Path(where).is_relative_to(folder.resolve()):
-        raise RuntimeError(f"lightning_muon was imported from {where}, not from the new environment")
-    for words in ([python, "train.py"], *(each.split() for each in COMMANDS)):
-        command = [str(commands / words[0]), *words[1:]]
-        print("+", " ".join(map(str, words)), flush=True)
-        subprocess.run(command, cwd=folder, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for line in ("python train.py", *COMMANDS):
+        print("+", line, flush=True)
+        program, *arguments = line.split()
+        subprocess.run([commands / program, *arguments], cwd=folder, env=environment, check=True)
 
 
 def main() -> int:
@@ -92,7 +86,7 @@ def main() -> int:
         wheel = options.wheel
         if wheel is None:
             target = options.out or folder / "dist"
-            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(target), str(ROOT)]
+            build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, ROOT]
             subprocess.run(build, check=True)
             wheel = max(target.glob("*.whl"), key=lambda path: path.stat().st_mtime)
         found = list(complaints(wheel))
