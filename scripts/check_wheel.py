@@ -1,6 +1,6 @@
-"""Builds the wheel, installs it into an empty environment, and runs the quickstart there. Needs a package index; minutes.
+"""Builds the wheel, installs it into an empty environment, and runs the quickstart there; takes minutes.
 
-python -m scripts.check_wheel [--wheel FILE] [--out FOLDER] [-- ARGUMENTS FOR PIP]
+Needs a package index: ``python -m scripts.check_wheel [--wheel FILE] [--out FOLDER] [-- ARGUMENTS FOR PIP]``.
 """
 
 from __future__ import annotations
