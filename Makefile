@@ -1,4 +1,4 @@
-# make demo | test | soak | gpu | check | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
+# make demo | test | soak | gpu | check | docs | pictures | wheel | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,7 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test soak gpu check format setup venv clean
+.PHONY: help demo test soak gpu check format docs pictures wheel setup venv clean
 
 help:
 	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
@@ -22,6 +22,9 @@ help:
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
 	@echo "make format  let ruff format and mend what it can"
+	@echo "make docs    build the pages of docs/ into site/; dead links and anchors are errors (ARGS=serve: on a local port)"
+	@echo "make pictures  make the pictures of docs/img from real runs (10 minutes)"
+	@echo "make wheel   build the wheel into dist/, install it into an empty environment, run the quickstart there"
 	@echo "make setup   create $(VENV) and install everything"
 	@echo "make clean   remove $(VENV) and all caches"
 
@@ -55,6 +58,13 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# mkdocs-material says in a box on the terminal that it disagrees with plans for MkDocs 2.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(strip $(ARGS)),$(ARGS),build --strict)
+
+wheel: $(STAMP)
+	$(BIN)/python -m scripts.check_wheel --out dist -- $(TORCH_INDEX:%=--extra-index-url %)
+
 setup venv: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -66,6 +76,10 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev]"
 	@touch $@
 
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from scripts.source_files import CODE_FOLDERS, ROOT, report
 
-SUFFIXES = {".cfg", ".csv", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
-OTHER_FOLDERS = ("tests", "docs", ".ci")
-NAMES = {"Makefile", "run", ".gitignore"}
+SUFFIXES = {".cff", ".cfg", ".csv", ".json", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml"}
+OTHER_FOLDERS = ("tests", "docs", ".ci", ".github")
+NAMES = {"Dockerfile", "Makefile", "run", ".dockerignore", ".gitignore"}
 
 
 def check(name: str, content: bytes) -> Iterator[str]:

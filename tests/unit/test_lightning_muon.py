@@ -1,24 +1,33 @@
 """The public face of the package."""
 
+import inspect
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import lightning_muon
 
+API = Path(__file__).with_name("public_api.txt")
 
-def test_the_public_names_are_these() -> None:
-    names = """
-        AutoResume Components DCTTopK DamagedCheckpointError DiLoCo ExchangeStep FlexDeMo FlexDeMoConfig Full
-        ModeOptions MuonConfig MuonMonitor NoReplication
-        NonFiniteGradientError Options ParallelMuon ParallelMuonFabricStrategy ParallelMuonStrategy QKClip Random
-        Replicator Slicing StepMonitor StopSignals Striding Turn context_attention forward_backward full_state_dict
-        gather_sequence make_mode pad_to_multiple register_schedule split_sequence
-    """
-    assert sorted(lightning_muon.__all__) == names.split()
-    for name in lightning_muon.__all__:
-        assert getattr(lightning_muon, name) is not None
+
+def public_api() -> Iterator[str]:
+    """A line for each public name, with the arguments it takes and their defaults."""
+    for name in sorted(lightning_muon.__all__):
+        value = getattr(lightning_muon, name)
+        if inspect.isclass(value) and issubclass(value, Exception):
+            yield name
+        else:
+            parameters = inspect.signature(value).parameters.values()
+            untyped = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+            yield f"{name}{inspect.Signature(untyped)}"
+
+
+def test_the_public_api_is_that_of_the_snapshot() -> None:
+    """After an intended change: ``python -m tests.unit.test_lightning_muon``, and a line in CHANGELOG.md."""
+    assert list(public_api()) == API.read_text(encoding="utf-8").splitlines()
     for name in ("accelerate", "hf"):
         pytest.importorskip("accelerate")
         assert getattr(lightning_muon, name).__name__ == f"lightning_muon.{name}"
@@ -37,3 +46,7 @@ def test_the_import_is_light() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+if __name__ == "__main__":
+    API.write_text("\n".join(public_api()) + "\n", encoding="utf-8")

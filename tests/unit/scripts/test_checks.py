@@ -1,6 +1,7 @@
 import pytest
 
-from scripts import check_ascii, check_imports
+from lightning_muon import __version__
+from scripts import check_ascii, check_imports, release
 from scripts.check_sizes import crowded_signatures, long_files, long_functions
 
 
@@ -69,3 +70,13 @@ def test_more_than_five_positional_parameters_are_named() -> None:
     assert complaint == "a.py:2 f: 6 positional parameters, at most 5"
     assert not list(crowded_signatures("a.py", "class A(B):\n    @override\n    def f(self, a, b, c, d, e, g): ...\n"))
     assert not list(crowded_signatures("a.py", "@triton.jit\ndef f(a, b, c, d, e, g): ...\n"))
+
+
+def test_files_agree_about_the_version() -> None:
+    assert not list(release.disagreements(__version__))
+    assert len(list(release.disagreements("99.0.0"))) == len(release.PLACES)
+    changelog = (
+        "# Changelog\n\n## [Unreleased]\n\n- new\n\n## [0.2.0] - 2026-01-02\n\n- done\n\n## [0.1.0]\n\n- begun\n"
+    )
+    assert release.notes("0.2.0", changelog) == "- done"
+    assert not release.notes("0.3.0", changelog)
