@@ -39,7 +39,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
         "srun",
         f'echo "srun $*" >> {log}; shift\n'
         'for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done\n'
-        'trap \'kill -TERM "${pids[@]}"\' TERM\n'
+        "trap 'kill -TERM \"${pids[@]}\"' TERM\n"
         'code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; wait; exit $code',
     )
     _program(tmp_path, "agent", f'echo "agent $*" >> {log}\ntrap "echo told >> {log}; exit 1" TERM\nsleep 30 & wait $!')
