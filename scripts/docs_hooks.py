@@ -1,11 +1,13 @@
 """What ``make docs`` does beside mkdocs, so that the same pages can be read on GitHub.
 
-Links from a page to files of the repository outside of docs/ become links to GitHub; a file that is not there is an
-error. Every page must be in docs/llms.txt.
+Links from a page to files of the repository outside of docs/ become links to GitHub. With ``--strict`` these are errors:
+a link to a file that is not there, a public name that docs/api.md lacks, a page that docs/llms.txt lacks, and a list or
+a table that GitHub shows as such and mkdocs does not.
 """
 
 from __future__ import annotations
 
+import ast
 import logging
 import os
 import re
@@ -16,6 +18,9 @@ log = logging.getLogger("mkdocs.plugins.docs_hooks")  # Warnings of this name co
 
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(#[^)\s]*)?(?=\))")
+_CODE = re.compile(r"<code.*?</code>", re.DOTALL)
+_LOST = re.compile(r"\n\s*(?:[-*] |\d+\. |\|)")  # Python-Markdown wants a blank line before a list, and 4 spaces inside of one.
+_PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code)")
 
 
@@ -29,11 +34,26 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         kind = "tree" if target.is_dir() else "blob"
         return f"{config.repo_url}/{kind}/main/{target.relative_to(ROOT).as_posix()}{found[2] or ''}"
 
+    if page.file.src_uri == "api.md":
+        shown = {line.split(".")[-1] for line in markdown.splitlines() if line.startswith(":::")}
+        shown |= set(re.findall(r"heading: (\w+)", markdown)) | set(re.findall(r"^`(\w+)` is", markdown, re.MULTILINE))
+        for name in sorted(set(_public_names()) - shown):
+            log.warning("docs/api.md does not show %s", name)
     return _LINK.sub(to_github, markdown)
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Docstrings name things as Sphinx does; and a list that GitHub shows as such must be one here."""
+def _public_names() -> list[str]:
+    """``__all__`` of the package, which is not imported for that."""
+    tree = ast.parse((ROOT / "lightning_muon" / "__init__.py").read_text(encoding="utf-8"))
+    values = {ast.unparse(node.targets[0]): node.value for node in tree.body if isinstance(node, ast.Assign)}
+    return ast.literal_eval(values["__all__"])
+
+
+def on_page_content(html: str, *, page: Any, **_: Any) -> str:
+    """Docstrings name things as Sphinx does."""
+    for paragraph in _PARAGRAPH.findall(html):
+        if _LOST.search(_CODE.sub("", paragraph)):
+            log.warning("%s: a list or a table is shown as text: %.200s", page.file.src_uri, paragraph)
     return _ROLE.sub("", html).replace("::</p>", ":</p>")
 
 
