@@ -23,7 +23,7 @@ help:
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
 	@echo "make format  let ruff format and mend what it can"
 	@echo "make docs    build the pages of docs/ into site/; dead links and anchors are errors (ARGS=serve: on a local port)"
-	@echo "make pictures  make the pictures of docs/img from real runs (10 minutes)"
+	@echo "make pictures  make the pictures of docs/img from real runs (2 minutes)"
 	@echo "make wheel   build the wheel into dist/, install it into an empty environment, run the quickstart there"
 	@echo "make setup   create $(VENV) and install everything"
 	@echo "make clean   remove $(VENV) and all caches"
@@ -61,6 +61,9 @@ format: $(STAMP)
 # mkdocs-material says in a box on the terminal that it disagrees with plans for MkDocs 2.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(strip $(ARGS)),$(ARGS),build --strict)
+
+pictures: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.pictures
 
 wheel: $(STAMP)
 	$(BIN)/python -m scripts.check_wheel --out dist -- $(TORCH_INDEX:%=--extra-index-url %)

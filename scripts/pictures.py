@@ -1,0 +1,147 @@
+"""Makes the pictures of docs/concepts.md from runs on this machine: ``python -m scripts.pictures`` (minutes, two cores).
+
+- ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
+- ``step.svg``: optimizer steps of a transformer's matrices on two ranks, by ``lightning-muon trace``.
+- ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: training steps over two stages, by ``lightning-muon trace``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import lightning as L
+import torch
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_muon import MuonConfig
+from lightning_muon.math.coefficients import steps_of
+from lightning_muon.math.newton_schulz import orthogonalize
+from scripts.source_files import ROOT
+
+NUM_STEPS = 200
+_SHAPES = {
+    "name": "6 blocks of width 256",
+    "source": "scripts/pictures.py",
+    "parameters": [
+        {"name": "embedding.weight", "shape": [4096, 256], "kind": "elementwise"},
+        {
+            "repeat": 6,
+            "parameters": [
+                {"name": "blocks.{i}.qkv.weight", "shape": [768, 256], "kind": "matrix", "splits": [256, 256, 256]},
+                {"name": "blocks.{i}.out.weight", "shape": [256, 256], "kind": "matrix"},
+                {"name": "blocks.{i}.up.weight", "shape": [1024, 256], "kind": "matrix"},
+                {"name": "blocks.{i}.down.weight", "shape": [256, 1024], "kind": "matrix"},
+            ],
+        },
+    ],
+}
+
+
+class Layers(L.LightningModule):
+    """Equal layers for two stages; the pipeline trains it by ``pipeline_loss``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(8))
+        self.layers = nn.Sequential(*blocks)
+
+    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+        """The sum of the squared errors, and of how many."""
+        return (output - target).square().sum(), target.numel()
+
+    def training_step(self, batch: object, index: int) -> None:
+        """Not called in a pipeline."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """AdamW, whose matrices go to Muon."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Noise."""
+        return DataLoader(TensorDataset(torch.randn(49_152, 256), torch.randn(49_152, 256)), batch_size=6_144)
+
+
+def trained_layer() -> tuple[Tensor, Tensor]:
+    """AdamW's two moments of a 256 x 256 weight, after it has learnt the bytes of a module of Python for a while."""
+    torch.manual_seed(0)
+    text = torch.frombuffer(bytearray(Path(argparse.__file__).read_bytes()), dtype=torch.uint8).long()
+    windows = text.unfold(0, 17, 1)
+    model = nn.Sequential(
+        *(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 256), nn.GELU()),
+        *(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)),
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(NUM_STEPS):
+        rows = windows[torch.randint(len(windows), (256,))]
+        nn.functional.cross_entropy(model(rows[:, :-1]), rows[:, -1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state[model[4].weight]
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def draw_singular_values(path: Path) -> None:
+    """Left: momentum and both updates, each divided by its largest singular value. Right: Newton-Schulz, step by step."""
+    momentum, squares = trained_layer()
+    adamw = (momentum / (1 - 0.9**NUM_STEPS)) / ((squares / (1 - 0.999**NUM_STEPS)).sqrt() + 1e-8)
+
+    def after(num_steps: int) -> Tensor:
+        steps = steps_of(MuonConfig.ns_coefficients, num_steps)
+        return orthogonalize(momentum, steps=steps, eps=MuonConfig.eps, compute_dtype=torch.float32)
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, matrix in {"momentum": momentum, "AdamW's update": adamw, "Muon's update": after(5)}.items():
+        values = torch.linalg.svdvals(matrix)
+        left.plot(values / values[0], label=name)
+    left.set(yscale="log", ylim=(1e-4, 2), xlabel="singular value, from the largest", ylabel="of the largest")
+    left.legend()
+    for num_steps in range(6):
+        matrix = after(num_steps) if num_steps else momentum / momentum.norm()
+        right.plot(torch.linalg.svdvals(matrix), color=f"C{num_steps}", label=f"{num_steps} steps")
+    right.axhline(1.0, color="0.8", linewidth=1, zorder=0)
+    right.set(xlabel="singular value, from the largest", ylabel="value after Newton-Schulz")
+    right.legend()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-muon"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def trace(target: Path, *words: str) -> None:
+    """Keep the timeline that ``lightning-muon trace`` draws."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "lightning_muon.cli.main", "trace", *words, "--out", folder]
+        subprocess.run(command, cwd=ROOT, check=True)
+        shutil.copyfile(Path(folder, "timeline.svg"), target)
+
+
+def main() -> None:
+    """Make all pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "img")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    draw_singular_values(out / "singular-values.svg")
+    with tempfile.TemporaryDirectory() as folder:
+        shapes, config = Path(folder, "shapes.json"), Path(folder, "config.json")
+        shapes.write_text(json.dumps(_SHAPES))
+        trace(out / "step.svg", "--shapes", str(shapes), "--shard-size", "2")
+        strategy = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": {"pipeline_size": 2}}
+        trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "strategy": strategy}
+        config.write_text(json.dumps({"model": {"class_path": "scripts.pictures.Layers"}, "trainer": trainer}))
+        for schedule in ("1f1b", "zb_h1"):
+            words = ("--pipeline-schedule", schedule, "--pipeline-microbatches", "6", "--steps", "4")
+            trace(out / f"pipeline-{schedule}.svg", "--config", str(config), *words)
+
+
+if __name__ == "__main__":
+    main()
