@@ -87,9 +87,7 @@ def run_on_two_nodes(ranks_per_node: int) -> Any:
 class Training:
     """A model with a strategy, and its rows."""
 
-    def __init__(
-        self, options: dict[str, Any], arguments: argparse.Namespace, *, num_nodes: int = NUM_NODES
-    ) -> None:
+    def __init__(self, options: dict[str, Any], arguments: argparse.Namespace, *, num_nodes: int = NUM_NODES) -> None:
         strategy = ParallelMuonFabricStrategy(**options)
         self.fabric = Fabric(
             accelerator="cpu", devices=arguments.ranks_per_node, num_nodes=num_nodes, strategy=strategy

@@ -106,12 +106,10 @@ def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: b
     yield part, tokens * (kept + in_backward)
 
 
-def _whole_backward(
-    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
-) -> Iterator[_Moment]:
+def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
     """From the last part to the first one, where weights are whole and buckets carry gradients."""
     del stays_whole
-    trained, everything = job.parts.trained, job.itemsize * sum(job.parts.trained)
+    trained = job.parts.trained
     bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
     if split.sharding == "zero2":
         bucket = zero2_exchange(job, split).bucket_bytes
@@ -128,13 +126,11 @@ def _whole_backward(
             yield _Moment(summed + accumulated, activations, casts, copies * in_bucket)
 
 
-def _sharded_backward(
-    job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
-) -> Iterator[_Moment]:
+def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
     """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
 
-    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and packed
-    for their sum; the one before it is gathered meanwhile.
+    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and
+    packed for their sum; the one before it is gathered meanwhile.
     """
     parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
     shards = [sum(held(each, split.shard) for each in some if not each.frozen) for some in parts.parameters]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from lightning_muon.cli.plan_model import PlannedModel, count, table
 from lightning_muon.cli.plan_splits import make_job, recommendation, strategy_options
@@ -27,9 +27,13 @@ _DECIDED = (
     *("pipeline_microbatches", "reshard_after_forward"),
 )
 _LEGEND = (
-    "* is recommended; +: GiB too much for a rank. split: pipeline x replicas x shards. muon: the optimizer step, of the "
-    "step's seconds. The last column has the most GiB at one time, the others the most of each kind: weights, gradients, "
-    "optimizer state, activations, and buffers: gathered weights, what travels, the working memory of the optimizer"
+    "* is recommended; +: GiB too much for a rank. split: pipeline x replicas x shards. muon: the optimizer step, part "
+    "of the step. The last column has the most GiB at one time, the others the most of each kind: weights, gradients, "
+    "optimizer state, activations, and buffers: gathered weights, what travels, working memory of the optimizer"
+)
+_RANKS_HELP = f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest"
+_WRITE_HELP = (
+    "the config of what --ranks recommends: that of --config with another strategy, or with --shapes one for Accelerate"
 )
 _COLUMNS = {
     "mode": "",
@@ -45,19 +49,9 @@ _COLUMNS = {
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add(
-        "--ranks",
-        metavar="N",
-        type=count,
-        help=f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest",
-    )
+    add("--ranks", metavar="N", type=count, help=_RANKS_HELP)
     add("--modes", nargs="+", choices=MODES, default=MODES, help="that --ranks compares")
-    add(
-        "--write-config",
-        metavar="FILE",
-        type=Path,
-        help="of what --ranks recommends: for lightning-muon fit with --config, else for Accelerate",
-    )
+    add("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,17 +95,16 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     if arguments.json:
         options = {"rows": job.rows, "length": job.length, "precision": comparison.precision}
         options |= {"rank_memory_gib": arguments.rank_memory, "node_ranks": job.node_ranks}
-        rows = [{**each.to_dict(), "recommended": each is best} for each in comparison.found]
+        modes = [{**each.to_dict(), "recommended": each is best} for each in comparison.found]
         cost = {**asdict(job.cost), "model_flops_per_second": job.flops_per_second}
-        sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": rows}) + "\n")
+        sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": modes}) + "\n")
         return
-    console.print(
-        *head(arguments, comparison), rows_table(arguments, comparison), _LEGEND, *comparison.left_out, sep="\n"
-    )
+    rows = table(_COLUMNS, cells(arguments, comparison))
+    console.print(*head(arguments, comparison), rows, _LEGEND, *comparison.left_out, sep="\n")
     if best is None:
         least = min(comparison.found, key=lambda each: each.way.total)
         raise ValueError(
-            f"nothing fits into {arguments.rank_memory:g} GiB per rank; {least.way.split.mode}, which needs least, takes "
+            f"nothing fits into {arguments.rank_memory:g} GiB per rank; {least.way.split.mode} needs least, "
             f"{least.way.total / GIB:.1f} GiB. Take more ranks, fewer or shorter rows, or a larger --rank-memory"
         )
     console.print(recommendation(best), *hints(comparison), sep="\n")
@@ -124,8 +117,8 @@ def head(arguments: Namespace, comparison: Comparison) -> list[str]:
     return [
         f"{setting.model.name} on {job.num_ranks} ranks, {job.node_ranks} per node; {job.rows} rows of {job.length} "
         f"tokens, {comparison.precision}",
-        f"machine {setting.machine}: {job.cost.flops_per_second / 1e12:g} TFLOP/s ({job.flops_per_second / 1e12:g} in the "
-        f"model), links {links} GB/s, {arguments.rank_memory:g} GiB per rank",
+        f"machine {setting.machine}: {job.cost.flops_per_second / 1e12:g} TFLOP/s, in the model "
+        f"{job.flops_per_second / 1e12:g}, links {links} GB/s, {arguments.rank_memory:g} GiB per rank",
     ]
 
 
@@ -144,25 +137,18 @@ def cells(arguments: Namespace, comparison: Comparison) -> list[tuple[Any, ...]]
     return rows
 
 
-def rows_table(arguments: Namespace, comparison: Comparison) -> RenderableType:
-    """For a terminal."""
-    return table(_COLUMNS, cells(arguments, comparison))
-
-
 def hints(comparison: Comparison) -> list[str]:
     """What the recommended row leaves to say."""
     best, found = comparison.best, list[str]()
     assert best is not None
     if best.way.recompute:
-        found.append(
-            "Activation checkpointing is turned on in the model (gradient_checkpointing_enable of transformers)."
-        )
+        found.append("Turn activation checkpointing on in the model (gradient_checkpointing_enable of transformers).")
     faster = [each for each in comparison.found if each.fits and each.step_seconds < best.step_seconds]
     if faster:
         ratio = best.step_seconds / faster[0].step_seconds
         found.append(
-            f"flexdemo is {ratio:.3g} times as fast. It trains differently: nodes exchange parts of their momenta (its loss: "
-            "docs/performance.md). Add --flexdemo to have it recommended."
+            f"flexdemo is {ratio:.3g} times as fast, and another optimizer: nodes exchange parts of their momenta (its "
+            "loss: docs/performance.md). Add --flexdemo to have it recommended."
         )
     return found
 

@@ -1,7 +1,7 @@
 """The rules of ``lightning-muon plan --ranks`` and ``--splits``: what a rank holds, transfers, and seconds of a step.
 
-Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them in
-words, beside what real runs come to.
+Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them
+in words, beside what real runs come to.
 """
 
 from __future__ import annotations

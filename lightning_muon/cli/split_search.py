@@ -1,4 +1,4 @@
-"""The ways to train with a split of some ranks, and the fastest of each: ``lightning-muon plan --ranks``, ``--splits``."""
+"""The ways to train with a split of some ranks, and the fastest: for ``lightning-muon plan --ranks``, ``--splits``."""
 
 from __future__ import annotations
 
