@@ -115,6 +115,7 @@ def asked_of_plan(
         wire_itemsize=itemsize,
         cost=cost,
         machine="cpu",
+        is_cpu=True,
     )
     return asked, make_job(asked, setting, planned, "32-true", num_ranks=num_ranks)
 

@@ -204,7 +204,7 @@ def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -
     """Of the optimizer, on the rank that holds most."""
     config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
     momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
-    if config.offload == "momentum" and job.setting.machine != "cpu":
+    if config.offload == "momentum" and not job.setting.is_cpu:
         momentum = 0
     of_elementwise = 2 * job.itemsize
     averages = 0.0

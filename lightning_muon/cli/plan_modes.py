@@ -16,9 +16,10 @@ from lightning_muon.cli.plan_model import PlannedModel, count, table
 from lightning_muon.cli.plan_splits import make_job, recommendation, strategy_options
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import MODES, Job
-from lightning_muon.cli.split_search import GIB, PlannedSplit, plan_modes
+from lightning_muon.cli.split_search import GIB, PlannedSplit, plan_modes, unit_of
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
+from lightning_muon.sharding.modes import MODES as MODES_OF_SHARDING
 
 _STRATEGY = "lightning_muon.ParallelMuonStrategy"
 # Options of the strategy that the plan sets, or that would contradict it.
@@ -27,9 +28,9 @@ _DECIDED = (
     *("pipeline_microbatches", "reshard_after_forward"),
 )
 _LEGEND = (
-    "* is recommended; +: GiB too much for a rank. split: pipeline x replicas x shards. muon: the optimizer step, part "
-    "of the step. The last column has the most GiB at one time, the others the most of each kind: weights, gradients, "
-    "optimizer state, activations, and buffers: gathered weights, what travels, working memory of the optimizer"
+    "* is recommended; +: so much too large for a rank. split: pipeline x replicas x shards. muon: the optimizer step, "
+    "part of the step. The last column has the most at one time, those before it the most of each kind: weights, "
+    "gradients, optimizer state, activations, and buffers: gathered weights, what travels, the optimizer at work"
 )
 _RANKS_HELP = f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest"
 _WRITE_HELP = (
@@ -42,7 +43,7 @@ _COLUMNS = {
     "way": "",
     "step s": ".4g",
     "muon s": ".3g",
-    **dict.fromkeys(("weights", "grads", "state", "activ.", "buffers", "GiB"), ".1f"),
+    **dict.fromkeys(("weights", "grads", "state", "activ.", "buffers"), ".1f"),
 }
 
 
@@ -77,7 +78,8 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Co
         job = make_job(arguments, setting, whole, precision, num_ranks=arguments.ranks)
         if "pipeline" in modes:
             modes.remove("pipeline")
-            left_out.append(f"pipeline is left out: {str(error).splitlines()[0]}")
+            reason = str(error).partition("\n")[0].removesuffix(" Write in it:")
+            left_out.append(f"pipeline is left out: {reason}")
     found, others = plan_modes(arguments, job, modes)
     candidates = [each for each in found if each.fits]
     if planned.flexdemo is None:
@@ -99,8 +101,13 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
         cost = {**asdict(job.cost), "model_flops_per_second": job.flops_per_second}
         sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": modes}) + "\n")
         return
-    rows = table(_COLUMNS, cells(arguments, comparison))
-    console.print(*head(arguments, comparison), rows, _LEGEND, *comparison.left_out, sep="\n")
+    console.print(
+        *head(arguments, comparison),
+        table(*rows_of_table(arguments, comparison)),
+        _LEGEND,
+        *comparison.left_out,
+        sep="\n",
+    )
     if best is None:
         least = min(comparison.found, key=lambda each: each.way.total)
         raise ValueError(
@@ -122,19 +129,20 @@ def head(arguments: Namespace, comparison: Comparison) -> list[str]:
     ]
 
 
-def cells(arguments: Namespace, comparison: Comparison) -> list[tuple[Any, ...]]:
-    """A row for each mode."""
+def rows_of_table(arguments: Namespace, comparison: Comparison) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
+    """Columns with their formats, and a row for each mode."""
     rows: list[tuple[Any, ...]] = []
+    unit, unit_bytes = unit_of(max(each.way.total for each in comparison.found))
     for each in comparison.found:
         way, split, memory = each.way, each.way.split, each.way.memory
-        excess = way.total / GIB - arguments.rank_memory
+        excess = (way.total - arguments.rank_memory * GIB) / unit_bytes
         name = way.name.removeprefix(split.mode).removeprefix(", ")
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
-        sizes = [size / GIB for size in (*parts, memory.gathered + memory.buffers, memory.peak)]
+        sizes = [size / unit_bytes for size in (*parts, memory.gathered + memory.buffers, memory.peak)]
         fits = "*" if each is comparison.best else "" if each.fits else f"+{excess:.1f}"
         shape = f"{split.pipeline} x {split.replicate} x {split.shard}"
         rows.append((split.mode, shape, fits, name, each.step_seconds, each.optimizer_seconds, *sizes))
-    return rows
+    return {**_COLUMNS, unit: ".1f"}, rows
 
 
 def hints(comparison: Comparison) -> list[str]:
@@ -183,7 +191,7 @@ def write_config(arguments: Namespace, comparison: Comparison) -> None:
             num_processes=num_ranks,
             num_machines=nodes,
             mixed_precision="bf16" if comparison.precision == "bf16-mixed" else "no",
-            is_cpu=job.setting.machine == "cpu",
+            is_cpu=job.setting.is_cpu,
             output=arguments.write_config,
             accumulates=passes,
             checkpoints_activations=way.recompute,
@@ -203,7 +211,11 @@ def _lightning_config(arguments: Namespace, comparison: Comparison, *, devices: 
     trainer = dict(content.get("trainer") or {})
     given = trainer.get("strategy")
     arguments_given = (given.get("init_args") or {}) if isinstance(given, dict) else {}
-    kept = {key: value for key, value in arguments_given.items() if key not in _DECIDED}
+    options = strategy_options(way)
+    # Options that only some ways of sharding take.
+    takes = () if way.schedule else MODES_OF_SHARDING[options.get("sharding", Options.sharding)].takes
+    dropped = {*_DECIDED, *set().union(*(mode.takes for mode in MODES_OF_SHARDING.values())).difference(takes)}
+    kept = {key: value for key, value in arguments_given.items() if key not in dropped}
     if way.split.mode == "flexdemo":
         kept["optimizer"] = plain(job.flexdemo)
     elif "optimizer" in kept and Options.from_mapping({"optimizer": kept["optimizer"]}).has_nodes:
@@ -211,5 +223,6 @@ def _lightning_config(arguments: Namespace, comparison: Comparison, *, devices: 
     trainer |= {"devices": devices, "num_nodes": nodes}
     trainer |= {"precision": arguments.precision} if arguments.precision else {}
     trainer |= {"accumulate_grad_batches": passes} if passes > 1 or "accumulate_grad_batches" in trainer else {}
-    trainer["strategy"] = {"class_path": _STRATEGY, "init_args": {**strategy_options(way), **kept}}
+    trainer["strategy"] = {"class_path": _STRATEGY, "init_args": {**options, **kept}}
+    Options.from_mapping(trainer["strategy"]["init_args"], source=str(arguments.write_config))
     return yaml.safe_dump({**content, "trainer": trainer}, sort_keys=False)
