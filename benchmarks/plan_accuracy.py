@@ -3,9 +3,9 @@
     python benchmarks/plan_accuracy.py --ranks 2 4
     python benchmarks/plan_accuracy.py --ranks 1 2 4 --trainings
 
-The first command compares optimizer steps, the second whole steps of a Llama of 12.6 million parameters in every mode of
-``lightning-muon plan --ranks``, and the memory of the rank that needs most. The plan then gets the calibration, and the
-FLOP/s of forward and backward of the whole model, run on all ranks at once.
+The first command compares optimizer steps, the second whole steps of a Llama of 12.6 million parameters in every mode
+of ``lightning-muon plan --ranks``, and the memory of the rank that needs most. The plan then gets the calibration, and
+the FLOP/s of forward and backward of the whole model, run on all ranks at once.
 
 Each round calibrates (a measurement on a sample of the matrices) and then records steps of the whole model, serial and
 with overlap, in the same processes. The fastest step counts, in the calibration too, because other work on the machine
@@ -146,6 +146,7 @@ def train_all(arguments: argparse.Namespace) -> None:
         training.step()
         seconds = min(training.step() for _ in range(arguments.steps))
         most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
+        training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         seconds, num_bytes = map(float, most)
         times = [f"{each.step_seconds:.3f}", f"{seconds:.3f}", f"{each.step_seconds / seconds:.2f}"]

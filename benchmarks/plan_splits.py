@@ -18,7 +18,6 @@ import statistics
 import time
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -116,6 +115,7 @@ def asked_of_plan(
         wire_itemsize=itemsize,
         cost=cost,
         machine="cpu",
+        is_cpu=True,
     )
     return asked, make_job(asked, setting, planned, "32-true", num_ranks=num_ranks)
 
@@ -134,6 +134,7 @@ def work(arguments: Namespace) -> None:
         training.step()
         seconds = statistics.median(training.step() for _ in range(arguments.steps))
         most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
+        training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         split = each.way.split
         name = f"{split.pipeline} x {split.replicate} x {split.shard}, {each.way.name}"

@@ -167,9 +167,8 @@ def _section(live: Mapping[str, Any], optimizer: MuonConfig | FlexDeMoConfig) ->
             yield textwrap.indent(head, "  " if is_chosen else "  # ")
             for key, inner, explained in _options(kind):
                 value = getattr(optimizer, key)
-                yield textwrap.indent(explained, "      # ") + _entry(
-                    key, value, "      # " if value == inner else "      "
-                )
+                indent = "      # " if value == inner else "      "
+                yield textwrap.indent(explained, "      # ") + _entry(key, value, indent)
 
 
 def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:

@@ -116,7 +116,8 @@ def run(arguments: Namespace) -> None:
         arguments.shard_size = arguments.shard_size or 8
     flexdemo = planned.flexdemo
     if arguments.flexdemo is not None:
-        flexdemo = config_from_words(arguments.flexdemo, flexdemo or FlexDeMoConfig())
+        default = FlexDeMoConfig() if arguments.ranks is None else plan_splits.FLEXDEMO
+        flexdemo = config_from_words(arguments.flexdemo, flexdemo or default)
     model = _shapes(arguments, planned)
     planned = replace(planned, flexdemo=flexdemo)
     for compares, number in ((plan_splits, arguments.splits), (plan_modes, arguments.ranks)):
@@ -213,6 +214,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
         config=config,
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
         machine=machine,
+        is_cpu=arguments.calibrate or (arguments.machine or planned.machine) == "cpu",
         cost=replace(
             cost,
             flops_per_second=arguments.flops or cost.flops_per_second,

@@ -109,7 +109,7 @@ def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: b
 def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
     """From the last part to the first one, where weights are whole and buckets carry gradients."""
     del stays_whole
-    trained, everything = job.parts.trained, job.itemsize * sum(job.parts.trained)
+    trained = job.parts.trained
     bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
     if split.sharding == "zero2":
         bucket = zero2_exchange(job, split).bucket_bytes
@@ -129,8 +129,8 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
 def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
     """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
 
-    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and packed
-    for their sum; the one before it is gathered meanwhile.
+    The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and
+    packed for their sum; the one before it is gathered meanwhile.
     """
     parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
     shards = [sum(held(each, split.shard) for each in some if not each.frozen) for some in parts.parameters]
@@ -204,7 +204,7 @@ def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -
     """Of the optimizer, on the rank that holds most."""
     config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
     momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
-    if config.offload == "momentum" and job.setting.machine != "cpu":
+    if config.offload == "momentum" and not job.setting.is_cpu:
         momentum = 0
     of_elementwise = 2 * job.itemsize
     averages = 0.0

@@ -10,15 +10,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from lightning_muon.cli.plan_model import PlannedModel, count, table
 from lightning_muon.cli.plan_splits import make_job, recommendation, strategy_options
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import MODES, Job
-from lightning_muon.cli.split_search import GIB, PlannedSplit, plan_modes
+from lightning_muon.cli.split_search import GIB, PlannedSplit, plan_modes, unit_of
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
+from lightning_muon.sharding.modes import MODES as MODES_OF_SHARDING
 
 _STRATEGY = "lightning_muon.ParallelMuonStrategy"
 # Options of the strategy that the plan sets, or that would contradict it.
@@ -27,9 +28,13 @@ _DECIDED = (
     *("pipeline_microbatches", "reshard_after_forward"),
 )
 _LEGEND = (
-    "* is recommended; +: GiB too much for a rank. split: pipeline x replicas x shards. muon: the optimizer step, of the "
-    "step's seconds. The last column has the most GiB at one time, the others the most of each kind: weights, gradients, "
-    "optimizer state, activations, and buffers: gathered weights, what travels, the working memory of the optimizer"
+    "* is recommended; +: so much too large for a rank. split: pipeline x replicas x shards. muon: the optimizer step, "
+    "part of the step. The last column has the most at one time, those before it the most of each kind: weights, "
+    "gradients, optimizer state, activations, and buffers: gathered weights, what travels, the optimizer at work"
+)
+_RANKS_HELP = f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest"
+_WRITE_HELP = (
+    "the config of what --ranks recommends: that of --config with another strategy, or with --shapes one for Accelerate"
 )
 _COLUMNS = {
     "mode": "",
@@ -38,26 +43,16 @@ _COLUMNS = {
     "way": "",
     "step s": ".4g",
     "muon s": ".3g",
-    **dict.fromkeys(("weights", "grads", "state", "activ.", "buffers", "GiB"), ".1f"),
+    **dict.fromkeys(("weights", "grads", "state", "activ.", "buffers"), ".1f"),
 }
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add(
-        "--ranks",
-        metavar="N",
-        type=count,
-        help=f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest",
-    )
+    add("--ranks", metavar="N", type=count, help=_RANKS_HELP)
     add("--modes", nargs="+", choices=MODES, default=MODES, help="that --ranks compares")
-    add(
-        "--write-config",
-        metavar="FILE",
-        type=Path,
-        help="of what --ranks recommends: for lightning-muon fit with --config, else for Accelerate",
-    )
+    add("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +78,8 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Co
         job = make_job(arguments, setting, whole, precision, num_ranks=arguments.ranks)
         if "pipeline" in modes:
             modes.remove("pipeline")
-            left_out.append(f"pipeline is left out: {str(error).splitlines()[0]}")
+            reason = str(error).partition("\n")[0].removesuffix(" Write in it:")
+            left_out.append(f"pipeline is left out: {reason}")
     found, others = plan_modes(arguments, job, modes)
     candidates = [each for each in found if each.fits]
     if planned.flexdemo is None:
@@ -101,17 +97,21 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     if arguments.json:
         options = {"rows": job.rows, "length": job.length, "precision": comparison.precision}
         options |= {"rank_memory_gib": arguments.rank_memory, "node_ranks": job.node_ranks}
-        rows = [{**each.to_dict(), "recommended": each is best} for each in comparison.found]
+        modes = [{**each.to_dict(), "recommended": each is best} for each in comparison.found]
         cost = {**asdict(job.cost), "model_flops_per_second": job.flops_per_second}
-        sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": rows}) + "\n")
+        sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": modes}) + "\n")
         return
     console.print(
-        *head(arguments, comparison), rows_table(arguments, comparison), _LEGEND, *comparison.left_out, sep="\n"
+        *head(arguments, comparison),
+        table(*rows_of_table(arguments, comparison)),
+        _LEGEND,
+        *comparison.left_out,
+        sep="\n",
     )
     if best is None:
         least = min(comparison.found, key=lambda each: each.way.total)
         raise ValueError(
-            f"nothing fits into {arguments.rank_memory:g} GiB per rank; {least.way.split.mode}, which needs least, takes "
+            f"nothing fits into {arguments.rank_memory:g} GiB per rank; {least.way.split.mode} needs least, "
             f"{least.way.total / GIB:.1f} GiB. Take more ranks, fewer or shorter rows, or a larger --rank-memory"
         )
     console.print(recommendation(best), *hints(comparison), sep="\n")
@@ -124,29 +124,25 @@ def head(arguments: Namespace, comparison: Comparison) -> list[str]:
     return [
         f"{setting.model.name} on {job.num_ranks} ranks, {job.node_ranks} per node; {job.rows} rows of {job.length} "
         f"tokens, {comparison.precision}",
-        f"machine {setting.machine}: {job.cost.flops_per_second / 1e12:g} TFLOP/s ({job.flops_per_second / 1e12:g} in the "
-        f"model), links {links} GB/s, {arguments.rank_memory:g} GiB per rank",
+        f"machine {setting.machine}: {job.cost.flops_per_second / 1e12:g} TFLOP/s, in the model "
+        f"{job.flops_per_second / 1e12:g}, links {links} GB/s, {arguments.rank_memory:g} GiB per rank",
     ]
 
 
-def cells(arguments: Namespace, comparison: Comparison) -> list[tuple[Any, ...]]:
-    """A row for each mode."""
+def rows_of_table(arguments: Namespace, comparison: Comparison) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
+    """Columns with their formats, and a row for each mode."""
     rows: list[tuple[Any, ...]] = []
+    unit, unit_bytes = unit_of(max(each.way.total for each in comparison.found))
     for each in comparison.found:
         way, split, memory = each.way, each.way.split, each.way.memory
-        excess = way.total / GIB - arguments.rank_memory
+        excess = (way.total - arguments.rank_memory * GIB) / unit_bytes
         name = way.name.removeprefix(split.mode).removeprefix(", ")
         parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
-        sizes = [size / GIB for size in (*parts, memory.gathered + memory.buffers, memory.peak)]
+        sizes = [size / unit_bytes for size in (*parts, memory.gathered + memory.buffers, memory.peak)]
         fits = "*" if each is comparison.best else "" if each.fits else f"+{excess:.1f}"
         shape = f"{split.pipeline} x {split.replicate} x {split.shard}"
         rows.append((split.mode, shape, fits, name, each.step_seconds, each.optimizer_seconds, *sizes))
-    return rows
-
-
-def rows_table(arguments: Namespace, comparison: Comparison) -> RenderableType:
-    """For a terminal."""
-    return table(_COLUMNS, cells(arguments, comparison))
+    return {**_COLUMNS, unit: ".1f"}, rows
 
 
 def hints(comparison: Comparison) -> list[str]:
@@ -154,15 +150,13 @@ def hints(comparison: Comparison) -> list[str]:
     best, found = comparison.best, list[str]()
     assert best is not None
     if best.way.recompute:
-        found.append(
-            "Activation checkpointing is turned on in the model (gradient_checkpointing_enable of transformers)."
-        )
+        found.append("Turn activation checkpointing on in the model (gradient_checkpointing_enable of transformers).")
     faster = [each for each in comparison.found if each.fits and each.step_seconds < best.step_seconds]
     if faster:
         ratio = best.step_seconds / faster[0].step_seconds
         found.append(
-            f"flexdemo is {ratio:.3g} times as fast. It trains differently: nodes exchange parts of their momenta (its loss: "
-            "docs/performance.md). Add --flexdemo to have it recommended."
+            f"flexdemo is {ratio:.3g} times as fast, and another optimizer: nodes exchange parts of their momenta (its "
+            "loss: docs/performance.md). Add --flexdemo to have it recommended."
         )
     return found
 
@@ -197,7 +191,7 @@ def write_config(arguments: Namespace, comparison: Comparison) -> None:
             num_processes=num_ranks,
             num_machines=nodes,
             mixed_precision="bf16" if comparison.precision == "bf16-mixed" else "no",
-            is_cpu=job.setting.machine == "cpu",
+            is_cpu=job.setting.is_cpu,
             output=arguments.write_config,
             accumulates=passes,
             checkpoints_activations=way.recompute,
@@ -217,7 +211,11 @@ def _lightning_config(arguments: Namespace, comparison: Comparison, *, devices: 
     trainer = dict(content.get("trainer") or {})
     given = trainer.get("strategy")
     arguments_given = (given.get("init_args") or {}) if isinstance(given, dict) else {}
-    kept = {key: value for key, value in arguments_given.items() if key not in _DECIDED}
+    options = strategy_options(way)
+    # Options that only some ways of sharding take.
+    takes = () if way.schedule else MODES_OF_SHARDING[options.get("sharding", Options.sharding)].takes
+    dropped = {*_DECIDED, *set().union(*(mode.takes for mode in MODES_OF_SHARDING.values())).difference(takes)}
+    kept = {key: value for key, value in arguments_given.items() if key not in dropped}
     if way.split.mode == "flexdemo":
         kept["optimizer"] = plain(job.flexdemo)
     elif "optimizer" in kept and Options.from_mapping({"optimizer": kept["optimizer"]}).has_nodes:
@@ -225,5 +223,6 @@ def _lightning_config(arguments: Namespace, comparison: Comparison, *, devices: 
     trainer |= {"devices": devices, "num_nodes": nodes}
     trainer |= {"precision": arguments.precision} if arguments.precision else {}
     trainer |= {"accumulate_grad_batches": passes} if passes > 1 or "accumulate_grad_batches" in trainer else {}
-    trainer["strategy"] = {"class_path": _STRATEGY, "init_args": {**strategy_options(way), **kept}}
+    trainer["strategy"] = {"class_path": _STRATEGY, "init_args": {**options, **kept}}
+    Options.from_mapping(trainer["strategy"]["init_args"], source=str(arguments.write_config))
     return yaml.safe_dump({**content, "trainer": trainer}, sort_keys=False)

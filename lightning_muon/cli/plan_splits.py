@@ -21,11 +21,12 @@ from lightning_muon.cli.plan_model import PlannedModel, count, positive, table
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import Job, Split
-from lightning_muon.cli.split_search import ACTIVATIONS, GIB, PlannedSplit, Way, plan_splits
+from lightning_muon.cli.split_search import ACTIVATIONS, GIB, PlannedSplit, Way, plan_splits, unit_of
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.schedule.pipeline import SCHEDULES
 
+FLEXDEMO = FlexDeMoConfig(base="muon")  # Of the row, if nobody says another: the optimizer of the other rows.
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 _OTHERS = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size")
 _LEGEND = (
@@ -116,7 +117,7 @@ def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, prec
         gathered_itemsize=gathered,
         reduced_itemsize=policy.reduce_dtype.itemsize if policy.reduce_dtype else gathered,
         flops_per_second=arguments.model_flops or setting.cost.flops_per_second,
-        flexdemo=planned.flexdemo or FlexDeMoConfig(base="muon"),
+        flexdemo=planned.flexdemo or FLEXDEMO,
     )
 
 
@@ -167,5 +168,6 @@ def recommendation(best: PlannedSplit) -> str:
     notes = "" if not way.recompute else ", with activation checkpointing"
     if not way.schedule and way.microbatches > 1:
         notes += f", accumulating {way.microbatches} batches"
-    memory = ", ".join(f"{name} {size / GIB:.1f}" for name, size in way.memory.to_dict().items())
-    return f"recommended: {', '.join(words)}{notes}; GiB: {memory}"
+    unit, size = unit_of(way.total)
+    memory = ", ".join(f"{name} {num_bytes / size:.1f}" for name, num_bytes in way.memory.to_dict().items())
+    return f"recommended: {', '.join(words)}{notes}; {unit}: {memory}"

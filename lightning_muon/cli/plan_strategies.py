@@ -57,6 +57,7 @@ class Setting:
     wire_itemsize: int  # Bytes of an element that travels.
     cost: CostModel
     machine: str = "reference"  # Where the rates come from.
+    is_cpu: bool = False  # Whether the ranks are on CPUs.
     owners: Mapping[str, int] = field(default_factory=dict[str, int])  # Of matrices that lie whole on a shard rank.
 
     def strategies(self) -> dict[str, MuonConfig]:
@@ -92,7 +93,7 @@ class Setting:
             for each in self.model.parameters
             if each.kind != "elementwise" and not each.frozen
         ]
-        device_type = "cpu" if self.machine == "cpu" else "cuda"
+        device_type = "cpu" if self.is_cpu else "cuda"
         dtype = torch.float32 if self.config.compute_dtype == "float32" else torch.bfloat16
         arithmetic = Arithmetic(device_type, dtype)
         known = {"dedupe": dedupe, "itemsize": self.wire_itemsize, "arithmetic": arithmetic}

@@ -1,7 +1,7 @@
 """The rules of ``lightning-muon plan --ranks`` and ``--splits``: what a rank holds, transfers, and seconds of a step.
 
-Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them in
-words, beside what real runs come to.
+Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them
+in words, beside what real runs come to.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def zero2_exchange(job: Job, split: Split) -> ShardExchange:
         [(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)
     ]
     num_bytes = job.itemsize * sum(job.parts.trained)
-    is_cpu = job.setting.machine == "cpu"
-    ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=not is_cpu)
+    may_grow = not job.setting.is_cpu
+    ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=may_grow)
     return min(ways, key=lambda way: way.seconds)
 
 

@@ -1,4 +1,4 @@
-"""The ways to train with a split of some ranks, and the fastest of each: ``lightning-muon plan --ranks``, ``--splits``."""
+"""The ways to train with a split of some ranks, and the fastest: for ``lightning-muon plan --ranks``, ``--splits``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_muon.schedule.pipeline import (
 from lightning_muon.schedule.program import COMPUTE, Program
 from lightning_muon.schedule.simulate import simulate
 
-GIB = 2**30
+GIB, _MIB = 2**30, 2**20
 ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
 # Times the default of micro-batches, as far as ranks times micro-batches are not too many to simulate.
 _MORE, _MOST_NODES = 4, 2048
@@ -158,7 +158,7 @@ def plan_modes(arguments: Namespace, job: Job, modes: Sequence[Mode]) -> tuple[l
         if of_mode:
             found.append(min(of_mode, key=lambda each: rank_of_row(each)[:2] if each.fits else (True, each.way.total)))
         else:
-            left_out.append(f"{mode} is left out: it does not divide {job.num_ranks} ranks and {job.rows} rows")
+            left_out.append(f"{mode} is left out: {job.num_ranks} ranks with {job.rows} rows cannot be divided so")
     if not found:
         raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks or --rows")
     return sorted(found, key=rank_of_row), [*search.left_out, *left_out]
@@ -189,6 +189,11 @@ def splits_of(mode: Mode, job: Job, *, most_stages: int) -> Iterator[Split]:
                 yield Split(
                     pipeline=pipeline, replicate=replicate, shard=shard, node_ranks=job.node_ranks, sharding=sharding
                 )
+
+
+def unit_of(num_bytes: float) -> tuple[str, int]:
+    """The unit in which to show sizes up to this one, and its bytes."""
+    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", _MIB)
 
 
 class _Search:

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from lightning_muon.cli.main import main
+from lightning_muon.cli.plan_memory import memory_of_stages
 from lightning_muon.cli.plan_model import Mesh, PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import Job, Split, memory_of_stages, stage_costs
+from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, stage_costs
 from lightning_muon.config import MuonConfig
 from lightning_muon.params.routing import route_module
 from lightning_muon.pipeline.cut import choose_stages, measure_flops
@@ -62,7 +63,8 @@ def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[int
 
 
 def _bytes(*of_kinds: int) -> dict[str, int]:
-    return dict(zip(("weights", "gradients", "optimizer", "activations", "gathered"), of_kinds, strict=True))
+    kinds = ("weights", "gradients", "optimizer", "activations", "gathered", "buffers")
+    return dict(zip(kinds, of_kinds, strict=True))
 
 
 def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -71,7 +73,12 @@ def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], ar
     # Of 544 elements a rank holds 272: 128 on Muon, 144 on AdamW. Whole gradients are float32, whole weights bfloat16.
     # Two micro-batches are on their way, each with 16 tokens of 8 elements into and out of each layer.
     activations = 2 * _LENGTH * 4 * (_WIDTH + _WIDTH) * 2
-    assert found["memory_bytes"] == _bytes(4 * 272, 4 * 544, 4 * (128 + 2 * 144), activations, 2 * 544)
+    # On the wire half of two matrices, in four buffers; at work input, two iterates and two products of two matrices.
+    wire, at_work = 4 * 2 * 32 * 2, 2 * (2 * 5 * _WIDTH**2)
+    memory = _bytes(4 * 272, 4 * 544, 4 * (128 + 2 * 144), activations, 2 * 544, wire + at_work)
+    assert found["memory_bytes"] == memory
+    # In backward nothing is at work.
+    assert found["peak_bytes"] == sum(memory.values()) - at_work
     # Gather and sum of half a stage; each rank has halves of the two matrices of the other one, there and back.
     assert found["inside_bytes"] == 2 * 544 / 2 + 4 * 544 / 2 + 2 * (2 * 32 * 2)
     assert found["between_bytes"] == 2 * _LENGTH * _WIDTH * 2
@@ -90,9 +97,9 @@ def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str],
     )
     one_layer = _LENGTH * 2 * _WIDTH * 2
     # The second stage, which is no layer, now needs more than the first one.
-    head = _LENGTH * ((_WORDS + _WIDTH) * 2 + 8 * _WORDS)
-    assert sum(again["memory_bytes"].values()) == max(
-        sum(kept["memory_bytes"].values()) - 2 * 4 * one_layer + 2 * 4 * one_layer // 2 + one_layer,
+    head = _LENGTH * ((_WORDS + _WIDTH) * 2 + 12 * _WORDS)
+    assert again["peak_bytes"] == max(
+        kept["peak_bytes"] - 2 * 4 * one_layer + 2 * 4 * one_layer // 2 + one_layer,
         4 * 132 + 4 * 264 + 4 * 2 * 132 + head + 2 * 264,
     )
     # Backward of the first stage takes 3 instead of 2 forwards: for the first micro-batch while it would wait.
@@ -102,10 +109,15 @@ def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str],
 def test_four_shards_without_a_pipeline_by_hand(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     found = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]
     assert (found["schedule"], found["microbatches"], found["idle"]) == (None, 1, 0)
-    # 202 of 808 elements, 64 of them on Muon; the largest part whole; the two largest ones gathered; one row.
-    activations = _LENGTH * (4 * 2 * _WIDTH * 2 + (_WORDS + _WIDTH) * 2 + 8 * _WORDS)
-    memory = _bytes(4 * 202, 4 * (202 + 264), 4 * (64 + 2 * 138), activations, 2 * (256 + 264))
+    # 202 of 808 elements, 64 of them on Muon. At the end of backward shards of four layers, and the root whole, packed
+    # for its sum; as it begins one row, with three copies of its logits, and the root and two layers gathered.
+    activations = _LENGTH * (4 * 2 * _WIDTH * 2 + (_WORDS + _WIDTH) * 2 + 12 * _WORDS)
+    root, layer, wire = 256 + 264, 72, 4 * 2 * 3 * 16
+    memory = _bytes(
+        4 * 202, layer * 4 + 2 * root, 4 * (64 + 2 * 138), activations, 2 * (root + 2 * layer), wire + 4 * root
+    )
     assert found["memory_bytes"] == memory and not found["weights_stay_whole"]
+    assert found["peak_bytes"] == sum(memory.values()) - memory["gradients"] - 4 * root
     # Two gathers and a sum, in rings of four ranks of which two of four steps leave a node; Muon's bytes all count as
     # leaving it: three quarters of the matrix of each rank, there and back.
     ring = (2 * 2 * 808 + 4 * 808) * 3 / 4
@@ -130,7 +142,7 @@ def test_batches_are_accumulated_where_one_does_not_fit(
 ) -> None:
     arguments[arguments.index("--rows") + 1] = "16"
     once = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]
-    limit = (sum(once["memory_bytes"].values()) - 1) / _GIB
+    limit = (once["peak_bytes"] - 1) / _GIB
     found = _plan(capsys, *arguments, "--activations", "kept", "--rank-memory", f"{limit:.17f}")[1, 1, 4]
     assert found["fits"] and found["microbatches"] == 2
     assert found["memory_bytes"]["activations"] == once["memory_bytes"]["activations"] / 2
@@ -141,13 +153,13 @@ def test_batches_are_accumulated_where_one_does_not_fit(
 def test_the_fastest_that_fits_is_recommended(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     everything = _plan(capsys, *arguments)
     assert set(everything) == {(1, 1, 4), (1, 2, 2), (1, 4, 1), (2, 1, 2), (2, 2, 1), (4, 1, 1)}
-    sizes = {key: sum(each["memory_bytes"].values()) for key, each in everything.items()}
+    sizes = {key: each["peak_bytes"] for key, each in everything.items()}
     # Too little for the fastest.
     first = next(iter(everything))
     assert [key for key, each in everything.items() if each["recommended"]] == [first]
     limit = sizes[first] - 1
     found = _plan(capsys, *arguments, "--rank-memory", f"{limit / _GIB:.17f}")
-    fits = {key: each for key, each in found.items() if sum(each["memory_bytes"].values()) <= limit}
+    fits = {key: each for key, each in found.items() if each["peak_bytes"] <= limit}
     assert fits and {key for key, each in found.items() if each["fits"]} == set(fits)
     fastest = min(fits, key=lambda key: fits[key]["step_seconds"])
     assert [key for key, each in found.items() if each["recommended"]] == [fastest]
@@ -157,7 +169,8 @@ def test_a_table_marks_it_and_says_what_to_set(capsys: pytest.CaptureFixture[str
     main(arguments)
     out = capsys.readouterr().out
     (marked,) = [line.split() for line in out.splitlines() if line.split()[3:4] == ["*"]]
-    assert f"recommended: pipeline_size={marked[0]}, replicate_size={marked[1]}, shard_size={marked[2]}" in out
+    words = f"pipeline_size={marked[0]}, " * (marked[0] != "1")
+    assert f"recommended: {words}replicate_size={marked[1]}, shard_size={marked[2]}" in out
 
 
 def test_where_nothing_fits_a_message_says_how_much(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
@@ -245,7 +258,7 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     cost = CostModel(flops_per_second=_FLOPS, memory_bytes_per_second=1e12, bandwidth=(_WITHIN,))
     setting = Setting(model=model, mesh=Mesh(1, 1), config=MuonConfig(), wire_itemsize=2, cost=cost)
     parts = PlannedParts(PlannedModel(shapes=model), model, width=None, itemsize=2)
-    sizes = {"itemsize": 4, "gathered_itemsize": 2, "reduced_itemsize": 4}
+    sizes = {"itemsize": 4, "gathered_itemsize": 2, "reduced_itemsize": 4, "flops_per_second": _FLOPS}
     job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=_LENGTH, **sizes)
     split = Split(pipeline=2, replicate=1, shard=1, node_ranks=8)
     stages = parts.stages(2)
@@ -257,6 +270,6 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     assert [halves.of("W", stage) for stage in (0, 1)] == pytest.approx([3 * _FORWARD, _FORWARD])
     # At the second I of the last stage both micro-batches wait for their W, with the gradient of its product.
     nodes = [F(1, 0), F(1, 1), I(1, 0), I(1, 1), W(1, 0), W(1, 1)]
-    memory = memory_of_stages(job, split, nodes, stages, number=2, recompute=True)
+    memory = memory_of_stages(job, split, nodes, stages, OptimizerStep(SplitTraffic()), number=2, recompute=True)
     loss = 4 * _WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
-    assert memory["activations"] == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + _LENGTH * loss
+    assert memory.activations == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + 2 * _LENGTH * loss
