@@ -19,7 +19,9 @@ log = logging.getLogger("mkdocs.plugins.docs_hooks")  # Warnings of this name co
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(#[^)\s]*)?(?=\))")
 _CODE = re.compile(r"<code.*?</code>", re.DOTALL)
-_LOST = re.compile(r"\n\s*(?:[-*] |\d+\. |\|)")  # Python-Markdown wants a blank line before a list, and 4 spaces inside of one.
+_LOST = re.compile(
+    r"\n\s*(?:[-*] |\d+\. |\|)"
+)  # Python-Markdown wants a blank line before a list, and 4 spaces inside of one.
 _PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code)")
 

@@ -69,7 +69,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | 
 
     Raises a ``FileNotFoundError`` for a folder without metrics, and a ``ValueError`` for files that are none of these.
     """
-    read = [Run.read(folder) for folder in runs]
+    read = [LoggedRun.read(folder) for folder in runs]
     names = [each.folder.name for each in read]
     for each in read:  # version_0 of two loggers.
         each.name = each.folder.name if names.count(each.folder.name) == 1 else "/".join(each.folder.parts[-2:])
@@ -79,7 +79,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | 
 
 
 @dataclass(eq=False)
-class Run:
+class LoggedRun:
     """What a folder has of a run."""
 
     folder: Path
@@ -90,7 +90,7 @@ class Run:
     name: str = ""
 
     @classmethod
-    def read(cls, folder: Path) -> Run:
+    def read(cls, folder: Path) -> LoggedRun:
         """Read the files of a folder, or of the newest ``version_*`` in it."""
         known = (_METRICS, _HISTORY, FOLDER)
         if not any((folder / name).exists() for name in known):
@@ -156,7 +156,7 @@ def _rows(folder: Path) -> Iterable[dict[str, float]]:
         yield numbers
 
 
-def _sections(runs: Sequence[Run], cost: Path | None) -> list[tuple[str, str]]:
+def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, str]]:
     metrics = list(dict.fromkeys(name for each in runs for name in each.curves))
     losses = [name for name in metrics if "loss" in name.lower()]
     others = [name for name in metrics if name not in losses and not any(map(name.startswith, _of_pictures()))]
@@ -182,7 +182,7 @@ def _of_pictures() -> list[str]:
     return [beginning for beginnings in (*_PICTURES.values(), ("bytes/",)) for beginning in beginnings]
 
 
-def _series(runs: Sequence[Run], metrics: Sequence[str], *, by_seconds: bool = False) -> dict[str, _Curve]:
+def _series(runs: Sequence[LoggedRun], metrics: Sequence[str], *, by_seconds: bool = False) -> dict[str, _Curve]:
     found: dict[str, _Curve] = {}
     all_alike = len({metric.partition("/")[0] for metric in metrics}) == 1
     for each in runs:
@@ -194,7 +194,7 @@ def _series(runs: Sequence[Run], metrics: Sequence[str], *, by_seconds: bool = F
     return found
 
 
-def _last_values(runs: Sequence[Run], metrics: Sequence[str]) -> str:
+def _last_values(runs: Sequence[LoggedRun], metrics: Sequence[str]) -> str:
     rows: list[list[str]] = []
     for metric in metrics:
         last = [each.curves[metric][-1][1] if metric in each.curves else None for each in runs]
@@ -202,7 +202,7 @@ def _last_values(runs: Sequence[Run], metrics: Sequence[str]) -> str:
     return html.table(["metric", *(each.name for each in runs)], rows) if rows else ""
 
 
-def _of_monitor(each: Run) -> Iterable[tuple[str, str]]:
+def _of_monitor(each: LoggedRun) -> Iterable[tuple[str, str]]:
     """Parts, bytes and balance, as MuonMonitor has measured them last."""
     if not each.measured:
         return
@@ -228,7 +228,7 @@ def _of_monitor(each: Run) -> Iterable[tuple[str, str]]:
     yield "Balance of the owners", html.grid(balance) if balance else ""
 
 
-def _of_timeline(each: Run, cost: Path | None) -> Iterable[tuple[str, str]]:
+def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]]:
     found = read_parts(each.folder / FOLDER)
     if found is None:
         return

@@ -39,7 +39,7 @@ pre { overflow-x: auto; font-size: .8rem; background: #8881; padding: .5rem; }
 """
 
 
-class Box(NamedTuple):
+class Bar(NamedTuple):
     """Something that ran, in seconds."""
 
     start: float
@@ -54,7 +54,7 @@ class Lane:
     """A row of a timeline; one without boxes is a heading."""
 
     name: str
-    boxes: Sequence[Box] = ()
+    boxes: Sequence[Bar] = ()
 
 
 def lanes_of(timeline: Timeline, about: Callable[[int, Op], str], ranks: Mapping[int, str]) -> list[Lane]:
@@ -67,12 +67,12 @@ def lanes_of(timeline: Timeline, about: Callable[[int, Op], str], ranks: Mapping
     """
     lanes: list[Lane] = []
     for rank, name in ranks.items():
-        boxes: dict[str, list[Box]] = {COMPUTE: []}
+        boxes: dict[str, list[Bar]] = {COMPUTE: []}
         for op, start, end in timeline.spans[rank]:
             style = style_of(op.kind)
             title = f"{op.name}: {_milliseconds(end - start)}, begins at {_milliseconds(start)}\n{about(rank, op)}"
             boxes.setdefault(op.lane, []).append(
-                Box(start, end, f"{style.letter}[{op.key}]", title.rstrip(), style.color)
+                Bar(start, end, f"{style.letter}[{op.key}]", title.rstrip(), style.color)
             )
         name = name.replace("\n", ", ")
         lanes += [Lane(name=f"{name}: {lane}", boxes=each) for lane, each in boxes.items() if each]

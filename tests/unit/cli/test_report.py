@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_muon.cli import main
 from lightning_muon.cli.report import Run, write_report
-from lightning_muon.monitor.html import Box, Lane, curves, ticks, timeline_svg
+from lightning_muon.monitor.html import Bar, Lane, curves, ticks, timeline_svg
 from tests.distributed.monitor.test_step_monitor import EVERY, MATRICES, _train
 from tests.support.processes import ProcessPool
 
@@ -138,7 +138,7 @@ def test_a_browser_shows_it_on_a_phone(folder: Path, tmp_path: Path) -> None:
 def test_pictures_have_round_ticks_and_escape_names() -> None:
     assert ticks(0, 13.7) == [0, 2, 4, 6, 8, 10, 12] and ticks(5, 5) == [5]
     svg = timeline_svg(
-        [Lane(name="a<b", boxes=[Box(0, 0.5, "G[0]", "gather & wait", "#fff"), Box(0.5, 1, "x", "y", "#000")])]
+        [Lane(name="a<b", boxes=[Bar(0, 0.5, "G[0]", "gather & wait", "#fff"), Bar(0.5, 1, "x", "y", "#000")])]
     )
     assert "a&lt;b" in svg and "gather &amp; wait" in svg
     assert re.findall(r'<rect x="([\d.]+)".*?width="([\d.]+)"', svg) == [("130.00", "410.00"), ("540.00", "410.00")]
