@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/concepts.md from runs on this machine: ``python -m scripts.pictures`` (minutes, two cores).
+"""Makes the pictures of docs/concepts.md from runs on this machine: ``python -m scripts.pictures`` (minutes).
 
 - ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
 - ``step.svg``: optimizer steps of a transformer's matrices on two ranks, by ``lightning-muon trace``.
@@ -91,7 +91,7 @@ def trained_layer() -> tuple[Tensor, Tensor]:
 
 
 def draw_singular_values(path: Path) -> None:
-    """Left: momentum and both updates, each divided by its largest singular value. Right: Newton-Schulz, step by step."""
+    """Left: momentum and both updates, each over its largest singular value. Right: Newton-Schulz, step by step."""
     momentum, squares = trained_layer()
     adamw = (momentum / (1 - 0.9**NUM_STEPS)) / ((squares / (1 - 0.999**NUM_STEPS)).sqrt() + 1e-8)
 

@@ -12,7 +12,7 @@ import pytest
 from typing_extensions import override
 
 from lightning_muon.cli import main
-from lightning_muon.cli.report import Run, write_report
+from lightning_muon.cli.report import LoggedRun, write_report
 from lightning_muon.monitor.html import Bar, Lane, curves, ticks, timeline_svg
 from tests.distributed.monitor.test_step_monitor import EVERY, MATRICES, _train
 from tests.support.processes import ProcessPool
@@ -99,7 +99,7 @@ def test_the_page_is_whole_and_names_matrices(folder: Path, capsys: pytest.Captu
 
 
 def test_losses_are_drawn_over_the_seconds_of_the_monitor(folder: Path) -> None:
-    run = Run.read(folder)
+    run = LoggedRun.read(folder)
     assert run.curves["loss"][:2] == [(0.0, 3.0), (1.0, 1.5)] and run.curves["val_loss"] == [(5.0, 0.7)]
     # Step 3 of the monitor is step 2 of the logger, since that counts from 0.
     (early, first), (late, last) = run.times
