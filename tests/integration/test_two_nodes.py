@@ -60,7 +60,7 @@ def _losses(printed: str) -> list[str]:
 
 
 def _on_two_nodes(program: Path, *arguments: str) -> str:
-    """What both nodes have printed; each has one rank. Warm interpreters live outside of the namespaces, so not those."""
+    """What both nodes have printed; each has one rank, not of a warm interpreter: those live outside of the nodes."""
     folder = program.parent
     environment = program_environment() | {
         "PYTHON": sys.executable, "RANKS_PER_NODE": "1", "MASTER_ADDR": ADDRESSES[0], "INTERFACE": DEVICE
@@ -88,7 +88,7 @@ def _on_two_nodes(program: Path, *arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 def test_two_nodes_train_and_restart_as_one_with_two_replicas(tmp_path: Path) -> None:
-    """A rank of the second node is killed: both agents start all ranks again, and every loss is that of two ranks here."""
+    """A rank of the second node is killed: both agents start all ranks again, with the losses of two ranks here."""
     program, alone = tmp_path / "program.py", tmp_path / "alone"
     program.write_text(_PROGRAM)
     alone.mkdir()
