@@ -1,8 +1,8 @@
 """What ``make docs`` does beside mkdocs, so that the same pages can be read on GitHub.
 
-Links from a page to files of the repository outside of docs/ become links to GitHub. With ``--strict`` these are errors:
-a link to a file that is not there, a public name that docs/api.md lacks, a page that docs/llms.txt lacks, and a list or
-a table that GitHub shows as such and mkdocs does not.
+Links from a page to files of the repository outside of docs/ become links to GitHub. With ``--strict`` these are
+errors: a link to a file that is not there, a public name that docs/api.md lacks, a page that docs/llms.txt lacks, and
+a list or a table that GitHub shows as such and mkdocs does not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ log = logging.getLogger("mkdocs.plugins.docs_hooks")  # Warnings of this name co
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(?<=\]\()(\.\./[^)#\s]+)(#[^)\s]*)?(?=\))")
 _CODE = re.compile(r"<code.*?</code>", re.DOTALL)
-_LOST = re.compile(
-    r"\n\s*(?:[-*] |\d+\. |\|)"
-)  # Python-Markdown wants a blank line before a list, and 4 spaces inside of one.
+# Python-Markdown wants a blank line before a list, and 4 spaces inside of one.
+_LOST = re.compile(r"\n\s*(?:[-*] |\d+\. |\|)")
 _PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 _ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code)")
 

@@ -1,7 +1,7 @@
-"""Makes the pictures of docs/concepts.md from runs on this machine: ``python -m scripts.pictures`` (minutes).
+"""Makes the pictures of docs/concepts.md from runs on this machine, in minutes: ``python -m scripts.pictures``.
 
 - ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
-- ``step.svg``: optimizer steps of a transformer's matrices on two ranks, by ``lightning-muon trace``.
+- ``step.svg``: optimizer steps on the matrices of T5-small on two ranks, by ``lightning-muon trace``.
 - ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: training steps over two stages, by ``lightning-muon trace``.
 """
 
@@ -28,22 +28,6 @@ from lightning_muon.math.newton_schulz import orthogonalize
 from scripts.source_files import ROOT
 
 NUM_STEPS = 200
-_SHAPES = {
-    "name": "6 blocks of width 256",
-    "source": "scripts/pictures.py",
-    "parameters": [
-        {"name": "embedding.weight", "shape": [4096, 256], "kind": "elementwise"},
-        {
-            "repeat": 6,
-            "parameters": [
-                {"name": "blocks.{i}.qkv.weight", "shape": [768, 256], "kind": "matrix", "splits": [256, 256, 256]},
-                {"name": "blocks.{i}.out.weight", "shape": [256, 256], "kind": "matrix"},
-                {"name": "blocks.{i}.up.weight", "shape": [1024, 256], "kind": "matrix"},
-                {"name": "blocks.{i}.down.weight", "shape": [256, 1024], "kind": "matrix"},
-            ],
-        },
-    ],
-}
 
 
 class Layers(L.LightningModule):
@@ -91,7 +75,7 @@ def trained_layer() -> tuple[Tensor, Tensor]:
 
 
 def draw_singular_values(path: Path) -> None:
-    """Left: momentum and both updates, each over its largest singular value. Right: Newton-Schulz, step by step."""
+    """Left: momentum and both updates, divided by their largest singular values. Right: Newton-Schulz, step by step."""
     momentum, squares = trained_layer()
     adamw = (momentum / (1 - 0.9**NUM_STEPS)) / ((squares / (1 - 0.999**NUM_STEPS)).sqrt() + 1e-8)
 
@@ -131,10 +115,9 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     draw_singular_values(out / "singular-values.svg")
+    trace(out / "step.svg", "--shapes", "t5-small", "--shard-size", "2")
     with tempfile.TemporaryDirectory() as folder:
-        shapes, config = Path(folder, "shapes.json"), Path(folder, "config.json")
-        shapes.write_text(json.dumps(_SHAPES))
-        trace(out / "step.svg", "--shapes", str(shapes), "--shard-size", "2")
+        config = Path(folder, "config.json")
         strategy = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": {"pipeline_size": 2}}
         trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "strategy": strategy}
         config.write_text(json.dumps({"model": {"class_path": "scripts.pictures.Layers"}, "trainer": trainer}))

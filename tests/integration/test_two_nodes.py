@@ -60,7 +60,7 @@ def _losses(printed: str) -> list[str]:
 
 
 def _on_two_nodes(program: Path, *arguments: str) -> str:
-    """What both nodes have printed; each has one rank. Warm interpreters live outside of the namespaces."""
+    """What both nodes have printed; each has one rank, not of a warm interpreter: those live outside of the nodes."""
     folder = program.parent
     environment = program_environment() | {
         "PYTHON": sys.executable, "RANKS_PER_NODE": "1", "MASTER_ADDR": ADDRESSES[0], "INTERFACE": DEVICE
