@@ -56,8 +56,9 @@ class ReplicaCheck:
         if num_steps % self._every:
             return
         self._mode.finish_parameters()
-        found = [*self._differing_copies(optimizer), *self._differing_updates(optimizer)]
-        everywhere = sorted(set(chain.from_iterable(gather(found, None))))
+        found = gather((self._differing_updates(optimizer), self._differing_copies(optimizer)), None)
+        # Updates first: a wrong one makes weights differ, too.
+        everywhere = [each for kind in zip(*found, strict=True) for each in sorted(set(chain.from_iterable(kind)))]
         if everywhere:
             more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
             raise RuntimeError(
