@@ -70,9 +70,8 @@ def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | 
     Raises a ``FileNotFoundError`` for a folder without metrics, and a ``ValueError`` for files that are none of these.
     """
     read = [LoggedRun.read(folder) for folder in runs]
-    names = [each.folder.name for each in read]
-    for each in read:  # version_0 of two loggers.
-        each.name = each.folder.name if names.count(each.folder.name) == 1 else "/".join(each.folder.parts[-2:])
+    for each in read:  # Of several, with the folder above it: version_0 has many namesakes.
+        each.name = "/".join(each.folder.resolve().parts[-min(2, len(read)) :])
     path = out or runs[0] / "report.html"
     path.write_text(html.page(f"Report of {', '.join(each.name for each in read)}", _sections(read, cost)), "utf-8")
     return path

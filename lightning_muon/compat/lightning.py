@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -104,3 +104,13 @@ def signal_handlers(package: LightningPackage) -> dict[int, Callable[[int, Any],
 def set_sampler_epoch(package: LightningPackage, dataloader: Any, epoch: int) -> None:
     """Tell the sampler of a data loader, where it asks, which epoch it draws next."""
     package.fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)
+
+
+def forget_logged(trainer: Any, names: Collection[str]) -> None:
+    """Leave out what ``self.log`` was given under these names until it is given it again.
+
+    Lightning repeats the last value in every later row of a logger, until the epoch ends.
+    """
+    for metric in (trainer._results or {}).values():
+        if metric.meta.name in names:
+            metric.reset()

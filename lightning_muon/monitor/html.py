@@ -25,7 +25,7 @@ _STYLE = """
 body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 1rem 2rem; max-width: 1100px; }
 h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 .scroll { overflow-x: auto; } .scroll svg { min-width: 640px; }
-.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
+.grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
 svg { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; fill: currentColor; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: .9rem; }
 svg rect:hover { stroke: currentColor; stroke-width: 1.5; }

@@ -435,12 +435,14 @@ def orthogonality_error(update: Tensor) -> Tensor:
 def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds by part of a step, of a rank's spans, among which is the whole step."""
     found = {part: sum(end - start for op, start, end in spans if op.kind in kinds) for part, kinds in PARTS.items()}
-    for op, begin, last in spans:
-        if op == WHOLE_STEP:
-            ops = [Span(each.op, max(begin, each.start), min(last, each.end)) for each in spans if each.op != op]
-            summary = Timeline({0: [span for span in ops if span.end > span.start]}).ranks[0]
-            found["total"], found["exposed_communication"] = last - begin, summary.exposed_seconds
-            found["other"] = max(0.0, last - begin - summary.compute_seconds - summary.exposed_seconds)
+    ops = [span for span in spans if span.op != WHOLE_STEP]
+    for _, begin, last in (span for span in spans if span.op == WHOLE_STEP):
+        found["total"] = last - begin
+        inside = [Span(op, max(begin, start), min(last, end)) for op, start, end in ops if end > begin and start < last]
+        if inside:  # Of an optimizer that has ops.
+            summary = Timeline({0: inside}).ranks[0]
+            found["exposed_communication"] = summary.exposed_seconds
+            found["other"] = max(0.0, found["total"] - summary.compute_seconds - summary.exposed_seconds)
     return found
 
 

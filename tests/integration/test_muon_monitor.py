@@ -15,7 +15,7 @@ from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, St
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
-EVERY, ACCUMULATED = 2, 2
+EVERY, ACCUMULATED, NUM_STEPS = 2, 2, 8
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: ParallelMuonStrategy(optimizer=training.EXACT),
     "zero2": lambda: ParallelMuonStrategy(sharding="zero2", optimizer=training.EXACT),
@@ -52,7 +52,7 @@ def _train(folder: str, kind: str) -> dict[str, Any]:
 
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
             after = training.full_weights(module.network)
-            if trainer.global_step == 2 * EVERY and after:
+            if trainer.global_step == NUM_STEPS and after:
                 change = {name: after[name] - self.before[name] for name in after}
                 for group, values in _by_group(change, has_muon=kind != "ddp").items():
                     expected[f"update_rms/{group}"] = _rms(values)
@@ -71,7 +71,7 @@ def _train(folder: str, kind: str) -> dict[str, Any]:
         accumulate_grad_batches=ACCUMULATED,
         callbacks=[MuonMonitor(EVERY, peak_flops=1e12), Weights()],
     )
-    trainer.fit(module, training.loader(), training.loader())
+    trainer.fit(module, training.loader(num_samples=64), training.loader())
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
     sent = getattr(trainer.optimizers[0], "sent_bytes_per_step", None)
     trainer.strategy.teardown()
@@ -94,7 +94,7 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
     assert {name: other["logged"][name] for name in expected} == pytest.approx(expected, rel=1e-4)
 
     rows = [row for row in _rows(tmp_path / "csv" / kind / "metrics.csv") if "update_rms/group0" in row]
-    assert [row["step"] for row in rows] == [EVERY - 1, 2 * EVERY - 1]
+    assert [row["step"] for row in rows] == [1, 3, 5, 7], "each is given once"
     assert {name: rows[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
     events = EventAccumulator(str(tmp_path / "tensorboard" / kind))
     events.Reload()

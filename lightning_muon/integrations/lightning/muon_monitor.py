@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.compat.lightning import LightningPackage, forget_logged
 from lightning_muon.config import check_whole
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.monitor.step_monitor import StepMonitor, flops_of_token
@@ -59,6 +59,7 @@ class MuonMonitorCallback:
         self.every_n_steps, self.tokens = every_n_steps, tokens or tokens_of
         self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self._monitor: StepMonitor | None = None
+        self._logged: tuple[str, ...] = ()  # Names of numbers that a logger has just been given.
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin. Collective over all ranks; every rank must call it."""
@@ -87,6 +88,9 @@ class MuonMonitorCallback:
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
         """Count the tokens of the batch; local."""
+        if self._logged:
+            forget_logged(trainer, self._logged)
+            self._logged = ()
         if self._monitor is not None:
             self._monitor.count(self.tokens(batch))
 
@@ -94,6 +98,7 @@ class MuonMonitorCallback:
         """Log what the step has given, if it was measured; local."""
         if self._monitor is not None and (values := self._monitor.take()):
             module.log_dict(values, on_step=True, on_epoch=False)
+            self._logged = tuple(values)
 
     def on_validation_start(self, *_: Any) -> None:
         """Stop the clock."""

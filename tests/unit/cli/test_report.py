@@ -113,7 +113,7 @@ def test_runs_are_drawn_in_the_same_pictures(folder: Path, tmp_path: Path) -> No
         json.dumps({"log_history": [{"step": 1, "loss": 2.5}, {"step": 2, "loss": 2.0}]})
     )
     text = write_report([folder, tmp_path]).read_text()
-    assert f"<title>{tmp_path.name}: 2 at 2 step</title>" in text and "<title>version_3: 0.5 at 5 step</title>" in text
+    assert f"{tmp_path.name}: 2 at 2 step</title>" in text and "/version_3: 0.5 at 5 step</title>" in text
     with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv, trainer_state\.json, muon_monitor"):
         write_report([tmp_path.parent / "nothing"])
 

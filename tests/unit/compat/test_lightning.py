@@ -1,6 +1,7 @@
 """Fails when a private name of Lightning moves."""
 
 import signal
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_muon.compat.lightning import (
     LightningPackage,
     apply_layer_sync,
+    forget_logged,
     is_placeholder_optimizer,
     set_sampler_epoch,
     signal_handlers,
@@ -63,3 +65,15 @@ def test_a_sampler_is_told_its_epoch(package: LightningPackage) -> None:
     sampler = DistributedSampler([0, 1], num_replicas=1, rank=0)  # pyright: ignore[reportArgumentType]
     set_sampler_epoch(package, DataLoader([0, 1], sampler=sampler), 3)  # pyright: ignore[reportArgumentType]
     assert sampler.epoch == 3
+
+
+def test_results_that_were_logged_are_forgotten(package: LightningPackage) -> None:
+    loop = package.module("trainer.connectors.logger_connector.result")
+    results = loop._ResultCollection(training=True)
+    for name in ("a", "b"):
+        results.log("training_step", name, torch.tensor(2.0), on_step=True, on_epoch=False)
+    assert hasattr(package.module().Trainer, "_results")
+    forget_logged(SimpleNamespace(_results=results), ["a"])
+    assert results.metrics(on_step=True)["log"].keys() == {"b"}
+    results.log("training_step", "a", torch.tensor(3.0), on_step=True, on_epoch=False)
+    assert float(results.metrics(on_step=True)["log"]["a"]) == 3
