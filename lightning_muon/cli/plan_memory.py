@@ -118,9 +118,9 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
         own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.
     for part in reversed(range(len(job.parts))):
         casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
-        accumulated = job.itemsize * sum(trained[: part + 1]) if passes > 1 else 0
         for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
             there = job.itemsize * sum(trained[first:])
+            accumulated = job.itemsize * sum(trained[:first]) if passes > 1 else 0
             in_bucket = min(bucket, there)
             summed = there if own == 1 else own * (there - in_bucket)
             yield _Moment(summed + accumulated, activations, casts, copies * in_bucket)

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, get_args
 from lightning_muon.cli.plan_flexdemo import node_traffic, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_parts import PlannedParts
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_strategies
+from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
@@ -344,29 +344,42 @@ class OptimizerStep(NamedTuple):
 
 
 def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> OptimizerStep:
-    """The simulated step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
-
-    Nodes of a FlexDeMo do the same, each for itself.
-    """
-    trained = [each for each in parameters if not each.frozen]
-    is_flexdemo = split.sharding == "flexdemo"
-    if all(each.algorithm == "adamw" for each in trained) or (is_flexdemo and job.flexdemo.base != "muon"):
+    """What :func:`simulated_step` comes to, or a pass over memory without Newton-Schulz."""
+    best = simulated_step(job, parameters, split)
+    if best is None:
+        trained = [each for each in parameters if not each.frozen]
+        is_flexdemo = split.sharding == "flexdemo"
         num_tensors = _SGD_TENSORS if is_flexdemo and job.flexdemo.base == "sgd" else ADAMW_TENSORS
         size = sum(held(each, split.shards_of_weights) for each in trained)
         return OptimizerStep(SplitTraffic(num_tensors * STATE_ITEMSIZE * size / job.cost.memory_bytes_per_second))
-    spans = [nodes > 1 for _, nodes in split.axes]
-    setting = replace(
-        job.setting,
-        model=replace(job.setting.model, parameters=tuple(parameters)),
-        mesh=Mesh(1 if is_flexdemo else split.replicate, split.shard),
-        cost=job.cost.with_links(spans),
-        owners=zero2_owners(job, split) if split.sharding == "zero2" else {},
-    )
-    outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
-    best = min(outcomes, key=lambda each: each.timeline.makespan)
-    leaves_node = {"within a replica": spans[0], "between replicas": spans[1]}
+    leaves_node = dict(zip(("within a replica", "between replicas"), _spans_nodes(split), strict=True))
     sent = {False: 0.0, True: 0.0}
     for each in best.numbers["bytes"]:
         sent[leaves_node[each["axis"]]] += each["most"]
     traffic = SplitTraffic(best.timeline.makespan, sent[False], sent[True])
     return OptimizerStep(traffic, best.numbers["kept_buffer_bytes"], best.numbers["working_bytes"])
+
+
+def simulated_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> Outcome | None:
+    """The step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
+
+    Nodes of a FlexDeMo do the same, each for itself. ``None`` if nothing is orthogonalized.
+    """
+    is_flexdemo = split.sharding == "flexdemo"
+    is_elementwise = all(each.frozen or each.algorithm == "adamw" for each in parameters)
+    if is_elementwise or (is_flexdemo and job.flexdemo.base != "muon"):
+        return None
+    setting = replace(
+        job.setting,
+        model=replace(job.setting.model, parameters=tuple(parameters)),
+        mesh=Mesh(1 if is_flexdemo else split.replicate, split.shard),
+        cost=job.cost.with_links(_spans_nodes(split)),
+        owners=zero2_owners(job, split) if split.sharding == "zero2" else {},
+    )
+    outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
+    return min(outcomes, key=lambda each: each.timeline.makespan)
+
+
+def _spans_nodes(split: Split) -> list[bool]:
+    """Whether shards lie on several nodes, and whether replicas do."""
+    return [nodes > 1 for _, nodes in split.axes]

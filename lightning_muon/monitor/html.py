@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
 from lightning_muon.schedule.draw import style_of
 from lightning_muon.schedule.program import COMPUTE, Op
-from lightning_muon.schedule.simulate import Timeline
+from lightning_muon.schedule.simulate import Span, Timeline
 
 # In units of a picture, which are pixels where it is not scaled.
 _WIDTH, _LABELS, _ROW, _AXIS = 960, 130, 20, 30
@@ -208,6 +208,17 @@ def legend(colors: Mapping[str, str]) -> str:
     """What colors mean."""
     entries = (f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in colors.items())
     return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def legend_of(timelines: Iterable[Iterable[Span]]) -> str:
+    """The legend of what ran on some ranks."""
+    kinds = {style_of(span.op.kind) for spans in timelines for span in spans}
+    return legend({f"{style.letter} {style.title}".strip(): style.color for style in sorted(kinds)})
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """One for each text."""
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
 
 def _figure(title: str, height: float, parts: Sequence[str]) -> str:
