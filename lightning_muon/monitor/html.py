@@ -23,13 +23,13 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#A6
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 1rem 2rem; max-width: 1100px; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
+h1 { font-size: 1.4rem; } h1, p { overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 .scroll { overflow-x: auto; } .scroll svg { min-width: 640px; }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(min(100%, 21rem), 1fr)); }
 svg { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; fill: currentColor; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: .9rem; }
 svg rect:hover { stroke: currentColor; stroke-width: 1.5; }
-td { overflow-wrap: anywhere; } td.number { white-space: nowrap; }
+td { overflow-wrap: anywhere; } td:not(.number) { min-width: 4.5em; } td.number { white-space: nowrap; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .2rem .7rem .2rem 0; text-align: left;
   border-bottom: 1px solid #8884; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.chosen { font-weight: 700; background: #f0e44255; }
