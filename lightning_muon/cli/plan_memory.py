@@ -6,6 +6,7 @@ there at one time. docs/planning.md has the rules in words, beside what real run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from lightning_muon.cli.split_rules import (
     rows_of,
     zero2_elements,
     zero2_exchange,
+    zero2_packed_bytes,
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
@@ -75,7 +77,7 @@ def memory_without_pipeline(
     trained = sum(held(each, split.shards_of_weights) for each in parameters if not each.frozen)
     gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
     if split.sharding == "zero2":
-        working = max(working, gradients)  # All new values may be on their way at once.
+        working = max(working, zero2_packed_bytes(job, split))  # All new values may be on their way at once.
         gradients = job.itemsize * zero2_elements(job, split)[0]
     elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
         kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
@@ -116,6 +118,8 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
         # A bucket as it arrives, as it is sent, and the shares of the other ranks.
         copies = 2 + (split.shard - 1) / split.shard
         own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.
+    largest = max((math.prod(each.shape) for some in job.parts.parameters for each in some), default=0)
+    bucket = max(bucket, job.itemsize * largest)
     for part in reversed(range(len(job.parts))):
         casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
         for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):

@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, get_args
 
+import torch
+
 from lightning_muon.cli.plan_flexdemo import node_traffic, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES, make_buckets
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
@@ -177,6 +179,23 @@ def zero2_exchange(job: Job, split: Split) -> ShardExchange:
     may_grow = not job.setting.is_cpu
     ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=may_grow)
     return min(ways, key=lambda way: way.seconds)
+
+
+@cache
+def zero2_packed_bytes(job: Job, split: Split) -> int:
+    """Bytes of new values that travel in buffers: a part that is alone in its bucket travels from place to place."""
+    trained = [each for some in job.parts.parameters for each in some if not each.frozen]
+    shapes = {torch.empty(each.shape, device="meta"): each for each in trained}
+    owners, packed = zero2_owners(job, split), 0
+    for bucket in make_buckets(list(shapes), zero2_exchange(job, split).bucket_bytes):
+        parts: dict[int, list[int]] = {}
+        for each in map(shapes.__getitem__, bucket):
+            is_owned = each.name in owners
+            size = math.prod(each.shape) if is_owned else held(each, split.shard)
+            for rank in [owners[each.name]] if is_owned else range(split.shard):
+                parts.setdefault(rank, []).append(size)
+        packed += sum(sum(sizes) for sizes in parts.values() if len(sizes) > 1)
+    return job.itemsize * packed
 
 
 def rows_of(job: Job, split: Split) -> int:
