@@ -23,7 +23,7 @@ from lightning_muon.cli.split_rules import (
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
-from lightning_muon.schedule.pipeline import Node, peak_activations
+from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
 from lightning_muon.schedule.shapes import ParameterShape
 
 _INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: math/quantization.py.
@@ -191,7 +191,10 @@ def memory_of_stages(
         for stage, some in enumerate(stages)
     }
     numel = sum(parts.numel[part] for part in own)
-    activations = peak_activations(nodes, kept, between) + tokens * parts.in_backward(own, recompute=recompute)
+    in_backward = parts.in_backward(own, recompute=recompute)
+    if any(node.kind == PipelineKind.BACKWARD_INPUT for node in nodes):
+        in_backward -= sum(parts.loss_gradient[part] for part in own)  # Of the logits, which is in `between`.
+    activations = peak_activations(nodes, kept, between) + tokens * in_backward
     shards = job.itemsize * sum(held(each, split.shard) for each in parameters if not each.frozen)
     return _memory(
         job.itemsize * sum(held(each, split.shard) for each in parameters),
