@@ -57,7 +57,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class RankedModes:
     """The ways to train, and the recommended one."""
 
     job: Job
@@ -67,7 +67,7 @@ class Comparison:
     best: PlannedSplit | None  # `None` if nothing fits.
 
 
-def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Comparison:
+def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> RankedModes:
     """Plan each mode. FlexDeMo, which trains in another way, is recommended only where it is asked for."""
     precision = arguments.precision or planned.precision or "bf16-mixed"
     modes, left_out = list(arguments.modes), list[str]()
@@ -86,7 +86,7 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Co
     if planned.flexdemo is None:
         candidates = [each for each in candidates if each.way.split.mode != "flexdemo"]
     best = candidates[0] if candidates else None
-    return Comparison(job=job, precision=precision, found=found, left_out=[*left_out, *others], best=best)
+    return RankedModes(job=job, precision=precision, found=found, left_out=[*left_out, *others], best=best)
 
 
 def run(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel) -> None:
@@ -120,7 +120,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     console.print(recommendation(best), *hints(comparison), sep="\n")
 
 
-def heading(arguments: Namespace, comparison: Comparison) -> list[str]:
+def heading(arguments: Namespace, comparison: RankedModes) -> list[str]:
     """What was asked."""
     job, setting = comparison.job, comparison.job.setting
     links = ", ".join(f"{each / 1e9:g}" for each in job.cost.bandwidth)
@@ -132,7 +132,7 @@ def heading(arguments: Namespace, comparison: Comparison) -> list[str]:
     ]
 
 
-def rows_of_table(arguments: Namespace, comparison: Comparison) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
+def rows_of_table(arguments: Namespace, comparison: RankedModes) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
     """Columns with their formats, and a row for each mode."""
     rows: list[tuple[Any, ...]] = []
     unit, unit_bytes = unit_of(max(each.way.total for each in comparison.found))
@@ -148,7 +148,7 @@ def rows_of_table(arguments: Namespace, comparison: Comparison) -> tuple[dict[st
     return {**_COLUMNS, unit: ".1f"}, rows
 
 
-def hints(comparison: Comparison) -> list[str]:
+def hints(comparison: RankedModes) -> list[str]:
     """What the recommended row leaves to say."""
     best, found = comparison.best, list[str]()
     assert best is not None
@@ -164,7 +164,7 @@ def hints(comparison: Comparison) -> list[str]:
     return found
 
 
-def write_html(arguments: Namespace, comparison: Comparison) -> None:
+def write_html(arguments: Namespace, comparison: RankedModes) -> None:
     """The table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
     job, best = comparison.job, comparison.best
     shown = comparison.found[0] if best is None else best
@@ -185,7 +185,7 @@ def write_html(arguments: Namespace, comparison: Comparison) -> None:
     write_page(arguments.html, first, sections)
 
 
-def write_config(arguments: Namespace, comparison: Comparison) -> None:
+def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     """The file of the recommended row: that of ``--config`` with its strategy, else one of Accelerate with our section.
 
     Raises:
@@ -224,7 +224,7 @@ def write_config(arguments: Namespace, comparison: Comparison) -> None:
         file.write(text)
 
 
-def _lightning_config(arguments: Namespace, comparison: Comparison, *, devices: int, nodes: int, passes: int) -> str:
+def _lightning_config(arguments: Namespace, comparison: RankedModes, *, devices: int, nodes: int, passes: int) -> str:
     """The file of ``--config`` with another strategy, which keeps the options that the plan leaves open."""
     import yaml
 
