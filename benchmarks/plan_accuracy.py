@@ -125,8 +125,9 @@ def train_all(arguments: argparse.Namespace) -> None:
     """What each rank does: plan, train and measure every mode."""
     torch.set_num_threads(1)
     num_ranks = arguments.ranks_per_node = int(os.environ["WORLD_SIZE"])
-    first = {"sharding": "none"} if num_ranks == 1 else {"sharding": "ddp"}
-    Training(first, arguments, num_nodes=1)  # Makes the process group.
+    first = Training({"sharding": "none" if num_ranks == 1 else "ddp"}, arguments, num_nodes=1)
+    first.fabric.strategy.teardown()  # Its process group stays.
+    del first
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     planned = planned_llama()

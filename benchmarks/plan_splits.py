@@ -123,7 +123,9 @@ def asked_of_plan(
 def work(arguments: Namespace) -> None:
     """What each rank does."""
     torch.set_num_threads(1)
-    Training({"shard_size": NUM_NODES * arguments.ranks_per_node}, arguments)  # Makes the process group.
+    first = Training({"shard_size": NUM_NODES * arguments.ranks_per_node}, arguments)  # Makes the process group.
+    first.fabric.strategy.teardown()
+    del first
     flops = torch.tensor(measured_flops(arguments), dtype=torch.float64)
     dist.all_reduce(flops)
     if os.environ["LOCAL_RANK"] == "0":

@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 
 from lightning_muon.cli import plan_modes, plan_pipeline, plan_splits
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
+from lightning_muon.cli.plan_html import step_section, table_section, write_page
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
@@ -69,6 +70,7 @@ _OPTIONS = (
     ("--bandwidth", "X", positive, "bytes/s of a rank's link (within a replica)"),
     ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
+    ("--html", "FILE.html", Path, "a page with the timeline, its matrices under the pointer, and the table"),
     ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
 # Of the timelines: title and format of a column, and its value by the numbers of a strategy.
@@ -158,6 +160,8 @@ def run(arguments: Namespace) -> None:
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
         "zero2": [asdict(way) for way in zero2] or None,
     }
+    if arguments.html is not None:
+        _write_page(arguments.html, f"{title} ranks", setting, outcomes, choice)
     if arguments.json:
         sys.stdout.write(json.dumps(plan) + "\n")
         return
@@ -339,6 +343,29 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
             f"({shared}): {row}."
         )
     return [table(columns, rows), *caption]
+
+
+def _write_page(
+    path: Path, title: str, setting: Setting, outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None
+) -> None:
+    """The timeline of the strategy that the config has, or of the pipeline, and the table of all."""
+    if not outcomes:
+        raise ValueError("--html shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
+    names = [outcome.name for outcome in outcomes]
+    asked = choice["row"] if choice is not None else PIPELINE
+    shown = outcomes[names.index(asked if asked is not None else PIPELINE)]
+    columns = {"strategy": "", **{title: form for title, form, _ in _COLUMNS}}
+    rows = [(each.name, *(value(each.numbers) for *_, value in _COLUMNS)) for each in outcomes]
+    chosen = None if asked is None else names.index(asked)
+    head = list(map(str, _head(setting, outcomes[names.index(PIPELINE)])))
+    write_page(
+        path,
+        title,
+        [
+            table_section("Strategies", columns, rows, chosen, head),
+            step_section(f"Predicted optimizer step: {shown.name}", shown),
+        ],
+    )
 
 
 def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:

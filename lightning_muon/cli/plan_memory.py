@@ -6,6 +6,7 @@ there at one time. docs/planning.md has the rules in words, beside what real run
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -18,10 +19,11 @@ from lightning_muon.cli.split_rules import (
     rows_of,
     zero2_elements,
     zero2_exchange,
+    zero2_packed_bytes,
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
-from lightning_muon.schedule.pipeline import Node, peak_activations
+from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
 from lightning_muon.schedule.shapes import ParameterShape
 
 _INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: math/quantization.py.
@@ -75,7 +77,7 @@ def memory_without_pipeline(
     trained = sum(held(each, split.shards_of_weights) for each in parameters if not each.frozen)
     gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
     if split.sharding == "zero2":
-        working = max(working, gradients)  # All new values may be on their way at once.
+        working = max(working, zero2_packed_bytes(job, split))  # All new values may be on their way at once.
         gradients = job.itemsize * zero2_elements(job, split)[0]
     elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
         kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
@@ -116,11 +118,13 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
         # A bucket as it arrives, as it is sent, and the shares of the other ranks.
         copies = 2 + (split.shard - 1) / split.shard
         own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.
+    largest = max((math.prod(each.shape) for some in job.parts.parameters for each in some), default=0)
+    bucket = max(bucket, job.itemsize * largest)
     for part in reversed(range(len(job.parts))):
         casts = job.casts_itemsize * sum(job.parts.numel[: part + 1])
-        accumulated = job.itemsize * sum(trained[: part + 1]) if passes > 1 else 0
         for first, activations in _activations(job, split, part, passes=passes, recompute=recompute):
             there = job.itemsize * sum(trained[first:])
+            accumulated = job.itemsize * sum(trained[:first]) if passes > 1 else 0
             in_bucket = min(bucket, there)
             summed = there if own == 1 else own * (there - in_bucket)
             yield _Moment(summed + accumulated, activations, casts, copies * in_bucket)
@@ -187,7 +191,10 @@ def memory_of_stages(
         for stage, some in enumerate(stages)
     }
     numel = sum(parts.numel[part] for part in own)
-    activations = peak_activations(nodes, kept, between) + tokens * parts.in_backward(own, recompute=recompute)
+    in_backward = parts.in_backward(own, recompute=recompute)
+    if any(node.kind == PipelineKind.BACKWARD_INPUT for node in nodes):
+        in_backward -= sum(parts.loss_gradient[part] for part in own)  # Of the logits, which is in `between`.
+    activations = peak_activations(nodes, kept, between) + tokens * in_backward
     shards = job.itemsize * sum(held(each, split.shard) for each in parameters if not each.frozen)
     return _memory(
         job.itemsize * sum(held(each, split.shard) for each in parameters),

@@ -12,11 +12,12 @@ from typing import Any
 
 from rich.console import Console
 
+from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section, write_page
 from lightning_muon.cli.plan_model import PlannedModel, count, table
 from lightning_muon.cli.plan_splits import make_job, recommendation, strategy_options
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import MODES, Job
-from lightning_muon.cli.split_search import GIB, PlannedSplit, plan_modes, unit_of
+from lightning_muon.cli.split_rules import MODES, Job, simulated_step
+from lightning_muon.cli.split_search import GIB, PlannedSplit, pipeline_timeline, plan_modes, unit_of
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.sharding.modes import MODES as MODES_OF_SHARDING
@@ -94,6 +95,8 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     job, best = comparison.job, comparison.best
     if best is not None and arguments.write_config is not None:
         write_config(arguments, comparison)
+    if arguments.html is not None:
+        write_html(arguments, comparison)
     if arguments.json:
         options = {"rows": job.rows, "length": job.length, "precision": comparison.precision}
         options |= {"rank_memory_gib": arguments.rank_memory, "node_ranks": job.node_ranks}
@@ -102,7 +105,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
         sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": modes}) + "\n")
         return
     console.print(
-        *head(arguments, comparison),
+        *heading(arguments, comparison),
         table(*rows_of_table(arguments, comparison)),
         _LEGEND,
         *comparison.left_out,
@@ -117,7 +120,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     console.print(recommendation(best), *hints(comparison), sep="\n")
 
 
-def head(arguments: Namespace, comparison: RankedModes) -> list[str]:
+def heading(arguments: Namespace, comparison: RankedModes) -> list[str]:
     """What was asked."""
     job, setting = comparison.job, comparison.job.setting
     links = ", ".join(f"{each / 1e9:g}" for each in job.cost.bandwidth)
@@ -159,6 +162,27 @@ def hints(comparison: RankedModes) -> list[str]:
             "loss: docs/performance.md). Add --flexdemo to have it recommended."
         )
     return found
+
+
+def write_html(arguments: Namespace, comparison: RankedModes) -> None:
+    """The table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
+    job, best = comparison.job, comparison.best
+    shown = comparison.found[0] if best is None else best
+    columns, rows = rows_of_table(arguments, comparison)
+    chosen = None if best is None else comparison.found.index(best)
+    notes = [*([recommendation(best), *hints(comparison)] if best else []), _LEGEND, *comparison.left_out]
+    first, *head = heading(arguments, comparison)
+    sections = [table_section("What fits, and what is fastest", columns, rows, chosen, [*head, *notes])]
+    split, schedule = shown.way.split, shown.way.schedule
+    own: tuple[int, ...] = tuple(range(len(job.parts)))
+    if schedule is not None:
+        sections.append(pipeline_section(pipeline_timeline(job, shown.way)))
+        own = schedule.parts_of_ranks[0]
+    step = simulated_step(job, [each for part in own for each in job.parts.parameters[part]], split)
+    if step is not None:
+        where = f"{split.mode}, first stage" if schedule is not None else split.mode
+        sections.append(step_section(f"Planned optimizer step: {where}", step))
+    write_page(arguments.html, first, sections)
 
 
 def write_config(arguments: Namespace, comparison: RankedModes) -> None:

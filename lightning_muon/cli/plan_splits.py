@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def refuse_others(arguments: Namespace) -> None:
     """Raise ``ValueError`` for options that ``--splits`` or ``--ranks`` would ignore."""
-    ignored = {"splits": (*_OTHERS, "flexdemo", "ranks"), "ranks": _OTHERS}
+    ignored = {"splits": (*_OTHERS, "flexdemo", "ranks", "html"), "ranks": _OTHERS}
     for asked, keys in ignored.items():
         for key in keys if getattr(arguments, asked) is not None else ():
             if getattr(arguments, key) not in (None, False, []):

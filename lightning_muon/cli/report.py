@@ -16,7 +16,7 @@ from lightning_muon.monitor import html
 from lightning_muon.monitor.step_monitor import FOLDER, LINES, PARTS
 from lightning_muon.monitor.timeline import Recording, predict, read_parts
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.draw import rows_shown, style_of
+from lightning_muon.schedule.draw import rows_shown
 from lightning_muon.schedule.program import Op
 
 _DESCRIPTION = """Write one HTML page, which needs no network, from the folders of runs: curves over steps and seconds,
@@ -246,9 +246,7 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
         lanes = [html.Lane(name=f"{title}: {1e3 * timeline.makespan:.4g} ms, idle {timeline.idle:.0%}")]
         lanes += html.lanes_of(timeline, lambda rank, op: _about(recording, rank, op), rows_shown(timeline))
         pictures.append(html.timeline_svg(lanes, end))
-    kinds = {style_of(span.op.kind) for spans in recording.timeline.spans.values() for span in spans}
-    legend = html.legend({f"{style.letter} {style.title}".strip(): style.color for style in sorted(kinds)})
-    yield f"Timeline of step {step}", "".join(pictures) + legend
+    yield f"Timeline of step {step}", "".join(pictures) + html.legend_of(recording.timeline.spans.values())
 
 
 def _about(recording: Recording, rank: int, op: Op) -> str:

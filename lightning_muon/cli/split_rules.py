@@ -13,13 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Literal, NamedTuple, get_args
 
+import torch
+
 from lightning_muon.cli.plan_flexdemo import node_traffic, step_seconds
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_parts import PlannedParts
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_strategies
+from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.grad_sync.reducer import BUCKET_BYTES, make_buckets
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
@@ -177,6 +179,23 @@ def zero2_exchange(job: Job, split: Split) -> ShardExchange:
     may_grow = not job.setting.is_cpu
     ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=may_grow)
     return min(ways, key=lambda way: way.seconds)
+
+
+@cache
+def zero2_packed_bytes(job: Job, split: Split) -> int:
+    """Bytes of new values that travel in buffers: a part that is alone in its bucket travels from place to place."""
+    trained = [each for some in job.parts.parameters for each in some if not each.frozen]
+    shapes = {torch.empty(each.shape, device="meta"): each for each in trained}
+    owners, packed = zero2_owners(job, split), 0
+    for bucket in make_buckets(list(shapes), zero2_exchange(job, split).bucket_bytes):
+        parts: dict[int, list[int]] = {}
+        for each in map(shapes.__getitem__, bucket):
+            is_owned = each.name in owners
+            size = math.prod(each.shape) if is_owned else held(each, split.shard)
+            for rank in [owners[each.name]] if is_owned else range(split.shard):
+                parts.setdefault(rank, []).append(size)
+        packed += sum(sum(sizes) for sizes in parts.values() if len(sizes) > 1)
+    return job.itemsize * packed
 
 
 def rows_of(job: Job, split: Split) -> int:
@@ -344,29 +363,42 @@ class OptimizerStep(NamedTuple):
 
 
 def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> OptimizerStep:
-    """The simulated step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
-
-    Nodes of a FlexDeMo do the same, each for itself.
-    """
-    trained = [each for each in parameters if not each.frozen]
-    is_flexdemo = split.sharding == "flexdemo"
-    if all(each.algorithm == "adamw" for each in trained) or (is_flexdemo and job.flexdemo.base != "muon"):
+    """What :func:`simulated_step` comes to, or a pass over memory without Newton-Schulz."""
+    best = simulated_step(job, parameters, split)
+    if best is None:
+        trained = [each for each in parameters if not each.frozen]
+        is_flexdemo = split.sharding == "flexdemo"
         num_tensors = _SGD_TENSORS if is_flexdemo and job.flexdemo.base == "sgd" else ADAMW_TENSORS
         size = sum(held(each, split.shards_of_weights) for each in trained)
         return OptimizerStep(SplitTraffic(num_tensors * STATE_ITEMSIZE * size / job.cost.memory_bytes_per_second))
-    spans = [nodes > 1 for _, nodes in split.axes]
-    setting = replace(
-        job.setting,
-        model=replace(job.setting.model, parameters=tuple(parameters)),
-        mesh=Mesh(1 if is_flexdemo else split.replicate, split.shard),
-        cost=job.cost.with_links(spans),
-        owners=zero2_owners(job, split) if split.sharding == "zero2" else {},
-    )
-    outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
-    best = min(outcomes, key=lambda each: each.timeline.makespan)
-    leaves_node = {"within a replica": spans[0], "between replicas": spans[1]}
+    leaves_node = dict(zip(("within a replica", "between replicas"), _spans_nodes(split), strict=True))
     sent = {False: 0.0, True: 0.0}
     for each in best.numbers["bytes"]:
         sent[leaves_node[each["axis"]]] += each["most"]
     traffic = SplitTraffic(best.timeline.makespan, sent[False], sent[True])
     return OptimizerStep(traffic, best.numbers["kept_buffer_bytes"], best.numbers["working_bytes"])
+
+
+def simulated_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> Outcome | None:
+    """The step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
+
+    Nodes of a FlexDeMo do the same, each for itself. ``None`` if nothing is orthogonalized.
+    """
+    is_flexdemo = split.sharding == "flexdemo"
+    is_elementwise = all(each.frozen or each.algorithm == "adamw" for each in parameters)
+    if is_elementwise or (is_flexdemo and job.flexdemo.base != "muon"):
+        return None
+    setting = replace(
+        job.setting,
+        model=replace(job.setting.model, parameters=tuple(parameters)),
+        mesh=Mesh(1 if is_flexdemo else split.replicate, split.shard),
+        cost=job.cost.with_links(_spans_nodes(split)),
+        owners=zero2_owners(job, split) if split.sharding == "zero2" else {},
+    )
+    outcomes = compare_strategies(setting, (PIPELINE, GRID), validates=False)
+    return min(outcomes, key=lambda each: each.timeline.makespan)
+
+
+def _spans_nodes(split: Split) -> list[bool]:
+    """Whether shards lie on several nodes, and whether replicas do."""
+    return [nodes > 1 for _, nodes in split.axes]

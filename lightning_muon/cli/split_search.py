@@ -27,7 +27,7 @@ from lightning_muon.schedule.pipeline import (
     placement,
 )
 from lightning_muon.schedule.program import COMPUTE, Program
-from lightning_muon.schedule.simulate import simulate
+from lightning_muon.schedule.simulate import Timeline, simulate
 
 GIB, _MIB = 2**30, 2**20
 ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
@@ -196,6 +196,14 @@ def unit_of(num_bytes: float) -> tuple[str, int]:
     return ("GiB", GIB) if num_bytes >= GIB else ("MiB", _MIB)
 
 
+def pipeline_timeline(job: Job, way: Way) -> Timeline:
+    """The simulated forwards and backwards of a pipeline's batch, by rank of the pipeline, and what travels."""
+    schedule = way.schedule
+    assert schedule is not None
+    options = {"number": way.microbatches, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
+    return simulate(schedule.program, rules.stage_costs(job, way.split, schedule.stages, **options), schedule.graph)
+
+
 class _Search:
     """The ways to train with a split, and the fastest of them; what several have in common is computed once."""
 
@@ -313,12 +321,10 @@ class _Search:
 
     def _time_pipeline(self, way: Way) -> tuple[float, _Ranks]:
         """The simulated schedule: its idle share, and of each rank until when it works, its parts and its traffic."""
-        job, split, schedule, number = self._job, way.split, way.schedule, way.microbatches
+        job, split, schedule = self._job, way.split, way.schedule
         assert schedule is not None
-        options = {"number": number, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
-        costs = rules.stage_costs(job, split, schedule.stages, **options)
-        spans = simulate(schedule.program, costs, schedule.graph).spans
-        one = rules.message(job, rules.rows_of(job, split) / number)
+        spans = pipeline_timeline(job, way).spans
+        one = rules.message(job, rules.rows_of(job, split) / way.microbatches)
         ranks: _Ranks = []
         for rank, own in enumerate(schedule.parts_of_ranks):
             messages = SplitTraffic(*(schedule.num_sent[rank] * each for each in one))

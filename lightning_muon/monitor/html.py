@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
 
 from lightning_muon.schedule.draw import style_of
 from lightning_muon.schedule.program import COMPUTE, Op
-from lightning_muon.schedule.simulate import Timeline
+from lightning_muon.schedule.simulate import Span, Timeline
 
 # In units of a picture, which are pixels where it is not scaled.
 _WIDTH, _LABELS, _ROW, _AXIS = 960, 130, 20, 30
@@ -23,13 +23,13 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#A6
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 0 1rem 2rem; max-width: 1100px; }
-h1 { font-size: 1.4rem; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
+h1 { font-size: 1.4rem; } h1, p { overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem; }
 .scroll { overflow-x: auto; } .scroll svg { min-width: 640px; }
 .grid { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, 21rem), 1fr)); }
 svg { width: 100%; height: auto; display: block; font: 11px system-ui, sans-serif; fill: currentColor; }
 figure { margin: 0; } figcaption { font-weight: 600; font-size: .9rem; }
 svg rect:hover { stroke: currentColor; stroke-width: 1.5; }
-td { overflow-wrap: anywhere; } td.number { white-space: nowrap; }
+td { overflow-wrap: anywhere; } td:not(.number) { min-width: 4.5em; } td.number { white-space: nowrap; }
 table { border-collapse: collapse; font-size: .9rem; } td, th { padding: .2rem .7rem .2rem 0; text-align: left;
   border-bottom: 1px solid #8884; } td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
 tr.chosen { font-weight: 700; background: #f0e44255; }
@@ -208,6 +208,17 @@ def legend(colors: Mapping[str, str]) -> str:
     """What colors mean."""
     entries = (f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in colors.items())
     return f'<p class="legend">{"".join(entries)}</p>'
+
+
+def legend_of(timelines: Iterable[Iterable[Span]]) -> str:
+    """The legend of what ran on some ranks."""
+    kinds = {style_of(span.op.kind) for spans in timelines for span in spans}
+    return legend({f"{style.letter} {style.title}".strip(): style.color for style in sorted(kinds)})
+
+
+def paragraphs(texts: Iterable[str]) -> str:
+    """One for each text."""
+    return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
 
 def _figure(title: str, height: float, parts: Sequence[str]) -> str:

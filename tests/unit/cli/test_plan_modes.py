@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
+from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.shapes import read_shapes
+from tests.support.browser import BROWSER, PHONE, probe_page
 from tests.support.programs import program_environment, run_program
 from tests.support.warm_python import warm_python
 
@@ -147,6 +150,26 @@ def test_a_file_for_accelerate_has_the_sizes(
         assert (options.optimizer.base, options.optimizer.replicator.top_k) == ("muon", 4)
     with pytest.raises(SystemExit, match="File exists"):
         main([*arguments, "--modes", mode, "--write-config", str(path), *words])
+
+
+@pytest.mark.parametrize("mode", ["hsdp", "pipeline"])
+def test_a_page_names_matrices_their_owners_and_their_cost(arguments: list[str], tmp_path: Path, mode: str) -> None:
+    main([*arguments, "--modes", mode, "none", "--html", str(tmp_path / "plan.html")])
+    text = (tmp_path / "plan.html").read_text()
+    (chosen,) = re.findall("<tr class=chosen>.*?>(.*?)</td>", text)
+    assert chosen == mode and ">none</td>" in text
+    steps = [
+        title for title in re.findall("<title>(.*?)</title>", text, re.DOTALL) if title.startswith("newton_schulz")
+    ]
+    named = re.findall(r"^(layers\.\d\.weight) 8 x 8: rank (\d), ([\d.e-]+) GFLOP$", "\n".join(steps), re.MULTILINE)
+    matrices = [f"layers.{number}.weight" for number in range(4)]  # The first stage has all of them.
+    assert sorted({name for name, _, _ in named}) == matrices and len({rank for _, rank, _ in named}) > 1
+    assert {float(cost) for _, _, cost in named} == {newton_schulz_flops(8, 8, 5) / 1e9}
+    assert ("stage 1, micro-batch 1" in text) == (mode == "pipeline")
+    if BROWSER is not None:
+        probe = probe_page(text, tmp_path)
+        assert probe["loaded"] == [] and probe["scrolled"] <= probe["width"] == PHONE and probe["smallest"] >= 7
+        assert any(matrices[0] in title for title in probe["shown"])
 
 
 _MODULE = """

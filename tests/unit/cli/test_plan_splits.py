@@ -272,4 +272,4 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     nodes = [F(1, 0), F(1, 1), I(1, 0), I(1, 1), W(1, 0), W(1, 1)]
     memory = memory_of_stages(job, split, nodes, stages, OptimizerStep(SplitTraffic()), number=2, recompute=True)
     loss = 4 * _WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
-    assert memory.activations == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + 2 * _LENGTH * loss
+    assert memory.activations == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + _LENGTH * loss

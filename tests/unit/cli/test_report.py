@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,26 +13,8 @@ from lightning_muon.cli import main
 from lightning_muon.cli.report import LoggedRun, write_report
 from lightning_muon.monitor.html import Bar, Lane, curves, ticks, timeline_svg
 from tests.distributed.monitor.test_step_monitor import EVERY, MATRICES, _train
+from tests.support.browser import BROWSER, PHONE, probe_page
 from tests.support.processes import ProcessPool
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PHONE = 390  # CSS pixels.
-# Written into the page: which boxes the pointer reaches, what was loaded, and whether text can be read.
-PROBE = """<script>
-const shown = [...document.querySelectorAll("svg rect")].map(rect => {
-  rect.scrollIntoView({block: "center", inline: "center"});
-  const here = rect.getBoundingClientRect();
-  return document.elementFromPoint(here.left + here.width / 2, here.top + here.height / 2) === rect
-    ? rect.querySelector("title").textContent : "";
-});
-const fonts = [...document.querySelectorAll("svg text")].map(text => text.getBoundingClientRect().height);
-parent.postMessage(JSON.stringify({
-  shown, width: innerWidth, scrolled: document.documentElement.scrollWidth,
-  loaded: performance.getEntriesByType("resource").map(entry => entry.name), smallest: Math.min(...fonts)}), "*");
-</script>"""
-# A window is at least 500 pixels wide, and a frame as narrow as a phone.
-FRAME = f"""<script>onmessage = event => document.body.dataset.probe = event.data</script>
-<iframe src="probed.html" style="border: 0; width: {PHONE}px; height: 800px"></iframe>"""
 
 
 class _Page(HTMLParser):
@@ -121,13 +101,7 @@ def test_runs_are_drawn_in_the_same_pictures(folder: Path, tmp_path: Path) -> No
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
 def test_a_browser_shows_it_on_a_phone(folder: Path, tmp_path: Path) -> None:
     text = write_report([folder], tmp_path / "report.html").read_text()
-    (tmp_path / "probed.html").write_text(text.replace("</body>", f"{PROBE}</body>"))
-    (tmp_path / "frame.html").write_text(FRAME)
-    assert BROWSER is not None
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
-    probe = json.loads(re.search(r'data-probe="(.*?)"', ended.stdout)[1].replace("&quot;", '"'))  # type: ignore[index]
+    probe = probe_page(text, tmp_path)
     assert probe["loaded"] == []
     assert probe["scrolled"] <= probe["width"] == PHONE
     assert probe["smallest"] >= 7
