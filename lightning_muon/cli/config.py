@@ -105,18 +105,7 @@ def accelerate_config(
     # Accelerate shards models only where they have several shards, and only on accelerators; a Trainer saves only with
     # FSDP what one process does not have.
     is_fsdp = sharding == "fsdp" and shards * stages > 1 and not is_cpu
-    kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
-    stock: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "FSDP" if is_fsdp else kind,
-        "mixed_precision": mixed_precision,
-        "num_machines": num_machines,
-        "num_processes": processes,
-        "machine_rank": 0,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": is_cpu,
-    }
+    stock = _stock(processes, num_machines, mixed_precision, is_cpu=is_cpu, is_fsdp=is_fsdp)
     if accumulates > 1:
         stock["gradient_accumulation_steps"] = accumulates
     live = {key: value for key, value in options.items() if key not in (*asked, "sharding", "pipeline_size")}
@@ -128,10 +117,8 @@ def accelerate_config(
             **({"fsdp_activation_checkpointing": True} if checkpoints_activations else {}),
         }
         if stages == 1:  # Accelerate knows no ranks beside replicas and shards.
-            stock["parallelism_config"] = {
-                "parallelism_config_dp_replicate_size": replicas,
-                "parallelism_config_dp_shard_size": shards,
-            }
+            sizes = {"parallelism_config_dp_replicate_size": replicas, "parallelism_config_dp_shard_size": shards}
+            stock["parallelism_config"] = sizes
     live |= {} if sharding == "fsdp" else {"sharding": sharding}
     has_sizes = "parallelism_config" in stock or (sharding != "fsdp" and set(asked.values()) == {"auto"})
     if processes > 1 and not has_sizes:
@@ -142,6 +129,22 @@ def accelerate_config(
     section = "".join(_section(live, MuonConfig() if optimizer is None else optimizer))
     note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"
     return header + yaml.safe_dump(stock, sort_keys=False) + note + section
+
+
+def _stock(processes: int, machines: int, mixed_precision: str, *, is_cpu: bool, is_fsdp: bool) -> dict[str, Any]:
+    """What Accelerate knows whatever the sharding."""
+    kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP" if is_fsdp else kind,
+        "mixed_precision": mixed_precision,
+        "num_machines": machines,
+        "num_processes": processes,
+        "machine_rank": 0,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": is_cpu,
+    }
 
 
 def _num_processes(asked: int | None, machines: int, sizes: Mapping[str, Any], stages: int, *, is_cpu: bool) -> int:

@@ -147,23 +147,10 @@ def run(arguments: Namespace) -> None:
     title = f"{model.name} on {mesh.replicate} x {mesh.shard}"
     for path in arguments.draw:
         draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
-    base = links["base"] if links and not outcomes else None
-    parameters = [{**asdict(each), "algorithm": base or each.algorithm} for each in model.parameters]
-    matrices = [spec.name for spec in outcomes[0].specs] if outcomes else []
-    plan = {
-        "model": {"name": model.name, "source": model.source, "parameters": parameters, "matrices": matrices},
-        "mesh": {**mesh._asdict(), "ranks": mesh.size},
-        "options": vars(setting.config)
-        | {"wire_itemsize": setting.wire_itemsize, "machine": setting.machine, "cost": asdict(setting.cost)},
-        "config": choice,
-        "flexdemo": links,
-        "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
-        "zero2": [asdict(way) for way in zero2] or None,
-    }
     if arguments.html is not None:
         _write_page(arguments.html, f"{title} ranks", setting, outcomes, choice)
     if arguments.json:
-        sys.stdout.write(json.dumps(plan) + "\n")
+        sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links, zero2)) + "\n")
         return
     console = _console()
     console.print(f"{title} = {mesh.size} ranks (replicate x shard)")
@@ -172,6 +159,34 @@ def run(arguments: Namespace) -> None:
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
+
+
+def _as_dict(
+    setting: Setting,
+    outcomes: Sequence[Outcome],
+    choice: Mapping[str, Any] | None,
+    links: Mapping[str, Any] | None,
+    zero2: Sequence[ShardExchange],
+) -> dict[str, Any]:
+    """For JSON."""
+    model, mesh = setting.model, setting.mesh
+    base = links["base"] if links and not outcomes else None
+    parameters = [{**asdict(each), "algorithm": base or each.algorithm} for each in model.parameters]
+    return {
+        "model": {
+            "name": model.name,
+            "source": model.source,
+            "parameters": parameters,
+            "matrices": [spec.name for spec in outcomes[0].specs] if outcomes else [],
+        },
+        "mesh": {**mesh._asdict(), "ranks": mesh.size},
+        "options": vars(setting.config)
+        | {"wire_itemsize": setting.wire_itemsize, "machine": setting.machine, "cost": asdict(setting.cost)},
+        "config": choice,
+        "flexdemo": links,
+        "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
+        "zero2": [asdict(way) for way in zero2] or None,
+    }
 
 
 def _shapes(arguments: Namespace, planned: PlannedModel) -> ModelShapes:

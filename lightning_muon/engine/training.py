@@ -19,6 +19,7 @@ from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
+from lightning_muon.engine.clip_groups import clip_norm_of, clipped, parameters_of
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
@@ -327,22 +328,18 @@ class TrainingEngine:
         with self.explaining():
             self.finish_gradients()
             self._mark(CLIP)
-            norm = self._clip_by_norm(parameters, max_norm)
+            norm = clip_norm_of(
+                parameters,
+                max_norm,
+                optimizers=self.optimizers,
+                mode=self.mode,
+                clip_groups=self.options.clip_groups,
+            )
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
         if recorder is not None:
             recorder.ended(GRADIENT_NORM)
         return norm
-
-    def _clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        trainable = {parameter for parameter in parameters if parameter.requires_grad}
-        for optimizer in self.optimizers:
-            own = parameters_of(optimizer)
-            if trainable == {parameter for parameter in own if parameter.requires_grad}:
-                parameters = own
-                if len(self._clipped(own)) == len(own):
-                    return self.mode.clip_grad_norm_(optimizer, max_norm)
-        return self.mode.clip_norm_(self._clipped(parameters), max_norm)
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
@@ -350,7 +347,8 @@ class TrainingEngine:
         with self.explaining():
             self.finish_gradients()
             self._mark(CLIP)
-            clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
+            parameters = clipped(parameters, self.optimizers, self.options.clip_groups)
+            clip_value_(parameters, max_value, layout=self.mode.layout)
 
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
@@ -583,26 +581,6 @@ class TrainingEngine:
         if check.observe(found):
             for parameter in parameters:
                 parameter.grad = None
-
-    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of ``parameters`` that the option ``clip_groups`` says."""
-        if self.options.clip_groups == "all":
-            return parameters
-        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
-        # during backward need not wait for the norm.
-        matrices = {
-            parameter
-            for optimizer in self.optimizers
-            if isinstance(optimizer, PlannedOptimizer)
-            for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
-            if route.algorithm != "adamw"
-        }
-        return [parameter for parameter in parameters if parameter not in matrices]
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """All parameters of the param groups, in order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
+from lightning_muon.engine.clip_groups import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.training import TrainingEngine, parameters_of
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.integrations.lightning.first_callback import AT_ENDS

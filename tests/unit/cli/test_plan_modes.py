@@ -22,40 +22,24 @@ from lightning_muon.schedule.shapes import read_shapes
 from tests.support.browser import BROWSER, PHONE, probe_page
 from tests.support.programs import program_environment, run_program
 from tests.support.warm_python import warm_python
+from tests.unit.cli.tiny_shapes import LENGTH, SHAPES, WIDTH, WORDS
 
 # Embedding, four layers of a matrix and a vector, and head: 256, 4 * 72 and 264 elements.
-_WIDTH, _WORDS, _LENGTH = 8, 32, 16
 _NUMEL, _MATRICES = 808, 256
-_SHAPES = {
-    "name": "tiny",
-    "source": "",
-    "parameters": [
-        {"name": "embed.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "embedding"},
-        {
-            "repeat": 4,
-            "parameters": [
-                {"name": "layers.{i}.weight", "shape": [_WIDTH, _WIDTH], "kind": "matrix"},
-                {"name": "layers.{i}.norm", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
-            ],
-        },
-        {"name": "norm.weight", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
-        {"name": "head.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "output head"},
-    ],
-}
 _FLOPS, _BANDWIDTH = 1e4, 1e6
-_FORWARD = 2 * (256 + 256) * _LENGTH / _FLOPS  # Seconds of one row.
+_FORWARD = 2 * (256 + 256) * LENGTH / _FLOPS  # Seconds of one row.
 _MODES = ["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
 _GIB = 2**30
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    (tmp_path / "tiny.json").write_text(json.dumps(_SHAPES))
+    (tmp_path / "tiny.json").write_text(json.dumps(SHAPES))
     cost = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e12, "bandwidth": [_BANDWIDTH]}
     (tmp_path / "cost.json").write_text(json.dumps(cost))
     files = ["--shapes", str(tmp_path / "tiny.json"), "--cost", str(tmp_path / "cost.json")]
     options = ["--model-flops", str(_FLOPS), "--activations", "kept", "--precision", "32-true", "--schedules", "1f1b"]
-    return ["plan", *files, "--ranks", "4", "--rows", "4", "--length", str(_LENGTH), *options]
+    return ["plan", *files, "--ranks", "4", "--rows", "4", "--length", str(LENGTH), *options]
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dict[str, Any]]:
@@ -68,17 +52,17 @@ def test_memory_of_whole_weights_by_hand(capsys: pytest.CaptureFixture[str], arg
     assert set(found) == set(_MODES)
     state = 4 * (_MATRICES + 2 * (_NUMEL - _MATRICES))
     # Backward begins with activations, the logits' probabilities and two gradients of theirs, of one row or of four.
-    row = _LENGTH * 4 * (4 * 2 * _WIDTH + _WORDS + _WIDTH + 3 * _WORDS)
+    row = LENGTH * 4 * (4 * 2 * WIDTH + WORDS + WIDTH + 3 * WORDS)
     assert found["none"]["peak_bytes"] == 4 * _NUMEL + state + 4 * row
     # Each rank owns one of four matrices and sends it to three others, in bfloat16.
     ddp = found["ddp"]["memory_bytes"]
-    wire = 2 * _WIDTH**2 * (3 + 3)
+    wire = 2 * WIDTH**2 * (3 + 3)
     assert found["ddp"]["peak_bytes"] == 4 * _NUMEL + state + wire + row
     assert (ddp["weights"], ddp["gradients"], ddp["optimizer"]) == (4 * _NUMEL, 4 * _NUMEL, state)
     # Gradients and state of one matrix and a quarter of all else; nothing travels for Newton-Schulz.
-    own = _WIDTH**2 + (_NUMEL - _MATRICES) // 4
+    own = WIDTH**2 + (_NUMEL - _MATRICES) // 4
     zero2 = found["zero2"]["memory_bytes"]
-    assert (zero2["weights"], zero2["optimizer"]) == (4 * _NUMEL, 4 * (_WIDTH**2 + 2 * (_NUMEL - _MATRICES) // 4))
+    assert (zero2["weights"], zero2["optimizer"]) == (4 * _NUMEL, 4 * (WIDTH**2 + 2 * (_NUMEL - _MATRICES) // 4))
     # All there is makes one bucket: as it arrives, as it is sent, and the shares of three ranks. In the step, the sums.
     assert zero2["gradients"] == 4 * own
     assert zero2["buffers"] == 4 * _NUMEL * (2 + 3 / 4)

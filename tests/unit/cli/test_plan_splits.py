@@ -22,38 +22,22 @@ from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.pipeline import F, I, W, peak_activations
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
+from tests.unit.cli.tiny_shapes import LENGTH, SHAPES, WIDTH, WORDS
 
 # Embedding, four layers, norm and head: a stage of 544 elements and one of 264, with 256 elements of matrices each.
-_WIDTH, _WORDS, _LENGTH = 8, 32, 16
-_SHAPES = {
-    "name": "tiny",
-    "source": "",
-    "parameters": [
-        {"name": "embed.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "embedding"},
-        {
-            "repeat": 4,
-            "parameters": [
-                {"name": "layers.{i}.weight", "shape": [_WIDTH, _WIDTH], "kind": "matrix"},
-                {"name": "layers.{i}.norm", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
-            ],
-        },
-        {"name": "norm.weight", "shape": [_WIDTH], "kind": "elementwise", "reason": "1-D"},
-        {"name": "head.weight", "shape": [_WORDS, _WIDTH], "kind": "elementwise", "reason": "output head"},
-    ],
-}
 _FLOPS, _WITHIN, _BETWEEN = 1e4, 1e6, 1e5
-_FORWARD = 2 * 256 * _LENGTH / _FLOPS  # Seconds of one row in one of the two stages.
+_FORWARD = 2 * 256 * LENGTH / _FLOPS  # Seconds of one row in one of the two stages.
 _GIB = 2**30
 _ROUNDED = 1e-5  # The bytes of each gather and sum are whole numbers.
 
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    (tmp_path / "tiny.json").write_text(json.dumps(_SHAPES))
+    (tmp_path / "tiny.json").write_text(json.dumps(SHAPES))
     cost = {"flops_per_second": _FLOPS, "memory_bytes_per_second": 1e12, "bandwidth": [_WITHIN, _BETWEEN]}
     (tmp_path / "cost.json").write_text(json.dumps(cost))
     files = ["--shapes", str(tmp_path / "tiny.json"), "--cost", str(tmp_path / "cost.json")]
-    return ["plan", *files, "--splits", "4", "--node-ranks", "2", "--rows", "4", "--length", str(_LENGTH)]
+    return ["plan", *files, "--splits", "4", "--node-ranks", "2", "--rows", "4", "--length", str(LENGTH)]
 
 
 def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[tuple[int, int, int], dict[str, Any]]:
@@ -72,18 +56,18 @@ def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], ar
     assert (found["schedule"], found["microbatches"]) == ("1f1b", 2)
     # Of 544 elements a rank holds 272: 128 on Muon, 144 on AdamW. Whole gradients are float32, whole weights bfloat16.
     # Two micro-batches are on their way, each with 16 tokens of 8 elements into and out of each layer.
-    activations = 2 * _LENGTH * 4 * (_WIDTH + _WIDTH) * 2
+    activations = 2 * LENGTH * 4 * (WIDTH + WIDTH) * 2
     # On the wire half of two matrices, in four buffers; at work input, two iterates and two products of two matrices.
-    wire, at_work = 4 * 2 * 32 * 2, 2 * (2 * 5 * _WIDTH**2)
+    wire, at_work = 4 * 2 * 32 * 2, 2 * (2 * 5 * WIDTH**2)
     memory = _bytes(4 * 272, 4 * 544, 4 * (128 + 2 * 144), activations, 2 * 544, wire + at_work)
     assert found["memory_bytes"] == memory
     # In backward nothing is at work.
     assert found["peak_bytes"] == sum(memory.values()) - at_work
     # Gather and sum of half a stage; each rank has halves of the two matrices of the other one, there and back.
     assert found["inside_bytes"] == 2 * 544 / 2 + 4 * 544 / 2 + 2 * (2 * 32 * 2)
-    assert found["between_bytes"] == 2 * _LENGTH * _WIDTH * 2
+    assert found["between_bytes"] == 2 * LENGTH * WIDTH * 2
     # The first rank ends last: gather; F, both messages, and 2 F + B of the second rank; then its own 2 B; sums.
-    message = _LENGTH * _WIDTH * 2 / _BETWEEN
+    message = LENGTH * WIDTH * 2 / _BETWEEN
     end = 2 * 544 / 2 / _WITHIN + 9 * _FORWARD + 2 * message + 4 * 544 / 2 / _WITHIN
     assert found["step_seconds"] - found["optimizer_seconds"] == pytest.approx(end, rel=_ROUNDED)
     # Both ranks compute for two forwards and two backwards.
@@ -95,9 +79,9 @@ def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str],
         _plan(capsys, *arguments, "--schedules", "1f1b", "--activations", way)[2, 1, 2]
         for way in ("kept", "checkpointed")
     )
-    one_layer = _LENGTH * 2 * _WIDTH * 2
+    one_layer = LENGTH * 2 * WIDTH * 2
     # The second stage, which is no layer, now needs more than the first one.
-    head = _LENGTH * ((_WORDS + _WIDTH) * 2 + 12 * _WORDS)
+    head = LENGTH * ((WORDS + WIDTH) * 2 + 12 * WORDS)
     assert again["peak_bytes"] == max(
         kept["peak_bytes"] - 2 * 4 * one_layer + 2 * 4 * one_layer // 2 + one_layer,
         4 * 132 + 4 * 264 + 4 * 2 * 132 + head + 2 * 264,
@@ -111,7 +95,7 @@ def test_four_shards_without_a_pipeline_by_hand(capsys: pytest.CaptureFixture[st
     assert (found["schedule"], found["microbatches"], found["idle"]) == (None, 1, 0)
     # 202 of 808 elements, 64 of them on Muon. At the end of backward shards of four layers, and the root whole, packed
     # for its sum; as it begins one row, with three copies of its logits, and the root and two layers gathered.
-    activations = _LENGTH * (4 * 2 * _WIDTH * 2 + (_WORDS + _WIDTH) * 2 + 12 * _WORDS)
+    activations = LENGTH * (4 * 2 * WIDTH * 2 + (WORDS + WIDTH) * 2 + 12 * WORDS)
     root, layer, wire = 256 + 264, 72, 4 * 2 * 3 * 16
     memory = _bytes(
         4 * 202, layer * 4 + 2 * root, 4 * (64 + 2 * 138), activations, 2 * (root + 2 * layer), wire + 4 * root
@@ -259,7 +243,7 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     setting = Setting(model=model, mesh=Mesh(1, 1), config=MuonConfig(), wire_itemsize=2, cost=cost)
     parts = PlannedParts(PlannedModel(shapes=model), model, width=None, itemsize=2)
     sizes = {"itemsize": 4, "gathered_itemsize": 2, "reduced_itemsize": 4, "flops_per_second": _FLOPS}
-    job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=_LENGTH, **sizes)
+    job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=LENGTH, **sizes)
     split = Split(pipeline=2, replicate=1, shard=1, node_ranks=8)
     stages = parts.stages(2)
     options = {"number": 2, "recompute": True}
@@ -271,5 +255,5 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     # At the second I of the last stage both micro-batches wait for their W, with the gradient of its product.
     nodes = [F(1, 0), F(1, 1), I(1, 0), I(1, 1), W(1, 0), W(1, 1)]
     memory = memory_of_stages(job, split, nodes, stages, OptimizerStep(SplitTraffic()), number=2, recompute=True)
-    loss = 4 * _WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
-    assert memory.activations == 2 * _LENGTH * (2 * (_WORDS + _WIDTH) + loss + 2 * _WORDS) + _LENGTH * loss
+    loss = 4 * WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
+    assert memory.activations == 2 * LENGTH * (2 * (WORDS + WIDTH) + loss + 2 * WORDS) + LENGTH * loss
