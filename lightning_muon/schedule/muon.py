@@ -73,11 +73,11 @@ def plan_step(
     for number, (bucket, by_rank) in enumerate(zip(buckets, shares, strict=True)):
         moved = count_elements({matrix: owners[matrix] for matrix in bucket}, specs)
         has_gather, has_scatter = any(moved.gather_received), any(map(any, moved.scatter_received))
+        num_sums = sum(specs[matrix].sums_pieces for matrix in bucket)
         for rank, ops in program.items():
             items, cost = by_rank.get(rank, ((), 0))
             work = Op(kind=OpKind.NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
             around = _around(work, bucket, moved, itemsize, group, has_gather=has_gather, has_scatter=has_scatter)
-            num_sums = sum(specs[matrix].sums_pieces for matrix in bucket)
             ops += _with_sums(around, num_sums, specs[0].shards.replica_of) if num_sums else around
     return MuonPlan(owners=tuple(owners), buckets=tuple(buckets), flops=tuple(flops), program=program)
 
