@@ -97,6 +97,9 @@ class Sampler(pl.Callback):
 
 def train(name: str, num_steps: int) -> None:
     """One mode; rank 0 prints its row. Collective over all ranks; every rank must call it."""
+    # Each rank stays on a core of its own: which ranks share caches must not change while they are timed.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(os.environ.get("LOCAL_RANK", "0")) % len(cores)]})
     sampler, strategy = Sampler(), ParallelMuonStrategy(**STRATEGIES[name])
     rows = torch.randn(4000, 64, generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:
