@@ -1,0 +1,169 @@
+"""Fine-tuning with all weights and with LoRA on two ranks, against loops in one process."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from examples.causal_lm_trainer import train_tokenizer
+from lightning_muon import MuonConfig, ParallelMuon
+from recipes.finetune.data import PromptData, collate, encode
+from recipes.finetune.model import build_model, loss_sum
+from recipes.t5_summarization.model import warmup_then_linear_decay
+from recipes.t5_summarization.sources import Row
+from tests.support.programs import ROOT, run_program
+
+RECIPE = ROOT / "recipes" / "finetune"
+NUM_ROWS, NUM_STEPS, LR = 8, 3, 0.01
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama of a few thousand parameters with random weights, and its tokenizer."""
+    tokenizer = train_tokenizer((ROOT / "docs" / "index.md").read_text(), 300)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path) -> Path:
+    """Completions of different lengths."""
+    rows = [{"prompt": f"Count to {n}:", "completion": " and".join(f" {i}" for i in range(n))} for n in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_only_the_completion_is_learned_and_long_rows_are_cut(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
+    row = Row("What is Muon?", " An optimizer.")
+    whole = encode(row, tokenizer, 1000)
+    start = len(tokenizer(row.source)["input_ids"])
+    assert whole["labels"][:start] == [-100] * start and whole["labels"][start:] == whole["input_ids"][start:]
+    assert tokenizer.decode(whole["input_ids"]) == "What is Muon? An optimizer.<|endoftext|>"
+    length = len(whole["input_ids"])
+    assert encode(row, tokenizer, length - 2) == {name: ids[2:] for name, ids in whole.items()}
+    completion = whole["input_ids"][start:]
+    assert encode(row, tokenizer, 3)["labels"] == [-100, *completion[:2]]
+    batch = collate([whole, encode(row, tokenizer, 3)], pad_id=7)
+    assert batch["input_ids"][1, 3:].tolist() == [7] * (length - 3)
+    assert batch["attention_mask"].sum(1).tolist() == [length, 3]
+    assert (batch["labels"] != -100).sum(1).tolist() == [len(completion), 2]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "Only this"}, {"prompt": "", "completion": "x"}])
+def test_a_row_without_prompt_or_completion_is_named(wrong: dict[str, str], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl")
+    with path.open("a") as file:
+        file.write(json.dumps(wrong))
+    data = PromptData(source=str(path), tokenizer=str(write_model(tmp_path / "model")))
+    data.prepare_data()  # On one rank only, where an error would leave the others waiting.
+    with pytest.raises(ValueError, match=r"row 8 of .*rows\.jsonl must have the texts \('prompt', 'completion'\)"):
+        data.setup("fit")
+
+
+def one_process(model: nn.Module, optimizer: torch.optim.Optimizer, data: PromptData) -> dict[str, Tensor]:
+    """What was trained, after whole batches of all rows."""
+    batch = collate(data.train, pad_id=data.tokenizer.eos_token_id)
+    factor = partial(warmup_then_linear_decay, warmup_steps=1, total_steps=NUM_STEPS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss, num_tokens = loss_sum(model, batch)
+        (loss / num_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp("finetune")
+    write_model(path / "base")
+    write_rows(path / "rows.jsonl")
+    yield path
+
+
+def fit(name: str, folder: Path) -> str:
+    """Run a config on two CPU processes, each of which has half of all rows in each step."""
+    options = {
+        "trainer.accelerator": "cpu",
+        "trainer.devices": "2",
+        "trainer.precision": "32",
+        "trainer.max_epochs": str(NUM_STEPS),
+        "trainer.enable_progress_bar": "false",
+        "trainer.log_every_n_steps": "1",
+        "trainer.logger.init_args.save_dir": str(folder),
+        "model.init_args.model_name": str(folder / "base"),
+        "model.init_args.dtype": "float32",
+        "model.init_args.lr": str(LR),
+        "model.init_args.output": str(folder / name),
+        "data.init_args.source": str(folder / "rows.jsonl"),
+        "data.init_args.validation_source": str(folder / "rows.jsonl"),
+        "data.init_args.tokenizer": str(folder / "base"),
+        "data.init_args.batch_size": str(NUM_ROWS // 2),
+    }
+    if name == "lora":
+        options["model.init_args.lora"] = json.dumps(LORA)
+        exact = {"compute_dtype": "float32", "wire_dtype": "float32"}
+        options |= {f"trainer.strategy.init_args.optimizer.{key}": value for key, value in exact.items()}
+    words = [f"--{key}={value}" for key, value in options.items()]
+    config = ["--config", RECIPE / f"{name}.yaml"]
+    return run_program("-m", "lightning_muon.cli.main", "fit", *config, *words, directory=ROOT, num_ranks=2)
+
+
+def data_of(folder: Path) -> PromptData:
+    rows = str(folder / "rows.jsonl")
+    data = PromptData(source=rows, validation_source=rows, tokenizer=str(folder / "base"))
+    data.setup("fit")
+    return data
+
+
+def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
+    printed = fit("lora", folder)
+    assert "Muon fine-tunes" not in printed
+    torch.manual_seed(0)
+    model = build_model(str(folder / "base"), LORA)
+    config = MuonConfig(compute_dtype="float32", muon_lr_factor=3.0, weight_decay=0.0)
+    expected = one_process(model, ParallelMuon.from_config(model, config, lr=LR), data_of(folder))
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    trained = PeftModel.from_pretrained(base, folder / "lora", is_trainable=True)
+    factors = {name: each.detach() for name, each in trained.named_parameters() if each.requires_grad}
+    assert factors.keys() == expected.keys() and any("lora_B" in name for name in factors)
+    for name, factor in factors.items():
+        # float32 sums in another order.
+        torch.testing.assert_close(factor, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
+    tokens = torch.arange(40).view(2, 20)
+    torch.testing.assert_close(merged(tokens).logits, trained.eval()(tokens).logits, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(merged.lm_head.weight, torch.zeros(())) and before
+
+
+def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
+    printed = fit("full", folder)
+    assert "AdamW, kept: optimizer='keep'" in printed and "Muon fine-tunes" not in printed
+    model = build_model(str(folder / "base"), None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    expected = one_process(model, optimizer, data_of(folder))
+    trained: Any = AutoModelForCausalLM.from_pretrained(folder / "full")
+    assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert AutoTokenizer.from_pretrained(folder / "full").eos_token == "<|endoftext|>"
+
+
+def test_the_configurations_differ_in_nothing_but_lora() -> None:
+    full, lora = (yaml.safe_load((RECIPE / f"{name}.yaml").read_text()) for name in ("full", "lora"))
+    assert full["data"] == lora["data"]
