@@ -1,7 +1,9 @@
 """The same fine-tuning as a loop of Accelerate, which asks for AdamW and knows nothing of Muon.
 
-    PYTHONPATH=. lightning-muon launch --config_file recipes/finetune/accelerate.yaml recipes/finetune/with_accelerate.py \
-        --model_name Qwen/Qwen3-0.6B --source rows.jsonl --lora_rank 16 --lr 2e-4
+    PYTHONPATH=. lightning-muon launch --config_file recipes/finetune/accelerate.yaml \
+        recipes/finetune/with_accelerate.py --model_name Qwen/Qwen3-0.6B --source rows.jsonl --lora_rank 16 --lr 2e-4
+
+Without --lora_rank it trains all weights; the config file then says ``optimizer: keep``.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model_name", required=True, help="on the hub, or a folder")
     parser.add_argument("--source", required=True, help="a .jsonl file, or a data set on the hub")
+    parser.add_argument("--validation_source", default="", help="the same; empty: a twentieth of the rows")
     parser.add_argument("--output", type=Path, default=Path("outputs/finetune/model"))
     parser.add_argument("--lora_rank", type=int, default=0, help="0 trains all weights")
     parser.add_argument("--epochs", type=int, default=3)
@@ -50,12 +53,19 @@ def main(arguments: list[str] | None = None) -> None:
     set_seed(0)
     lora = {"r": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "target_modules": "all-linear"}
     model = build_model(args.model_name, lora if args.lora_rank else None)
-    names = {"source": args.source, "tokenizer": args.model_name}
-    data = PromptData(**names, max_tokens=args.max_tokens, batch_size=args.batch_size)
+    data = PromptData(
+        source=args.source,
+        tokenizer=args.model_name,
+        validation_source=args.validation_source,
+        max_tokens=args.max_tokens,
+        batch_size=args.batch_size,
+    )
     with accelerator.main_process_first():  # The others find what it has downloaded.
-        data.setup("fit")
+        data.prepare_data()
+    data.setup("fit")
     training, validation = data.train_dataloader(), data.val_dataloader()
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=args.lr)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0)
     num_steps = args.epochs * len(training)  # Accelerate steps a scheduler once for each process.
     factor = partial(warmup_then_linear_decay, warmup_steps=max(1, num_steps // 30), total_steps=num_steps)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -66,7 +76,9 @@ def main(arguments: list[str] | None = None) -> None:
         training.set_epoch(epoch)
         for batch in training:
             loss, num_tokens = loss_sum(model, batch)
-            accelerator.backward(loss / num_tokens)
+            # Gradients are averaged over the processes; each token of all of them counts alike.
+            mean_tokens = accelerator.reduce(num_tokens) / accelerator.num_processes
+            accelerator.backward(loss / mean_tokens)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()
