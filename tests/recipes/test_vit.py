@@ -1,12 +1,11 @@
 """The ViT on real PNG files of shapes: folders as classes, crops, and a run on two ranks."""
 
+import json
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from lightning.pytorch import Trainer
 from PIL import Image, ImageDraw
 from torch.utils.data import default_collate
@@ -103,27 +102,24 @@ def one_process(data: ImageData) -> ViTClassifier:
 
 def test_two_processes_on_muon_are_one_process(tmp_path: Path) -> None:
     folder, cache = write_shapes(tmp_path / "shapes", {"train": 4, "validation": 6}), str(tmp_path / "cache")
-    optimizer = {"compute_dtype": "float32", "wire_dtype": "float32"}
-    changed: dict[str, Any] = {
-        "trainer": {
-            "max_epochs": 3,
-            "enable_progress_bar": False,
-            "logger": {"init_args": {"save_dir": str(tmp_path)}},
-            "strategy": {
-                "class_path": "lightning_muon.ParallelMuonStrategy",
-                "init_args": {"sharding": "zero2", "optimizer": optimizer, "save_distributed_checkpoint": False},
-            },
-            "callbacks": [{"class_path": "ModelCheckpoint", "init_args": {"filename": "last"}}],
-        },
-        "model": {
-            "init_args": {"num_classes": 3, "architecture": {"image_size": 16, "patch_size": 4} | SIZES, "lr": LR}
-        },
-        "data": {"init_args": {"source": str(folder), "image_size": 16, "cache_dir": cache, "batch_size": 6}},
+    options = {
+        "trainer.max_epochs": "3",
+        "trainer.enable_progress_bar": "false",
+        "trainer.logger.init_args.save_dir": str(tmp_path),
+        "trainer.strategy.init_args.optimizer": '{"compute_dtype": "float32", "wire_dtype": "float32"}',
+        "trainer.strategy.init_args.save_distributed_checkpoint": "false",
+        "trainer.callbacks.init_args.filename": "last",
+        "model.init_args.num_classes": "3",
+        "model.init_args.architecture": json.dumps({"image_size": 16, "patch_size": 4} | SIZES),
+        "model.init_args.lr": str(LR),
+        "data.init_args.source": str(folder),
+        "data.init_args.image_size": "16",
+        "data.init_args.least_crop": "1.0",
+        "data.init_args.batch_size": "6",
+        "data.init_args.cache_dir": cache,
     }
-    changed["data"]["init_args"]["least_crop"] = 1.0
-    (tmp_path / "small.yaml").write_text(yaml.safe_dump(changed))
-    files = [RECIPE / "vit.yaml", RECIPE / "digits.yaml", tmp_path / "small.yaml"]
-    words = [word for file in files for word in ("--config", file)]
+    words = ["--config", RECIPE / "vit.yaml", "--config", RECIPE / "digits.yaml"]
+    words += [f"--{name}={value}" for name, value in options.items()]
     printed = run_program("-m", "lightning_muon.cli.main", "fit", *words, directory=ROOT, num_ranks=2)
     assert "patch_embeddings.projection.weight         (32, 3, 4, 4)  Muon" in printed
 
@@ -133,6 +129,9 @@ def test_two_processes_on_muon_are_one_process(tmp_path: Path) -> None:
     data.setup("fit")
     expected = one_process(data).state_dict()
     for name, weight in trained.state_dict().items():
+        # Biases of keys cancel in the softmax: their gradients are rounding errors, which AdamW makes full steps of.
+        if name.endswith("k_proj.bias"):
+            continue
         # float32 sums in another order.
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-5, msg=name)
     (batch,) = data.val_dataloader()
