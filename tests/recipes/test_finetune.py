@@ -96,7 +96,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def fit(name: str, folder: Path) -> str:
+def fit(name: str, folder: Path, **changed: str) -> str:
     """Run a config on two CPU processes, each of which has half of all rows in each step."""
     options = {
         "trainer.accelerator": "cpu",
@@ -119,7 +119,7 @@ def fit(name: str, folder: Path) -> str:
         options["model.init_args.lora"] = json.dumps(LORA)
         exact = {"compute_dtype": "float32", "wire_dtype": "float32"}
         options |= {f"trainer.strategy.init_args.optimizer.{key}": value for key, value in exact.items()}
-    words = [f"--{key}={value}" for key, value in options.items()]
+    words = [f"--{key}={value}" for key, value in (options | changed).items()]
     config = ["--config", RECIPE / f"{name}.yaml"]
     return run_program("-m", "lightning_muon.cli.main", "fit", *config, *words, directory=ROOT, num_ranks=2)
 
@@ -188,6 +188,19 @@ def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
     tokens = torch.arange(40).view(2, 20)
     torch.testing.assert_close(merged(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_weights_may_be_bfloat16(folder: Path) -> None:
+    changed = {"trainer.precision": "bf16-mixed", "trainer.max_epochs": "1", "model.init_args.dtype": "bfloat16"}
+    fit("lora", folder, **changed, **{"model.init_args.output": str(folder / "bfloat16")})
+    factors = {name: each for name, each in factors_of(folder / "bfloat16").named_parameters() if "lora_B" in name}
+    assert len(factors) == 14
+    for name, factor in factors.items():
+        assert factor.dtype == torch.float32
+        # From zero by one step: an orthogonal matrix, up to what five steps of Newton-Schulz leave (0.68 to 1.13).
+        step = 3 * LR * 0.2 * max(factor.shape) ** 0.5
+        sizes = torch.linalg.svdvals(factor) / step
+        assert 0.6 < sizes.min() < sizes.max() < 1.25, (name, sizes)
 
 
 def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
