@@ -1,0 +1,1 @@
+"""A vision transformer on a folder of images."""

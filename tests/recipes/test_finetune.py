@@ -1,0 +1,223 @@
+"""Fine-tuning with all weights and with LoRA on two ranks, against loops in one process."""
+
+import json
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from examples.causal_lm_trainer import train_tokenizer
+from lightning_muon import MuonConfig, ParallelMuon
+from recipes.finetune.data import PromptData, collate, encode
+from recipes.finetune.model import build_model, loss_sum
+from recipes.t5_summarization.sources import Row
+from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.warm_python import warm_python
+from tests.support.worker import free_port
+
+RECIPE = ROOT / "recipes" / "finetune"
+NUM_ROWS, NUM_STEPS, LR = 8, 3, 0.01
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+
+
+def write_model(folder: Path) -> Path:
+    """A Llama of a few thousand parameters with random weights, and its tokenizer."""
+    tokenizer = train_tokenizer((ROOT / "docs" / "index.md").read_text(), 300)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_rows(path: Path) -> Path:
+    """Completions of different lengths."""
+    rows = [{"prompt": f"Count to {n}:", "completion": " and".join(f" {i}" for i in range(n))} for n in range(1, 9)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_only_the_completion_is_learned_and_long_rows_are_cut(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
+    row = Row("What is Muon?", " An optimizer.")
+    whole = encode(row, tokenizer, 1000)
+    start = len(tokenizer(row.source)["input_ids"])
+    assert whole["labels"][:start] == [-100] * start and whole["labels"][start:] == whole["input_ids"][start:]
+    assert tokenizer.decode(whole["input_ids"]) == "What is Muon? An optimizer.<|endoftext|>"
+    length = len(whole["input_ids"])
+    assert encode(row, tokenizer, length - 2) == {name: ids[2:] for name, ids in whole.items()}
+    completion = whole["input_ids"][start:]
+    assert encode(row, tokenizer, 3)["labels"] == [-100, *completion[:2]]
+    batch = collate([whole, encode(row, tokenizer, 3)], pad_id=7)
+    assert batch["input_ids"][1, 3:].tolist() == [7] * (length - 3)
+    assert batch["attention_mask"].sum(1).tolist() == [length, 3]
+    assert (batch["labels"] != -100).sum(1).tolist() == [len(completion), 2]
+
+
+@pytest.mark.parametrize("wrong", [{"prompt": "Only this"}, {"prompt": "", "completion": "x"}])
+def test_a_row_without_prompt_or_completion_is_named(wrong: dict[str, str], tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl")
+    with path.open("a") as file:
+        file.write(json.dumps(wrong))
+    data = PromptData(source=str(path), tokenizer=str(write_model(tmp_path / "model")))
+    data.prepare_data()  # On one rank only, where an error would leave the others waiting.
+    with pytest.raises(ValueError, match=r"row 8 of .*rows\.jsonl must have the texts \('prompt', 'completion'\)"):
+        data.setup("fit")
+
+
+def one_process(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: PromptData, factors: Sequence[float]
+) -> dict[str, Tensor]:
+    """What was trained, after a step with all rows for each of the ``factors`` of the learning rate."""
+    batch = collate(data.train, pad_id=data.tokenizer.eos_token_id)
+    for factor in factors:
+        for group in optimizer.param_groups:
+            group["lr"] = LR * factor
+        loss, num_tokens = loss_sum(model, batch)
+        (loss / num_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("finetune")
+    write_model(path / "base")
+    write_rows(path / "rows.jsonl")
+    return path
+
+
+def fit(name: str, folder: Path, **changed: str) -> str:
+    """Run a config on two CPU processes, each of which has half of all rows in each step."""
+    options = {
+        "trainer.accelerator": "cpu",
+        "trainer.devices": "2",
+        "trainer.precision": "32",
+        "trainer.max_epochs": str(NUM_STEPS),
+        "trainer.enable_progress_bar": "false",
+        "trainer.log_every_n_steps": "1",
+        "trainer.logger.init_args.save_dir": str(folder),
+        "model.init_args.model_name": str(folder / "base"),
+        "model.init_args.dtype": "float32",
+        "model.init_args.lr": str(LR),
+        "model.init_args.output": str(folder / name),
+        "data.init_args.source": str(folder / "rows.jsonl"),
+        "data.init_args.validation_source": str(folder / "rows.jsonl"),
+        "data.init_args.tokenizer": str(folder / "base"),
+        "data.init_args.batch_size": str(NUM_ROWS // 2),
+    }
+    if name == "lora":
+        options["model.init_args.lora"] = json.dumps(LORA)
+        exact = {"compute_dtype": "float32", "wire_dtype": "float32"}
+        options |= {f"trainer.strategy.init_args.optimizer.{key}": value for key, value in exact.items()}
+    words = [f"--{key}={value}" for key, value in (options | changed).items()]
+    config = ["--config", RECIPE / f"{name}.yaml"]
+    return run_program("-m", "lightning_muon.cli.main", "fit", *config, *words, directory=ROOT, num_ranks=2)
+
+
+def data_of(folder: Path) -> PromptData:
+    rows = str(folder / "rows.jsonl")
+    data = PromptData(source=rows, validation_source=rows, tokenizer=str(folder / "base"))
+    data.setup("fit")
+    return data
+
+
+def launch(folder: Path, optimizer: dict[str, Any]) -> str:
+    """Run the loop of Accelerate on two CPU processes."""
+    config = yaml.safe_load((RECIPE / "accelerate.yaml").read_text())
+    assert config["lightning_muon"] == {"optimizer": {"lora": "both"}}
+    for section in (
+        "fsdp_config",
+        "parallelism_config",
+    ):  # Accelerate has none on CPUs; ours shards over all processes.
+        del config[section]
+    config |= {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "no", "num_processes": 2}
+    config["lightning_muon"] = {"optimizer": optimizer}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
+    words = {"model_name": folder / "base", "source": folder / "rows.jsonl", "validation_source": folder / "rows.jsonl"}
+    words |= {"output": folder / "launched", "batch_size": NUM_ROWS // 2, "epochs": NUM_STEPS, "lr": LR, "lora_rank": 4}
+    command: list[Any] = [
+        warm_python(),
+        "-m",
+        "lightning_muon.cli.main",
+        "launch",
+        "--config_file",
+        folder / "accelerate.yaml",
+    ]
+    command += [RECIPE / "with_accelerate.py", *(f"--{name}={value}" for name, value in words.items())]
+    environment = program_environment() | {"MASTER_PORT": str(free_port())}
+    ended = subprocess.run(
+        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def factors_of(adapters: Path) -> nn.Module:
+    return PeftModel.from_pretrained(build_model(str(adapters.parent / "base"), None), adapters, is_trainable=True)
+
+
+def require_factors(adapters: Path, expected: dict[str, Tensor]) -> None:
+    factors = {name: each.detach() for name, each in factors_of(adapters).named_parameters() if each.requires_grad}
+    assert factors.keys() == expected.keys() and any("lora_B" in name for name in factors)
+    for name, factor in factors.items():
+        # float32 sums in another order.
+        torch.testing.assert_close(factor, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def lora_of_one_process(folder: Path, factors: Sequence[float]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = build_model(str(folder / "base"), LORA)
+    config = MuonConfig(compute_dtype="float32", muon_lr_factor=3.0, weight_decay=0.0)
+    return one_process(model, ParallelMuon.from_config(model, config, lr=LR), data_of(folder), factors)
+
+
+def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
+    assert "Muon fine-tunes" not in fit("lora", folder)
+    require_factors(folder / "lora", lora_of_one_process(folder, [1.0, 1.0, 0.5]))
+    trained = factors_of(folder / "lora").eval()
+    merged: Any = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
+    tokens = torch.arange(40).view(2, 20)
+    torch.testing.assert_close(merged(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_weights_may_be_bfloat16(folder: Path) -> None:
+    changed = {"trainer.precision": "bf16-mixed", "trainer.max_epochs": "1", "model.init_args.dtype": "bfloat16"}
+    fit("lora", folder, **changed, **{"model.init_args.output": str(folder / "bfloat16")})
+    factors = {name: each for name, each in factors_of(folder / "bfloat16").named_parameters() if "lora_B" in name}
+    assert len(factors) == 14
+    for name, factor in factors.items():
+        assert factor.dtype == torch.float32
+        # From zero by one step: an orthogonal matrix, up to what five steps of Newton-Schulz leave (0.68 to 1.13).
+        step = 3 * LR * 0.2 * max(factor.shape) ** 0.5
+        sizes = torch.linalg.svdvals(factor) / step
+        assert 0.6 < sizes.min() < sizes.max() < 1.25, (name, sizes)
+
+
+def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
+    printed = launch(folder, {"lora": "both", "compute_dtype": "float32", "wire_dtype": "float32"})
+    assert printed.count("validation loss") == NUM_STEPS
+    # Accelerate moves a scheduler on once for each process: steps 0, 2 and 4 of 6, of which the first is warm-up.
+    require_factors(folder / "launched", lora_of_one_process(folder, [1.0, 0.8, 0.4]))
+
+
+def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
+    printed = fit("full", folder)
+    assert "AdamW, kept: optimizer='keep'" in printed and "Muon fine-tunes" not in printed
+    model = build_model(str(folder / "base"), None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    expected = one_process(model, optimizer, data_of(folder), [1.0, 1.0, 0.5])
+    trained: Any = AutoModelForCausalLM.from_pretrained(folder / "full")
+    assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    for name, parameter in trained.named_parameters():
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert AutoTokenizer.from_pretrained(folder / "full").eos_token == "<|endoftext|>"
