@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.checkpoint.background import BackgroundSaves
@@ -40,6 +43,7 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 """
 SKIPPED = "skipped_steps"  # In the manifest.
 NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
+MODELS = "transformers"  # In the checkpoint of a Trainer: what `lightning-muon convert --to hf` needs.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -109,6 +113,24 @@ def weights_to_save(
             return copied(full_weights(module)) if differ else full_weights(module)
         state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
         return of_first_node(state, mesh) if differ else state
+
+
+def describe_models(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Class and config.json of each model of transformers in ``module``, by its name there; local."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    found: dict[str, dict[str, str]] = {}
+    for name, model in ((clean_name(name), each) for name, each in module.named_modules() if isinstance(each, kind)):
+        if any(not outer or name.startswith(f"{outer}.") for outer in found):
+            continue
+        config, generation = model.config, getattr(model, "generation_config", None)
+        # FSDP2 gives a module a class of its own, with the one that it had as the last base.
+        own = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
+        found[name] = {"class": own.__name__, "config": config.to_json_string()}
+        if generation is not None:
+            found[name]["generation_config"] = generation.to_json_string()
+        if config.name_or_path and not os.path.exists(config.name_or_path):  # On the hub.
+            found[name]["base_model"] = config.name_or_path
+    return found
 
 
 def optimizer_state_to_save(
