@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.checkpoint.background import BackgroundSaves
@@ -33,6 +32,7 @@ from lightning_muon.config import VERSION
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
+from lightning_muon.sharding.shard_model import original_class
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
 _README_TEXT = """\
@@ -119,13 +119,12 @@ def describe_models(module: nn.Module) -> dict[str, dict[str, str]]:
     """Class and config.json of each model of transformers in ``module``, by its name there; local."""
     kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     found: dict[str, dict[str, str]] = {}
-    for name, model in ((clean_name(name), each) for name, each in module.named_modules() if isinstance(each, kind)):
-        if any(not outer or name.startswith(f"{outer}.") for outer in found):
+    parts: list[tuple[str, Any]] = [(clean_name(name), each) for name, each in module.named_modules()]
+    for name, model in parts:
+        if not isinstance(model, kind) or any(not outer or name.startswith(f"{outer}.") for outer in found):
             continue
         config, generation = model.config, getattr(model, "generation_config", None)
-        # FSDP2 gives a module a class of its own, with the one that it had as the last base.
-        own = next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-        found[name] = {"class": own.__name__, "config": config.to_json_string()}
+        found[name] = {"class": original_class(model).__name__, "config": config.to_json_string()}
         if generation is not None:
             found[name]["generation_config"] = generation.to_json_string()
         if config.name_or_path and not os.path.exists(config.name_or_path):  # On the hub.

@@ -55,7 +55,8 @@ def _train(folder: str) -> dict[str, dict[str, Tensor]]:
         state = model.state_dict()
         found[name] = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()}
 
-    batches = DataLoader([{"input_ids": x, "labels": y} for x, y in dataset()], batch_size=4)
+    rows: Any = [{"input_ids": x, "labels": y} for x, y in dataset()]
+    batches = DataLoader(rows, batch_size=4)
     for name, (make, options) in RUNS.items():
         model = Wrapper(make())
         noting = package.callbacks.LambdaCallback(on_train_end=lambda _, model, name=name: note(name, model))
