@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.checkpoint.saving import NAMES
-from lightning_muon.cli.report import LoggedRun
+from lightning_muon.cli.report import LoggedRun, is_of_optimizer
 
 _PROJECT = "https://github.com/lightning-muon/lightning-muon"
 _VERSIONS = ("lightning_muon", "torch")  # In a manifest.
@@ -75,9 +75,11 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
     from transformers.modelcard import TASK_MAPPING
+    from transformers.pipelines import PIPELINE_REGISTRY
 
-    # The task is certain if the class has one only.
-    tasks = [task for task, mapping in TASK_MAPPING.items() if class_name in mapping.values()]
+    # The task is certain if the class has one only, of those that there still are.
+    known = PIPELINE_REGISTRY.get_supported_tasks()
+    tasks = [task for task, classes in TASK_MAPPING.items() if class_name in classes.values() and task in known]
     front = ModelCardData(
         library_name="transformers",
         tags=["muon", "lightning-muon"],
@@ -101,14 +103,14 @@ def model_card(
     lines += [f"Trained with [lightning-muon]({_PROJECT})."]
     lines += _table("The run", ["", ""], [[name, value] for name, value in facts.items() if value not in (None, "")])
     if source.run:
-        last = {name: curve[-1] for name, curve in source.run.curves.items() if curve}
+        last = {name: curve[-1] for name, curve in source.run.curves.items() if curve and not is_of_optimizer(name)}
         rows = [[f"`{name}`", f"{value:.5g}", f"{step:.0f}"] for name, (step, value) in sorted(last.items())]
         lines += _table("Last metrics", ["metric", "value", "step"], rows)
     groups = [{k: v for k, v in group.items() if k not in _NO_SETTINGS} for group in source.param_groups]
     settings = list(dict.fromkeys(name for group in groups for name in group))
     heads = ["setting", *(f"group {number}" for number in range(len(groups)))]
     lines += _table("Optimizer", heads, [[f"`{n}`", *(_text(each.get(n)) for each in groups)] for n in settings])
-    given = content.get("hyper_parameters", {})
+    given = {name: value for name, value in content.get("hyper_parameters", {}).items() if not name.startswith("_")}
     lines += _table("Hyper-parameters", ["name", "value"], [[f"`{name}`", _text(given[name])] for name in given])
     return "\n".join([*lines, ""])
 
