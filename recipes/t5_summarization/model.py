@@ -172,10 +172,12 @@ class T5Summarizer(LightningModule):
         """Begin anew."""
         self.predictions = {}
 
-    def predict_step(self, batch: tuple[list[int], Batch], batch_idx: int) -> None:
-        """Keep the summaries of a batch by the numbers of its rows."""
+    def predict_step(self, batch: tuple[list[int], Batch], batch_idx: int) -> list[str]:
+        """Summaries of a batch, kept by the numbers of its rows."""
         numbers, inputs = batch
-        self.predictions.update(zip(numbers, self._generate(inputs), strict=True))
+        texts = self._generate(inputs)
+        self.predictions.update(zip(numbers, texts, strict=True))
+        return texts
 
     def on_predict_epoch_end(self) -> None:
         """Write each row once, in the order of the data. Collective over all ranks; every rank must call it."""

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import State, save
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.integrations.transformers.optimizer import require_one_sharding
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 _FOLDER, _METADATA = "sharded", "meta.pt"  # In a folder checkpoint-N, beside the whole weights.
@@ -36,6 +37,7 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        require_one_sharding(model)
         # The refusal is in the constructor, and asks for this option.
         is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
         if is_refused:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -133,6 +134,16 @@ def test_the_card_has_the_figures_of_the_run(trained: Any, tmp_path: Path) -> No
     assert any(line.startswith("| `lr` | 0.0") for line in lines) and "| mesh | pipeline 2" in card.text
 
 
+def test_shards_of_accelerate_have_a_key_and_no_more(tmp_path: Path) -> None:
+    model = causal_lm("llama", num_layers=1, tied=True)
+    model.save_pretrained(tmp_path)  # Its config.json lies beside the shards, as a Trainer of transformers leaves it.
+    shards = tmp_path / "pytorch_model_fsdp_0"
+    torch.distributed.checkpoint.save({"model": model.state_dict()}, checkpoint_id=shards, no_dist=True)
+    main(["convert", str(shards), str(tmp_path / "out"), "--to", "hf", "--key", "model"])
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+
 class _Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +167,8 @@ def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
     }
     for name, each in weights.items():
         torch.save({"state_dict": each}, tmp_path / f"{name}.ckpt")
-    config = ["--config-from", str(tmp_path / "config")]
+    config, tied = ["--config-from", str(tmp_path / "config")], ["--config-from", str(tmp_path / "tied")]
+    causal_lm("llama", num_layers=1, tied=True).save_pretrained(tmp_path / "tied")
     for name, words, message in (
         ("renamed", config, r"lacks a.net.*layers.0.mlp.down_proj.weight; the model has no a.net.*mlp.down.weight"),
         ("wider", config, r"net.lm_head.weight is \(3, 5\), in the model \(29, 16\)"),
@@ -165,11 +177,13 @@ def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("two", config, "are there twice: --prefix .student.. or .teacher.."),
         ("more", [], "has no config of a model of transformers.*--config-from"),
         ("more", ["--config-from", str(tmp_path / "no_class")], 'names no class; add "architectures"'),
+        ("wider", tied, "net.lm_head.weight and net.model.embed_tokens.weight differ, but the config ties them"),
     ):
         with pytest.raises(SystemExit, match=message):
             main(["convert", str(tmp_path / f"{name}.ckpt"), str(tmp_path / "target"), "--to", "hf", *words])
         assert not (tmp_path / "target").exists()
     main(["convert", str(tmp_path / "two.ckpt"), str(tmp_path / "two"), "--to", "hf", "--prefix", "teacher.", *config])
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").state_dict()
+    assert not (tmp_path / "two" / "tokenizer.json").exists()
     teacher = _Net().teacher.state_dict()
     assert found.keys() == teacher.keys() and all(torch.equal(found[key], value) for key, value in teacher.items())

@@ -90,16 +90,20 @@ def test_a_resumed_run_is_bit_equal(
         assert max_difference(other, runs.written_out(max_norm=0.3)) < 1e-6
 
 
-def _train_sharded(directory: str, *trainings: tuple[dict[str, int], str]) -> list[dict[str, Tensor]]:
+def _train_sharded(
+    directory: str, *trainings: tuple[dict[str, int], str], fsdp: str = "false"
+) -> list[dict[str, Tensor]]:
     """Weights after four steps of models that ``from_pretrained`` has sharded; saved after two, or begun there."""
     found = list[dict[str, Tensor]]()
     for sizes, resume in trainings:
         # What tensor parallelism needs of Accelerate there is on CUDA alone.
-        with runs.accelerator_of("fsdp", ACCELERATE_USE_FSDP="false"):
+        with runs.accelerator_of("fsdp", ACCELERATE_USE_FSDP=fsdp):
             config = transformers.DistributedConfig(**sizes)
             model = LlamaForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
-            saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-            options = saving | {"max_grad_norm": 0.3, "num_stages": sizes.get("tp_size", 1)}
+            # An evaluation leaves the root of FSDP2 whole, before it is saved.
+            evaluating = {} if resume else {"eval_strategy": "steps", "eval_steps": 2}
+            options = evaluating | {"max_grad_norm": 0.3, "num_stages": sizes.get("tp_size", 1)}
+            options |= {"save_strategy": "steps", "save_steps": 2}
             run = runs.trainer(directory, model, kind=lightning_muon.hf.Trainer, **options)
             run.train(resume_from_checkpoint=resume or None)
             found.append(runs.whole_weights(run.model))
@@ -119,6 +123,10 @@ def test_models_sharded_at_load_time_train_and_resume(gloo: ProcessPool, tmp_pat
     others = [({"fsdp_size": 2}, saved), ({"dp_replicate_size": 2}, saved), ({"tp_size": 2}, saved)]
     for weights in (first, *gloo.run(_train_sharded, str(tmp_path), *others, world_size=2)[0]):
         assert max_difference(weights, expected) < 1e-6
+    message = "Accelerate is to shard it again; start the program with torchrun"
+    gloo.expect_error_on_all_ranks(
+        _train_sharded, str(tmp_path), ({"fsdp_size": 2}, ""), world_size=2, fsdp="true", match=message
+    )
     whole = LlamaForCausalLM.from_pretrained(f"{tmp_path}/checkpoint-4").state_dict()
     assert max_difference(whole, expected) < 1e-6
 
