@@ -53,9 +53,9 @@ def write_hf(
     """
     weights = {clean_name(name): value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
     model, name, base_model = _empty_model(content.get(MODELS, {}), source, arguments)
-    prefix = arguments.prefix
-    if prefix is None:
-        prefix = name and f"{name}." if name is not None else _prefix_of(weights, model.state_dict())
+    if name is None:
+        name = arguments.prefix
+    prefix = _prefix_of(weights, model.state_dict()) if name is None else f"{name.removesuffix('.')}." if name else ""
     _assign(model, _own_weights(weights, prefix, is_given=arguments.prefix is not None), prefix)
     model.save_pretrained(folder, max_shard_size=arguments.max_shard_size)
     if tokenizer := _tokenizer(source, arguments):
