@@ -2,5 +2,6 @@
 
 from lightning_muon.integrations.transformers.monitor import MuonMonitor
 from lightning_muon.integrations.transformers.optimizer import optimizer
+from lightning_muon.integrations.transformers.trainer import Trainer
 
-__all__ = ["MuonMonitor", "optimizer"]
+__all__ = ["MuonMonitor", "Trainer", "optimizer"]

@@ -162,6 +162,12 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], abou
         sync_directory(directory)
 
 
+def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
+    """What the manifest says of files that another package has written into ``directory``; local."""
+    sizes = {path: path.stat().st_size for path in sorted(directory.iterdir())}
+    return {path.name: {"size": size, "sha256": _hash_of_file(path, size)} for path, size in sizes.items()}
+
+
 def _sync(file: IO[Any]) -> None:
     """Wait until what was written is on the disk; an object store has it when the file is closed."""
     file.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +32,7 @@ from lightning_muon.config import VERSION
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
+from lightning_muon.sharding.shard_model import original_class
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
 _README_TEXT = """\
@@ -40,6 +43,7 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 """
 SKIPPED = "skipped_steps"  # In the manifest.
 NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
+MODELS = "transformers"  # In the checkpoint of a Trainer: what `lightning-muon convert --to hf` needs.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -109,6 +113,23 @@ def weights_to_save(
             return copied(full_weights(module)) if differ else full_weights(module)
         state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
         return of_first_node(state, mesh) if differ else state
+
+
+def describe_models(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Class and config.json of each model of transformers in ``module``, by its name there; local."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
+    found: dict[str, dict[str, str]] = {}
+    parts: list[tuple[str, Any]] = [(clean_name(name), each) for name, each in module.named_modules()]
+    for name, model in parts:
+        if not isinstance(model, kind) or any(not outer or name.startswith(f"{outer}.") for outer in found):
+            continue
+        config, generation = model.config, getattr(model, "generation_config", None)
+        found[name] = {"class": original_class(model).__name__, "config": config.to_json_string()}
+        if generation is not None:
+            found[name]["generation_config"] = generation.to_json_string()
+        if config.name_or_path and not os.path.exists(config.name_or_path):  # On the hub.
+            found[name]["base_model"] = config.name_or_path
+    return found
 
 
 def optimizer_state_to_save(

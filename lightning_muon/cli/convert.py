@@ -1,11 +1,14 @@
-"""``lightning-muon convert SOURCE TARGET``: shards, one ordinary file and safetensors become each other."""
+"""``lightning-muon convert SOURCE TARGET``: shards, one ordinary file and safetensors become each other.
+
+A folder for ``from_pretrained`` of transformers, with config, tokenizer and model card, is made in ``convert_hf.py``.
+"""
 
 from __future__ import annotations
 
 import argparse
 import pickle
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -19,10 +22,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from lightning_muon.checkpoint.manifest import HashedFile, damages, write_file, write_manifest
+from lightning_muon.checkpoint.manifest import INDEX, HashedFile, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.saving import NAMES, describe_save, numbered_optimizer_state, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.checkpoint.urls import UrlPath, place
+from lightning_muon.cli import convert_hf
+from lightning_muon.cli.model_card import Source, find_run
 from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.errors import DamagedCheckpointError
@@ -35,11 +40,13 @@ strategy read: weights, hyper-parameters and everything else but the states of o
 process, but memory for the weights, and twice for safetensors. TARGET gets hashes for lightning-muon verify."""
 _TRUST = """unpickle objects of any type in the metadata, for example hyper-parameters of your own classes; that can
 run any code. (torch unpickles its own index of the directory in any case.)"""
-_TO = """what TARGET becomes: one file, a directory of shards, or a folder for from_pretrained of transformers, with the
-weights alone. Default: file, or shards if SOURCE is a file"""
+_TO = """what TARGET becomes: one file, a directory of shards, the weights alone as safetensors, or (hf) a whole folder
+for from_pretrained of transformers, with config, tokenizer and model card. Default: file, or shards if SOURCE is a
+file"""
 _KEY = "key of the weights in SOURCE: the name in fabric.save (default: %(default)s)"
 _PREFIX = """what names begin with in a LightningModule, such as "model."; safetensors are without it. Default: the
-attribute that all names begin with, if there is one, and nothing for SOURCE in safetensors"""
+attribute that all names begin with, if there is one, and nothing for SOURCE in safetensors. With hf: what the names of
+the model are found behind"""
 _CONFIG = "config.json of the model, or the folder that has it, to be copied to safetensors"
 _SAFETENSORS = ".safetensors"
 # Of a checkpoint of weights, so that a Trainer can begin with it.
@@ -51,13 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("source", metavar="SOURCE", type=place, help="the checkpoint, or its URL")
     parser.add_argument("target", metavar="TARGET", type=place, help="where to write the other one")
-    parser.add_argument("--to", choices=("file", "shards", "safetensors"), help=_TO)
+    parser.add_argument("--to", choices=("file", "shards", "safetensors", "hf"), help=_TO)
     parser.add_argument("--optimizers", action="store_true", help="keep the states of optimizers: a run can go on")
     parser.add_argument("--key", default="state_dict", help=_KEY)
     parser.add_argument("--prefix", help=_PREFIX)
     parser.add_argument("--config", type=Path, help=_CONFIG)
     parser.add_argument("--force", action="store_true", help="overwrite TARGET, if it is a file")
     parser.add_argument("--trust-pickle", action="store_true", help=_TRUST)
+    convert_hf.add_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -71,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
     to = arguments.to or ("shards" if kind == "file" else "file")
     if kind == to:
         raise ValueError(f"{source} is {to} already; say with --to what it becomes")
-    if not source.is_file() and not tensors and not (source / metadata_name).is_file():
+    if not source.is_file() and not tensors and not any((source / name).is_file() for name in (metadata_name, INDEX)):
         raise FileNotFoundError(f"{source} is no checkpoint directory: there is no file {metadata_name} in it")
     config = _require_target(target, arguments, to)
     if bad := damages(source):
@@ -87,6 +95,9 @@ def run(arguments: argparse.Namespace) -> None:
     is_run = arguments.optimizers and bool(states)
     with _alone(), replacing(target, whole=to == "file") as (draft,):
         about = describe_save(step=content.get("global_step"), weights_only=not is_run)
+        if to == "hf":
+            convert_hf.write_hf(draft, content, _source(source, states, arguments), arguments, about)
+            return
         if to == "safetensors":
             _write_safetensors(draft, content["state_dict"], config, arguments.prefix, about)
             return
@@ -101,20 +112,28 @@ def run(arguments: argparse.Namespace) -> None:
         write_shards(shards, draft, about, {metadata_name: write_rest})
 
 
+def _source(source: Path, states: Sequence[Any], arguments: argparse.Namespace) -> Source:
+    groups = [group for state in states for group in state["param_groups"]]
+    if not groups and source.is_dir() and (source / INDEX).is_file():  # Settings, without the states.
+        groups = load_whole(source, "optimizer_0.param_groups")
+    run, about = find_run(source, arguments.run_dir), describe(source) or {}
+    return Source(path=source, name=arguments.target.name, about=about, param_groups=groups, run=run)
+
+
 def _require_target(target: Path, arguments: argparse.Namespace, to: str) -> Path | None:
     """The config.json to copy, if any; raises if ``target`` cannot be written."""
     if target.is_dir():
         raise FileExistsError(f"{target} is a directory; name a {'file' if to == 'file' else 'new one'}")
     if target.exists() and not arguments.force:
         raise FileExistsError(f"{target} exists; --force overwrites it")
-    if isinstance(target, UrlPath) and to == "safetensors":
+    if isinstance(target, UrlPath) and to in ("safetensors", "hf"):
         raise ValueError(f"from_pretrained reads no folder at a URL such as {target}; name a folder on a disk")
     if not isinstance(target, UrlPath) and not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} for {target.name}")
     if arguments.config is None:
         return None
     if to != "safetensors":
-        raise ValueError("--config belongs to --to safetensors")
+        raise ValueError("--config belongs to --to safetensors; with --to hf it is --config-from")
     config = arguments.config / "config.json" if arguments.config.is_dir() else arguments.config
     if not config.is_file():
         raise FileNotFoundError(f"there is no {config}")
@@ -136,7 +155,8 @@ def _unpickled(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_shards(directory: Path, metadata: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    content = _unpickled(metadata, arguments)
+    # That of Accelerate has nothing but weights in it.
+    content = _unpickled(metadata, arguments) if metadata.is_file() else dict(_NOTHING_ELSE)
     try:
         entries = FileSystemReader(directory).read_metadata().state_dict_metadata
         keys = sorted({name.partition(".")[0] for name in entries})

@@ -33,7 +33,7 @@ _COMMANDS = {
     "trace": "record real steps, drawn above their prediction",
     "report": "one HTML page of a run: curves, parts of a step, timeline",
     "tune": "short trainings with several learning rates of Muon",
-    "convert": "make one file of a checkpoint directory",
+    "convert": "make one file of a checkpoint, or a folder for transformers",
     "doctor": "say what is installed here, and what will not work",
     "verify": "find damage to checkpoints by the hashes of their files",
     "config": "write a config file for programs with Accelerate",

@@ -9,6 +9,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +159,7 @@ def _rows(folder: Path) -> Iterable[dict[str, float]]:
 def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, str]]:
     metrics = list(dict.fromkeys(name for each in runs for name in each.curves))
     losses = [name for name in metrics if "loss" in name.lower()]
-    others = [name for name in metrics if name not in losses and not any(map(name.startswith, _of_pictures()))]
+    others = [name for name in metrics if name not in losses and not is_of_optimizer(name)]
     by_step = [html.curves(name, _series(runs, [name]), "step") for name in losses]
     by_time = [html.curves(name, _series(runs, [name], by_seconds=True), "seconds of training") for name in losses]
     found = [("Loss", html.grid([each for pair in zip(by_step, by_time, strict=True) for each in pair]))]
@@ -177,8 +178,9 @@ def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, s
     return [(title, text) for title, text in found if text]
 
 
-def _of_pictures() -> list[str]:
-    return [beginning for beginnings in (*_PICTURES.values(), ("bytes/",)) for beginning in beginnings]
+def is_of_optimizer(name: str) -> bool:
+    """Whether a metric, of ``MuonMonitor`` for instance, says what the optimizer takes and does."""
+    return name.startswith(tuple(chain(*_PICTURES.values(), ("bytes/",))))
 
 
 def _series(runs: Sequence[LoggedRun], metrics: Sequence[str], *, by_seconds: bool = False) -> dict[str, _Curve]:

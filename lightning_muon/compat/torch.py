@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +302,11 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
 
 
 def load_whole(directory: Path, key: str) -> Any:
-    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local."""
+    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
+
+    ``"optimizer_0.param_groups"`` is what it has in one of its state dicts.
+    """
     state: dict[str, Any] = {}
     planner = _EmptyStateDictLoadPlanner(keys={key})
     _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
-    return state.get(key, {})
+    return state[key] if key in state else reduce(lambda found, name: found.get(name, {}), key.split("."), state)

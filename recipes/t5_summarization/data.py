@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from recipes.t5_summarization.sources import DOCSTRINGS, Row, Split, load_rows
+from recipes.t5_summarization.sources import DOCSTRINGS, Row, Split, load_rows, rows_to_predict
 from recipes.t5_summarization.tokenization import load_tokenizer
 
 IGNORED_LABEL = -100  # torch's default ignore_index
@@ -37,12 +37,19 @@ class Batch(TypedDict):
 
 
 def encode(
-    rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_source_tokens: int, max_target_tokens: int
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_source_tokens: int,
+    max_target_tokens: int,
+    prefix: str = "",
 ) -> list[Example]:
-    """Token ids of all rows, cut to the given lengths with ``</s>`` kept."""
+    """Token ids of all rows, the sources behind ``prefix``, cut to the given lengths with ``</s>`` kept."""
     if not rows:
         return []
-    sources = tokenizer([row.source for row in rows], truncation=True, max_length=max_source_tokens)["input_ids"]
+    sources = tokenizer([prefix + row.source for row in rows], truncation=True, max_length=max_source_tokens)[
+        "input_ids"
+    ]
     targets = tokenizer([row.target for row in rows], truncation=True, max_length=max_target_tokens)["input_ids"]
     return [Example(source=source, target=target) for source, target in zip(sources, targets, strict=True)]
 
@@ -70,14 +77,27 @@ def collate(examples: Sequence[Example], *, pad_id: int, lengths: tuple[int | No
     )
 
 
+def collate_numbered(
+    examples: Sequence[tuple[int, Example]], *, collate_fn: Callable[[Sequence[Example]], Batch]
+) -> tuple[list[int], Batch]:
+    """A batch and the number of each of its rows."""
+    return [number for number, _ in examples], collate_fn([example for _, example in examples])
+
+
 class SummarizationData(LightningDataModule):
     """Source -> target rows for a T5 model.
 
     Args:
-        source: ``"docstrings"`` (needs no network), a ``.csv`` / ``.parquet`` path with the columns title, text and
-            summary, or a data set of that schema on the Hugging Face hub, e.g. ``"gursi26/wikihow-cleaned"``.
-        target: Column to predict from ``text``: ``"title"`` or ``"summary"``. Docstrings ignore it.
-        tokenizer: ``"bpe"`` (trained on the training rows), ``"byt5"``, or a tokenizer on the hub.
+        source: ``"docstrings"`` (needs no network), a ``.csv``, ``.jsonl`` or ``.parquet`` file, or a data set on the
+            Hugging Face hub, e.g. ``"gursi26/wikihow-cleaned"``.
+        validation_source: Another one to validate on; without it ``validation_share`` of ``source`` is held out.
+        predict_source: Another one for ``predict``, which need not have the target's column; without it the validation
+            rows. With a ``tokenizer`` that is there already nothing else is read.
+        source_column: What the encoder reads. Docstrings ignore it, and the next one.
+        target_column: What the decoder writes.
+        source_prefix: Put in front of each source. None asks the model: ``"summarize: "`` for weights of the hub that
+            have learned it, nothing otherwise.
+        tokenizer: ``"bpe"`` (trained on the training rows), ``"byt5"``, or a tokenizer on the hub or in a folder.
         vocab_size: Of the BPE.
         max_source_tokens: Longer sources are cut.
         max_target_tokens: Longer targets are cut.
@@ -96,7 +116,11 @@ class SummarizationData(LightningDataModule):
         self,
         *,
         source: str = DOCSTRINGS,
-        target: str = "title",
+        validation_source: str | None = None,
+        predict_source: str | None = None,
+        source_column: str = "text",
+        target_column: str = "title",
+        source_prefix: str | None = None,
         tokenizer: str = "bpe",
         vocab_size: int = 4096,
         max_source_tokens: int = 512,
@@ -118,12 +142,21 @@ class SummarizationData(LightningDataModule):
         self.rows = Split([], [])
         self.train: list[Example] = []
         self.validation: list[Example] = []
+        self.rows_to_predict: list[Row] = []
+
+    @property
+    def _columns(self) -> tuple[str, str]:
+        return self.hparams.source_column, self.hparams.target_column
 
     def _load(self) -> tuple[Split, PreTrainedTokenizerBase]:
         options, cache_dir = self.hparams, Path(self.hparams.cache_dir).expanduser()
+        stage = self.trainer.state.fn if self.trainer else "fit"
+        if stage == "predict" and options.predict_source and options.tokenizer != "bpe":
+            return Split([], []), load_tokenizer(options.tokenizer, [], vocab_size=0, cache_dir=cache_dir)
         rows = load_rows(
             options.source,
-            target=options.target,
+            options.validation_source,
+            columns=self._columns,
             cache_dir=cache_dir,
             validation_share=options.validation_share,
             seed=options.seed,
@@ -142,24 +175,31 @@ class SummarizationData(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Read the caches and tokenize, on every rank."""
-        if self.train:
-            return
-        self.rows, tokenizer = self._load()
-        self.tokenizer = tokenizer
-        lengths = {name: self.hparams[name] for name in ("max_source_tokens", "max_target_tokens")}
-        self.train = encode(self.rows.train, tokenizer, **lengths)
-        self.validation = encode(self.rows.validation, tokenizer, **lengths)
+        if self.tokenizer is None or (stage != "predict" and not self.train):
+            self.rows, self.tokenizer = self._load()
+            self.train, self.validation = self._encode(self.rows.train), self._encode(self.rows.validation)
+        if stage == "predict":
+            location = self.hparams.predict_source
+            self.rows_to_predict = rows_to_predict(location, self._columns) if location else self.rows.validation
 
-    def _loader(self, examples: list[Example], *, shuffle: bool) -> DataLoader[Example]:
-        options = self.hparams
-        lengths = (options.max_source_tokens, options.max_target_tokens) if options.pad_to_max_length else (None, None)
+    def _encode(self, rows: Sequence[Row]) -> list[Example]:
+        prefix = self.hparams.source_prefix
+        if prefix is None:
+            prefix = getattr(self.trainer and self.trainer.lightning_module, "source_prefix", "")
+        lengths = {name: self.hparams[name] for name in ("max_source_tokens", "max_target_tokens")}
+        return encode(rows, self.tokenizer, prefix=prefix, **lengths)
+
+    def _loader(self, examples: Sequence[Any], **options: Any) -> DataLoader[Any]:
+        size, num_workers = self.hparams.batch_size, self.hparams.num_workers
         return DataLoader(
             examples,  # type: ignore[arg-type]
-            batch_size=options.batch_size,
-            shuffle=shuffle,
-            num_workers=options.num_workers,
-            collate_fn=partial(collate, pad_id=self.tokenizer.pad_token_id, lengths=lengths),
+            **({"batch_size": size, "num_workers": num_workers, "collate_fn": self._collate()} | options),
         )
+
+    def _collate(self) -> Callable[[Sequence[Example]], Batch]:
+        options = self.hparams
+        lengths = (options.max_source_tokens, options.max_target_tokens) if options.pad_to_max_length else (None, None)
+        return partial(collate, pad_id=self.tokenizer.pad_token_id, lengths=lengths)
 
     def train_dataloader(self) -> DataLoader[Example]:
         """Shuffled training rows."""
@@ -167,4 +207,11 @@ class SummarizationData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[Example]:
         """Validation rows in their fixed order."""
-        return self._loader(self.validation, shuffle=False)
+        return self._loader(self.validation)
+
+    def predict_dataloader(self) -> DataLoader[tuple[list[int], Batch]]:
+        """Rows to predict with their numbers. All ranks have as many batches, the last of them with rows of others."""
+        examples = list(enumerate(self._encode(self.rows_to_predict)))
+        ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None)
+        sampler = DistributedSampler(examples, shuffle=False, **ranks) if ranks else None  # type: ignore[arg-type]
+        return self._loader(examples, sampler=sampler, collate_fn=partial(collate_numbered, collate_fn=self._collate()))

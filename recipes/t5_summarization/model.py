@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from recipes.t5_summarization.data import IGNORED_LABEL, Batch
+from recipes.t5_summarization.files import write_atomically
 from recipes.t5_summarization.metrics import rouge
 
 # https://huggingface.co/google-t5/t5-small/blob/main/config.json and t5-base: what differs from T5Config's defaults.
@@ -18,6 +22,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128},
 }
+
+
+_NUM_SAMPLES = 4  # Of a validation.
 
 
 class Summary(NamedTuple):
@@ -74,6 +81,7 @@ class T5Summarizer(LightningModule):
             The data must be padded to its maximal length for the same numbers.
         rouge_batches: Validation batches per rank whose summaries are generated and scored, the first ones.
         max_new_tokens: Of a generated summary.
+        predictions: File that ``predict`` writes, one JSON object per line: source, prediction, and target if known.
     """
 
     def __init__(
@@ -88,11 +96,20 @@ class T5Summarizer(LightningModule):
         paper_loss: bool = False,
         rouge_batches: int = 2,
         max_new_tokens: int = 32,
+        predictions: str = "predictions.jsonl",
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.model = build_t5(architecture, pretrained=pretrained)
         self.summaries: list[Summary] = []
+        self.samples: list[dict[str, Any]] = []  # Of all validations, the last one first.
+        self.predictions: dict[int, str] = {}  # Number of a row -> summary.
+
+    @property
+    def source_prefix(self) -> str:
+        """What weights of the hub have learned to read in front of a text to be summarized; of T5 ``"summarize: "``."""
+        tasks = getattr(self.model.config, "task_specific_params", None) or {}
+        return tasks.get("summarization", {}).get("prefix", "") if self.hparams.pretrained else ""
 
     def _loss(self, batch: Batch) -> tuple[Tensor, int]:
         """Mean loss and the number of positions that it is the mean of."""
@@ -117,6 +134,11 @@ class T5Summarizer(LightningModule):
                 "paper_loss=True is a loss of training_step, which pipeline_size does not call; leave one out"
             )
 
+    def on_train_start(self) -> None:
+        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        if self.trainer.is_global_zero and (folder := getattr(self.trainer.logger, "log_dir", None)):
+            self.trainer.datamodule.tokenizer.save_pretrained(Path(folder, "tokenizer"))
+
     def on_validation_epoch_start(self) -> None:
         """Forget the summaries of the last epoch."""
         self.summaries = []
@@ -131,9 +153,50 @@ class T5Summarizer(LightningModule):
             self.log_dict(scores, batch_size=len(summaries), sync_dist=True)
             self.summaries += summaries
 
-    def _summarize(self, batch: Batch) -> list[Summary]:
+    def on_validation_epoch_end(self) -> None:
+        """Log the first summaries, and write them to ``samples.json``, which ``lightning-muon report`` shows."""
+        if not self.summaries or not self.trainer.is_global_zero:
+            return
+        first = [{"step": self.trainer.global_step, **each._asdict()} for each in self.summaries[:_NUM_SAMPLES]]
+        self.samples = first + self.samples
+        for logger in self.trainer.loggers:
+            if hasattr(logger, "log_text"):  # Weights & Biases
+                logger.log_text("samples", columns=list(first[0]), data=[list(each.values()) for each in first])
+            elif hasattr(logger.experiment, "add_text"):  # TensorBoard
+                text = "\n\n".join(f"{each['text']}\n\n(target: {each['target']})" for each in first)
+                logger.experiment.add_text("samples", text, self.trainer.global_step)
+        if folder := getattr(self.trainer.logger, "log_dir", None):
+            write_atomically(Path(folder, "samples.json"), json.dumps(self.samples))
+
+    def on_predict_epoch_start(self) -> None:
+        """Begin anew."""
+        self.predictions = {}
+
+    def predict_step(self, batch: tuple[list[int], Batch], batch_idx: int) -> list[str]:
+        """Summaries of a batch, kept by the numbers of its rows."""
+        numbers, inputs = batch
+        texts = self._generate(inputs)
+        self.predictions.update(zip(numbers, texts, strict=True))
+        return texts
+
+    def on_predict_epoch_end(self) -> None:
+        """Write each row once, in the order of the data. Collective over all ranks; every rank must call it."""
+        found = [self.predictions]
+        if dist.is_initialized():
+            found = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(found, self.predictions)
+        if not self.trainer.is_global_zero:
+            return
+        texts = {number: text for each in found for number, text in each.items()}  # Some rows were given to two ranks.
+        lines = list[str]()
+        for number, text in sorted(texts.items()):
+            row = self.trainer.datamodule.rows_to_predict[number]
+            line = {"source": row.source, "prediction": text} | ({"target": row.target} if row.target else {})
+            lines.append(json.dumps(line, ensure_ascii=False))
+        write_atomically(Path(self.hparams.predictions), "\n".join([*lines, ""]))
+
+    def _generate(self, batch: Batch) -> list[str]:
         """Greedy summaries. Collective over all ranks when the weights are sharded; every rank must call it."""
-        tokenizer = self.trainer.datamodule.tokenizer
         ids = self.model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -142,11 +205,16 @@ class T5Summarizer(LightningModule):
             # A rank that is done goes on until all are, because each step gathers the shards of the weights.
             synced_gpus=self.trainer.world_size > 1,
         )
-        labels = batch["labels"].masked_fill(batch["labels"] == IGNORED_LABEL, tokenizer.pad_token_id)
-        columns = [
-            [text.strip() for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
-            for tokens in (batch["input_ids"], labels, ids)
-        ]
+        return self._decode(ids)
+
+    def _decode(self, ids: Tensor) -> list[str]:
+        tokenizer = self.trainer.datamodule.tokenizer
+        return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]
+
+    def _summarize(self, batch: Batch) -> list[Summary]:
+        """Summaries beside what they were made from; collective as :meth:`_generate` is."""
+        labels = batch["labels"].masked_fill(batch["labels"] == IGNORED_LABEL, self.model.config.pad_token_id)
+        columns = self._decode(batch["input_ids"]), self._decode(labels), self._generate(batch)
         return [Summary(*texts) for texts in zip(*columns, strict=True)]
 
     def configure_optimizers(self) -> dict[str, Any]:

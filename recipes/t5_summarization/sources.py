@@ -1,4 +1,4 @@
-"""Rows of (source, target) text: docstrings of this machine, or the WikiHow schema from the hub or a local file."""
+"""Rows of (source, target) text: docstrings of this machine, or two columns of a file or of a data set on the hub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas
 
 DOCSTRINGS = "docstrings"
-WIKIHOW_SOURCE_COLUMN = "text"
+_LOCAL = (".csv", ".jsonl", ".parquet")
 
 
 class Row(NamedTuple):
@@ -21,7 +21,7 @@ class Row(NamedTuple):
 
     Args:
         source: What the encoder reads.
-        target: What the decoder writes.
+        target: What the decoder writes; empty for a text to be summarized that has none.
     """
 
     source: str
@@ -44,20 +44,41 @@ class Split(NamedTuple):
         return Split(self.train[:train_rows], self.validation[:validation_rows])
 
 
-def load_rows(location: str, *, target: str, cache_dir: Path, validation_share: float, seed: int) -> Split:
+def load_rows(
+    location: str,
+    validation: str | None,
+    *,
+    columns: tuple[str, str],
+    cache_dir: Path,
+    validation_share: float,
+    seed: int,
+) -> Split:
     """Read, split and shuffle all rows of one source; the same arguments give the same rows in the same order.
 
     Args:
-        location: ``"docstrings"``, the path of a ``.csv`` or ``.parquet`` file, or the name of a data set on the hub.
-        target: Column to predict in the WikiHow schema; docstrings have one target only.
+        location: ``"docstrings"``, the path of a ``.csv``, ``.jsonl`` or ``.parquet`` file, or a data set on the hub.
+        validation: Another such file or data set to validate on, in its own order; None splits ``location``.
+        columns: Of the source and of the target; docstrings have none.
         cache_dir: Where harvested docstrings are kept.
         validation_share: Of the rows, or of the source files of docstrings.
         seed: Of the split and of the order.
     """
     if location == DOCSTRINGS:
+        if validation is not None:
+            raise ValueError(f"docstrings are split by file; leave out validation_source, got {validation!r}")
         return split_docstrings(load_pairs(cache_dir), validation_share=validation_share, seed=seed)
-    frame = read_local(Path(location)) if Path(location).suffix in {".csv", ".parquet"} else read_hub(location)
-    return split_rows(rows_of(frame, target), validation_share=validation_share, seed=seed)
+    rows = rows_of(read_table(location), *columns)
+    if validation is None:
+        return split_rows(rows, validation_share=validation_share, seed=seed)
+    return Split(split_rows(rows, validation_share=0.0, seed=seed).train, rows_of(read_table(validation), *columns))
+
+
+def rows_to_predict(location: str, columns: tuple[str, str]) -> list[Row]:
+    """All rows of a file or data set in its order, also those without text; it need not have the target's column."""
+    frame, (source, target) = read_table(location), columns
+    if target not in frame.columns:
+        frame = frame.assign(**{target: ""})
+    return rows_of(frame.fillna({source: "", target: ""}), source, target, keep_blank=True)
 
 
 def split_docstrings(pairs: Sequence[Pair], *, validation_share: float, seed: int) -> Split:
@@ -79,19 +100,35 @@ def split_rows(rows: Sequence[Row], *, validation_share: float, seed: int) -> Sp
     return Split(shuffled[:num_train], shuffled[num_train:])
 
 
-def rows_of(frame: pandas.DataFrame, target: str) -> list[Row]:
-    """The rows of a table of the WikiHow schema in which neither text is null or blank.
+def rows_of(frame: pandas.DataFrame, source: str, target: str, *, keep_blank: bool = False) -> list[Row]:
+    """The rows of a table in which neither text is null or blank, or all of them.
 
     Args:
-        frame: Has the string columns ``text`` and ``target``.
-        target: ``"title"`` or ``"summary"``.
+        frame: Has the two columns, of text.
+        source: Name of the column that the encoder reads.
+        target: Name of the column that the decoder writes.
+        keep_blank: Leave no row out.
     """
-    columns = [WIKIHOW_SOURCE_COLUMN, target]
-    missing = [column for column in columns if column not in frame.columns]
+    missing = [column for column in (source, target) if column not in frame.columns]
     if missing:
-        raise ValueError(f"the data has the columns {list(frame.columns)}, but not {missing}; set `target` or the file")
-    texts = frame[columns].dropna().itertuples(index=False, name=None)
-    return [Row(source, label) for source, label in texts if source.strip() and label.strip()]
+        raise ValueError(
+            f"the data has the columns {list(frame.columns)}, but not {missing}; set source_column, target_column or "
+            "the file"
+        )
+    texts = frame[[source, target]].dropna()
+    for column in (source, target):
+        if wrong := next((value for value in texts[column] if not isinstance(value, str)), None):
+            raise ValueError(f"the column {column!r} has values that are no text, such as {wrong!r}")
+    rows = [Row(*row) for row in texts.itertuples(index=False, name=None)]
+    return [row for row in rows if keep_blank or (row.source.strip() and row.target.strip())]
+
+
+def read_table(location: str) -> pandas.DataFrame:
+    """A local file or a data set on the hub; ``FileNotFoundError`` names a local path if there is nothing there."""
+    path = Path(location)
+    if path.is_file() and path.suffix not in _LOCAL:
+        raise ValueError(f"{path} must end with one of {', '.join(_LOCAL)}")
+    return read_local(path) if path.suffix in _LOCAL else read_hub(location)
 
 
 def read_local(path: Path) -> pandas.DataFrame:
@@ -100,6 +137,11 @@ def read_local(path: Path) -> pandas.DataFrame:
 
     if path.suffix == ".parquet":
         return pandas.read_parquet(path)
+    if path.suffix == ".jsonl":
+        try:
+            return pandas.read_json(path, lines=True, dtype=False)
+        except ValueError as error:
+            raise ValueError(f"{path} is not one JSON object per line: {error}") from error
     # Only an empty field is a null: "None" and "NA" are words.
     return pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
 

@@ -1,5 +1,6 @@
 """Rows, batches, tokens, model and scores of the recipe for summarization."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -7,18 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
+from lightning_muon.cli.main import main
 from recipes.t5_summarization.data import Batch, SummarizationData, collate
 from recipes.t5_summarization.docstrings import Pair
 from recipes.t5_summarization.metrics import rouge, unigram_entropy
 from recipes.t5_summarization.model import T5Summarizer, build_t5, warmup_then_linear_decay
 from recipes.t5_summarization.sources import Row, Split, load_rows, rows_of, split_docstrings, split_rows
 from recipes.t5_summarization.tokenization import load_tokenizer, train_bpe
+from tests.integration.training import load as load_package
+from tests.integration.training import trainer
 from tests.recipes.rows import wikihow_frame, write_csv, write_parquet
+from tests.support.processes import ProcessPool
 
 
 def load(path: Path, *, target: str = "title", seed: int = 0) -> Split:
-    return load_rows(str(path), target=target, cache_dir=path.parent, validation_share=0.2, seed=seed)
+    columns = ("text", target)
+    return load_rows(str(path), None, columns=columns, cache_dir=path.parent, validation_share=0.2, seed=seed)
 
 
 @pytest.mark.parametrize("write", [write_csv, write_parquet])
@@ -38,6 +45,85 @@ def test_the_words_none_and_na_in_a_csv_are_text(tmp_path: Path) -> None:
     path.write_text("title,text,summary\nNone,NA,x\n,text,x\nnull,nan,x\n")
     split = load(path)
     assert sorted(split.train + split.validation) == [Row("NA", "None"), Row("nan", "null")]
+
+
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_json_lines_and_a_file_to_validate_on(tmp_path: Path) -> None:
+    article = [{"article": f"text {number}", "abstract": f"title {number}", "n": number} for number in range(6)]
+    train = write_jsonl(tmp_path / "train.jsonl", [*article[:4], {"article": None, "abstract": "x"}])
+    held_out = write_jsonl(tmp_path / "held_out.jsonl", article[4:])
+    columns = {"source_column": "article", "target_column": "abstract"}
+    data = make_data(tmp_path, source=train, validation_source=held_out, source_prefix="summarize: ", **columns)
+    assert sorted(data.rows.train) == [Row(f"text {number}", f"title {number}") for number in range(4)]
+    assert data.rows.validation == [Row("text 4", "title 4"), Row("text 5", "title 5")], "in the order of the file"
+    assert data.tokenizer is not None
+    assert data.tokenizer.decode(data.validation[0]["source"], skip_special_tokens=True) == " summarize: text 4"
+    with pytest.raises(ValueError, match="column 'n' has values that are no text, such as 4"):
+        make_data(tmp_path, source=held_out, source_column="n", target_column="abstract")
+    (tmp_path / "broken.jsonl").write_text('{"article": "a"}\n{"article": ')
+    with pytest.raises(ValueError, match=r"broken\.jsonl is not one JSON object per line"):
+        make_data(tmp_path, source=str(tmp_path / "broken.jsonl"), **columns)
+    (tmp_path / "rows.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"rows\.txt must end with one of \.csv, \.jsonl"):
+        make_data(tmp_path, source=str(tmp_path / "rows.txt"))
+
+
+def test_only_pretrained_weights_ask_for_a_prefix(tmp_path: Path) -> None:
+    config = transformers.T5Config(**TINY, task_specific_params={"summarization": {"prefix": "summarize: "}})
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    assert T5Summarizer(architecture=str(tmp_path), pretrained=True).source_prefix == "summarize: "
+    assert T5Summarizer(architecture=TINY).source_prefix == ""
+
+
+def _fit_and_predict(folder: str, articles: str) -> None:
+    package = load_package()
+    package.seed_everything(0)
+    data = SummarizationData(
+        source=str(Path(folder, "rows.csv")),
+        predict_source=articles,
+        vocab_size=300,
+        max_source_tokens=20,
+        max_target_tokens=8,
+        batch_size=2,
+        cache_dir=f"{folder}/cache",
+    )
+    sizes = TINY | {"vocab_size": 300}
+    model = T5Summarizer(
+        architecture=sizes, lr=0.02, rouge_batches=1, max_new_tokens=6, predictions=f"{folder}/predictions.jsonl"
+    )
+    logger = package.loggers.CSVLogger(folder, name="", version="run")
+    fitter = trainer(package, max_steps=6, limit_val_batches=1, val_check_interval=3, logger=logger)
+    fitter.fit(model, datamodule=data)
+    fitter.save_checkpoint(f"{folder}/run/checkpoints/last.ckpt")
+    fitter.predict(model, datamodule=data)
+
+
+def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: ProcessPool, tmp_path: Path) -> None:
+    """Five rows for two ranks with batches of two: the sampler gives one row to both."""
+    write_csv(tmp_path)
+    texts = ["Put an egg on the table.", "Draw a map, and wait.", "", "Fold the letter.", "Mend a sock."]
+    rows = [{"text": text, "id": number} for number, text in enumerate(texts)]
+    rows[1]["title"] = "How to Draw"
+    gloo.run(_fit_and_predict, str(tmp_path), write_jsonl(tmp_path / "articles.jsonl", rows), world_size=2)
+    main(["convert", str(tmp_path / "run/checkpoints/last.ckpt"), str(tmp_path / "hf"), "--to", "hf"])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
+    expected = []
+    for text in texts:
+        inputs = tokenizer(text, truncation=True, max_length=20, return_tensors="pt")
+        ids = model.generate(inputs["input_ids"], max_new_tokens=6, do_sample=False)
+        expected.append({"source": text, "prediction": tokenizer.decode(ids[0], skip_special_tokens=True).strip()})
+    expected[1]["target"] = "How to Draw"
+    assert len({each["prediction"] for each in expected}) > 1
+    lines = (tmp_path / "predictions.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == expected
+    samples = json.loads((tmp_path / "run/samples.json").read_text())
+    assert [each["step"] for each in samples] == [6, 6, 3, 3]
+    assert samples[0].keys() == {"step", "source", "target", "text"}
 
 
 def test_the_split_is_80_to_20_and_follows_the_seed() -> None:
@@ -64,7 +150,7 @@ def test_docstrings_are_split_by_module() -> None:
 
 def test_a_missing_column_is_named() -> None:
     with pytest.raises(ValueError, match=r"\['title', 'text', 'summary'\], but not \['headline'\]"):
-        rows_of(wikihow_frame(), "headline")
+        rows_of(wikihow_frame(), "text", "headline")
 
 
 ROWS = [Row(f"Read the file number {i}, then close it.", f"Read file {i}.") for i in range(50)]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
+from lightning_muon.checkpoint.saving import MODELS, describe_models, optimizer_state_to_save, write_checkpoint
 from lightning_muon.checkpoint.staging import discard
 from lightning_muon.checkpoint.urls import place
 from lightning_muon.comm.agreement import together
@@ -332,6 +332,8 @@ class TrainerStrategy(MuonStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         whole = not self.options.save_distributed_checkpoint
+        if models := describe_models(self.lightning_module):
+            checkpoint[MODELS] = models
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
             checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]

@@ -84,6 +84,7 @@ class OptimizerFactory:
     ) -> PlannedOptimizer:
         """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
         config = _with_arguments(config, _calling_arguments(), given, has_config=has_config)
+        require_one_sharding(model)
         mesh = _mesh_of_replicas(config)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         decayed = decayed_names(model)
@@ -184,6 +185,18 @@ def _with_arguments(
         text = f"TrainingArguments have values without effect; leave one of both out. {'; '.join(ignored)}"
         warnings.warn(text, stacklevel=3)
     return replace(config, **taken)
+
+
+def require_one_sharding(model: Any) -> None:
+    """Raise if both transformers and Accelerate shard the model; local, alike on all ranks."""
+    from accelerate.utils import parse_flag_from_env  # accelerate is an optional extra.
+
+    is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+    if is_sharded and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "from_pretrained(distributed_config=...) has sharded the model, and Accelerate is to shard it again; start "
+            "the program with torchrun, or accelerate launch without FSDP (or leave out distributed_config)"
+        )
 
 
 def _mesh_of_replicas(config: Config) -> DeviceMesh | None:

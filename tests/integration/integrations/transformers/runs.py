@@ -26,7 +26,7 @@ EXACT_MUON = lightning_muon.hf.optimizer(
 )
 
 
-def causal_lm(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+def causal_lm(*, tied: bool = False, seed: int = 0, kv_heads: int = 1) -> LlamaForCausalLM:
     """Odd shapes; repeated layers are FSDP2 units."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -35,7 +35,7 @@ def causal_lm(*, tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
         intermediate_size=19,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         tie_word_embeddings=tied,
     )
     return LlamaForCausalLM(config)
@@ -75,6 +75,7 @@ def trainer(
     accumulate: int = 1,
     num_stages: int = 1,
     data: Samples | None = None,
+    kind: type[Trainer] = Trainer,
     **options: Any,
 ) -> Trainer:
     """A quiet Trainer that takes the samples in their order, ``GLOBAL_BATCH`` in a step at every number of ranks."""
@@ -88,7 +89,7 @@ def trainer(
         gradient_accumulation_steps=accumulate,
         **(quiet | {"max_grad_norm": 0.0, "max_steps": NUM_STEPS} | options),
     )
-    return Trainer(
+    return kind(
         model,
         arguments,
         train_dataset=data or samples(),
@@ -123,9 +124,10 @@ def written_out(
     tied: bool = False,
     has_muon: bool = True,
     data: Samples | None = None,
+    kv_heads: int = 1,
 ) -> dict[str, Tensor]:
     """Weights after the training of :func:`trainer`, in one process: whole batches, whole matrices, no framework."""
-    model, data, schedule = causal_lm(tied=tied), data or samples(), schedule or linear(0, num_steps)
+    model, data, schedule = causal_lm(tied=tied, kv_heads=kv_heads), data or samples(), schedule or linear(0, num_steps)
     named = dict(model.named_parameters())
     matrices = {name: p.detach() for name, p in named.items() if has_muon and "proj" in name}
     muon = ReferenceMuon(matrices, lr=LR, muon_lr_factor=MEASURED_MUON_LR_FACTOR, weight_decay=WEIGHT_DECAY)

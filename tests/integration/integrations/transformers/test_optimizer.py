@@ -11,6 +11,7 @@ from unittest import mock
 import accelerate
 import pytest
 import torch
+import transformers
 import transformers.trainer
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -18,6 +19,7 @@ from transformers import LlamaForCausalLM
 import lightning_muon.hf
 from lightning_muon import FlexDeMo, FlexDeMoConfig, Full, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
+from lightning_muon.cli.main import main
 from lightning_muon.integrations.accelerate.accelerator import Accelerator, TrainerAccelerator
 from lightning_muon.integrations.accelerate.stages import TRAINER_FUNCTIONS
 from tests.integration.integrations.transformers import runs
@@ -88,6 +90,47 @@ def test_a_resumed_run_is_bit_equal(
         assert max_difference(other, runs.written_out(max_norm=0.3)) < 1e-6
 
 
+def _train_sharded(
+    directory: str, *trainings: tuple[dict[str, int], str], fsdp: str = "false"
+) -> list[dict[str, Tensor]]:
+    """Weights after four steps of models that ``from_pretrained`` has sharded; saved after two, or begun there."""
+    found = list[dict[str, Tensor]]()
+    for sizes, resume in trainings:
+        # What tensor parallelism needs of Accelerate there is on CUDA alone.
+        with runs.accelerator_of("fsdp", ACCELERATE_USE_FSDP=fsdp):
+            config = transformers.DistributedConfig(**sizes)
+            model = LlamaForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
+            # An evaluation leaves the root of FSDP2 whole, before it is saved.
+            evaluating = {} if resume else {"eval_strategy": "steps", "eval_steps": 2}
+            options = evaluating | {"max_grad_norm": 0.3, "num_stages": sizes.get("tp_size", 1)}
+            options |= {"save_strategy": "steps", "save_steps": 2}
+            run = runs.trainer(directory, model, kind=lightning_muon.hf.Trainer, **options)
+            run.train(resume_from_checkpoint=resume or None)
+            found.append(runs.whole_weights(run.model))
+    return found
+
+
+def test_models_sharded_at_load_time_train_and_resume(gloo: ProcessPool, tmp_path: Path) -> None:
+    """On other ranks, with another division: FSDP2, HSDP, tensor parallel."""
+    if not hasattr(transformers, "DistributedConfig"):
+        pytest.skip("this version of transformers does not shard models")
+    runs.causal_lm(kv_heads=2).save_pretrained(tmp_path / "model")
+    expected, saved = runs.written_out(max_norm=0.3, kv_heads=2), f"{tmp_path}/checkpoint-2"
+    both = {"fsdp_size": 2, "tp_size": 2}
+    first, resumed = gloo.run(_train_sharded, str(tmp_path), (both, ""), (both, saved), world_size=4)[0]
+    assert all(torch.equal(resumed[name], value) for name, value in first.items())
+    main(["verify", f"{saved}/sharded"])
+    others = [({"fsdp_size": 2}, saved), ({"dp_replicate_size": 2}, saved), ({"tp_size": 2}, saved)]
+    for weights in (first, *gloo.run(_train_sharded, str(tmp_path), *others, world_size=2)[0]):
+        assert max_difference(weights, expected) < 1e-6
+    message = "Accelerate is to shard it again; start the program with torchrun"
+    gloo.expect_error_on_all_ranks(
+        _train_sharded, str(tmp_path), ({"fsdp_size": 2}, ""), world_size=2, fsdp="true", match=message
+    )
+    whole = LlamaForCausalLM.from_pretrained(f"{tmp_path}/checkpoint-4").state_dict()
+    assert max_difference(whole, expected) < 1e-6
+
+
 def _train_again(directory: str) -> tuple[set[float], int, float]:
     with runs.accelerator_of("fsdp"):
         run = runs.trainer(directory, runs.causal_lm(), bf16=True, max_steps=4, lr_scheduler_type="constant")
@@ -121,7 +164,7 @@ _DENSE = FlexDeMoConfig(
 )
 
 
-def test_flexdemo_that_sends_everything_runs_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_flexdemo_that_sends_everything_trainingsand_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     options, chosen = {"optimizer": _DENSE}, lightning_muon.hf.optimizer(_DENSE)
     weights = gloo.run(_under_ours, str(tmp_path), options, optimizer_cls_and_kwargs=chosen)[0]
     assert max_difference(weights, runs.written_out(has_muon=False)) < 1e-6

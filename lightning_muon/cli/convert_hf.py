@@ -1,0 +1,187 @@
+"""``lightning-muon convert SOURCE TARGET --to hf``: a folder that ``from_pretrained`` of transformers loads.
+
+transformers itself makes the model, without memory for its weights, gets those of the checkpoint, and saves it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_muon.checkpoint.manifest import hash_files, write_manifest
+from lightning_muon.checkpoint.saving import MODELS
+from lightning_muon.cli.model_card import Source, model_card
+from lightning_muon.params.uses import clean_name
+
+_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+_MOST_NAMES = 6
+_CONFIG_FROM = """model whose config.json (and tokenizer) belongs to the weights: a folder, or a name on the hub.
+Default: what the run has saved with the weights, or the config.json beside them"""
+_TOKENIZER_FROM = """folder or name on the hub of the tokenizer. Default: --config-from, the folder of SOURCE or of the
+run, or a folder "tokenizer" in one of these, if it has one"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that go with ``--to hf``."""
+    group = parser.add_argument_group("--to hf")
+    add = group.add_argument
+    add("--config-from", metavar="FOLDER_OR_NAME", help=_CONFIG_FROM)
+    add("--tokenizer-from", metavar="FOLDER_OR_NAME", help=_TOKENIZER_FROM)
+    add("--max-shard-size", metavar="SIZE", default="50GB", help="of a file of weights (default: %(default)s)")
+    add("--run-dir", type=Path, help="what `lightning-muon report` reads, for the card (default: beside SOURCE)")
+    add("--base-model", metavar="NAME", help="for the card: the model on the hub that the training began with")
+    add("--dataset", metavar="NAME", action="append", help="for the card: data set on the hub; may be repeated")
+
+
+def write_hf(
+    folder: Path, content: Mapping[str, Any], source: Source, arguments: argparse.Namespace, about: Mapping[str, Any]
+) -> None:
+    """Write weights, configurations, tokenizer, model card and manifest into the new ``folder``.
+
+    ``content`` is that of the checkpoint, with whole weights under ``"state_dict"``.
+
+    Raises:
+        ValueError: No config, or one that does not fit: keys, shapes, or a class that transformers has not.
+    """
+    weights = {clean_name(name): value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    model, name, base_model = _empty_model(content.get(MODELS, {}), source, arguments)
+    if name is None:
+        name = arguments.prefix
+    prefix = _prefix_of(weights, model.state_dict()) if name is None else f"{name.removesuffix('.')}." if name else ""
+    _assign(model, _own_weights(weights, prefix, is_given=arguments.prefix is not None), prefix)
+    model.save_pretrained(folder, max_shard_size=arguments.max_shard_size)
+    if tokenizer := _tokenizer(source, arguments):
+        tokenizer.save_pretrained(folder)
+    card = model_card(type(model).__name__, source, content, base_model=base_model, datasets=arguments.dataset or [])
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    write_manifest(folder, hash_files(folder), about)
+
+
+def _empty_model(
+    saved: Mapping[str, Mapping[str, str]], source: Source, arguments: argparse.Namespace
+) -> tuple[Any, str | None, str | None]:
+    """A model on the meta device; its name in the LightningModule and its origin on the hub, where the run says so."""
+    from transformers import AutoConfig, GenerationConfig
+
+    place = arguments.config_from or next((str(path) for path in source.folders if (path / _CONFIG).is_file()), None)
+    if saved and not arguments.config_from:
+        given = None if arguments.prefix is None else arguments.prefix.removesuffix(".")
+        if given is None and len(saved) > 1:
+            raise ValueError(f"the run has trained several models, {sorted(saved)}; say with --prefix which one")
+        name = next(iter(saved)) if given is None else given
+        if name not in saved:
+            raise ValueError(f"--prefix {arguments.prefix}: the models of the run are {sorted(saved)}")
+        entry = saved[name]
+        model = _on_meta(AutoConfig.for_model(**json.loads(entry["config"])), entry["class"])
+        if "generation_config" in entry:
+            model.generation_config = GenerationConfig.from_dict(json.loads(entry["generation_config"]))
+        return model, name, arguments.base_model or entry.get("base_model")
+    if place is None:
+        raise ValueError(
+            f"{source.path} has no config of a model of transformers, and there is no {_CONFIG} beside it; name a "
+            "folder that has one, or a model on the hub, with --config-from"
+        )
+    config = AutoConfig.from_pretrained(place)
+    if not config.architectures:
+        raise ValueError(f'the config of {place} names no class; add "architectures": ["..."] to it')
+    model = _on_meta(config, config.architectures[0])
+    if model.can_generate():
+        with suppress(OSError):  # It has none of its own.
+            model.generation_config = GenerationConfig.from_pretrained(place)
+    return model, None, arguments.base_model
+
+
+def _on_meta(config: Any, name: str) -> Any:
+    import transformers
+
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise ValueError(f"transformers {transformers.__version__} has no class {name}, of which the model is")
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _prefix_of(names: Collection[str], expected: Collection[str]) -> str:
+    """What most ``names`` have in front of a name that is ``expected``."""
+    found = Counter[str]()
+    for name in names:
+        parts = name.split(".")
+        starts = range(len(parts))
+        found.update(
+            ".".join([*parts[:start], ""]) if start else "" for start in starts if ".".join(parts[start:]) in expected
+        )
+    best = found.most_common(2)
+    if not best:
+        raise ValueError(
+            f"no weight of the checkpoint is one of the model: it has {_listed(names)}; the model {_listed(expected)}"
+        )
+    if len(best) == 2 and best[0][1] == best[1][1]:
+        raise ValueError(f"the weights of the model are there twice: --prefix {best[0][0]!r} or {best[1][0]!r}")
+    return best[0][0]
+
+
+def _own_weights(weights: Mapping[str, Tensor], prefix: str, *, is_given: bool) -> dict[str, Tensor]:
+    others = [name for name in weights if not name.startswith(prefix)]
+    if others and not is_given:
+        raise ValueError(
+            f"{_listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
+            f"--prefix {prefix!r} leaves them out"
+        )
+    return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+
+
+def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
+    """Give the model its weights, all of them and no others; tied ones may be there under any of their names."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    for name, source in tied.items():
+        if name in weights and not torch.equal(weights[name], weights.setdefault(source, weights[name])):
+            raise ValueError(f"{prefix}{name} and {prefix}{source} differ, but the config ties them")
+    expected = model.state_dict()
+    missing = [f"{prefix}{name}" for name in expected if name not in weights and tied.get(name) not in weights]
+    extra = [f"{prefix}{name}" for name in weights if name not in expected]
+    shapes = [
+        f"{prefix}{name} is {tuple(weights[name].shape)}, in the model {tuple(value.shape)}"
+        for name, value in expected.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    problems = [f"the checkpoint lacks {_listed(missing)}"] if missing else []
+    problems += [f"the model has no {_listed(extra)}"] if extra else []
+    problems += [_listed(shapes)] if shapes else []
+    if any("lora_" in name for name in extra):
+        problems.append("adapters of LoRA: merge them in the program (merge_and_unload) and save again")
+    if problems:
+        raise ValueError(f"{type(model).__name__} of this config does not fit: {'; '.join(problems)}")
+    model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False, assign=True)
+    model.tie_weights()
+
+
+def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
+    """The tokenizer that was named, or one that lies beside the checkpoint; none otherwise."""
+    from transformers import AutoTokenizer
+
+    if arguments.tokenizer_from:
+        return AutoTokenizer.from_pretrained(arguments.tokenizer_from)
+    places = [each for folder in source.folders for each in (folder, folder / "tokenizer")]
+    found = [str(each) for each in places if (each / _TOKENIZER).is_file()]
+    if not arguments.config_from and not found:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(arguments.config_from or found[0])
+    except (OSError, ValueError):
+        if found:
+            return AutoTokenizer.from_pretrained(found[0])
+        return None  # A model without a tokenizer, of images for instance.
+
+
+def _listed(names: Collection[str] | Sequence[str]) -> str:
+    first = list(names)[:_MOST_NAMES]
+    more = len(names) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more else "")
