@@ -53,7 +53,8 @@ def build_t5(architecture: str | Mapping[str, Any], *, pretrained: bool) -> T5Fo
             raise ValueError(f"pretrained=True needs the name of a model on the hub, got architecture={architecture}")
         return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **architecture))
     if pretrained:
-        return T5ForConditionalGeneration.from_pretrained(architecture)
+        # from_pretrained turns dropout off, and Lightning leaves it as it is.
+        return T5ForConditionalGeneration.from_pretrained(architecture).train()
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture must be one of {sorted(ARCHITECTURES)} or a mapping, got {architecture!r}")
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, **ARCHITECTURES[architecture]))

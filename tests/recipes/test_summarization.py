@@ -75,7 +75,9 @@ def test_json_lines_and_a_file_to_validate_on(tmp_path: Path) -> None:
 def test_only_pretrained_weights_ask_for_a_prefix(tmp_path: Path) -> None:
     config = transformers.T5Config(**TINY, task_specific_params={"summarization": {"prefix": "summarize: "}})
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    assert T5Summarizer(architecture=str(tmp_path), pretrained=True).source_prefix == "summarize: "
+    summarizer = T5Summarizer(architecture=str(tmp_path), pretrained=True)
+    assert summarizer.source_prefix == "summarize: "
+    assert all(module.training for module in summarizer.modules()), "dropout is on"
     assert T5Summarizer(architecture=TINY).source_prefix == ""
 
 
