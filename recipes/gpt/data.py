@@ -25,7 +25,7 @@ DOCUMENTS_AT_ONCE = 100  # Of which text and tokens are in memory while they are
 
 
 class Batch(TypedDict):
-    """What the model gets; both tensors are (windows, context_size), int64. The model compares each token with the next."""
+    """What the model gets; both tensors are (windows, context_size), int64. The model shifts the labels by one."""
 
     input_ids: Tensor
     labels: Tensor
@@ -136,11 +136,11 @@ class TextData(LightningDataModule):
     def _documents(self, files: Sequence[str], split: str) -> datasets.Dataset:
         options = self.hparams
         if options.dataset_name:
-            found = datasets.load_dataset(options.dataset_name, options.dataset_config, split=split)
+            what = {"path": options.dataset_name, "name": options.dataset_config, "split": split}
         else:
-            found = datasets.load_dataset(
-                "text", data_files=list(files), sample_by="document", encoding_errors="replace", split="train"
-            )
+            as_documents = {"sample_by": "document", "encoding_errors": "replace"}
+            what = {"path": "text", "data_files": list(files), "split": "train", **as_documents}
+        found = datasets.load_dataset(**what, cache_dir=str(Path(options.cache_dir).expanduser() / "datasets"))
         if options.text_column not in found.column_names:
             raise ValueError(f"text_column={options.text_column!r} is not one of the columns {found.column_names}")
         return found
@@ -169,7 +169,8 @@ class TextData(LightningDataModule):
                 write_tokens(folder / "validation", parts["validation"], options.text_column, known)
 
         folder = Path(options.cache_dir).expanduser() / f"gpt-{key}"
-        write_folder_atomically(folder, write)
+        if not folder.exists():
+            write_folder_atomically(folder, write)
         return folder
 
     def _num_train(self, texts: datasets.Dataset) -> int:

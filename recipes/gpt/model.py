@@ -81,7 +81,7 @@ class GPT(LightningModule):
     def __init__(
         self,
         *,
-        architecture: Literal["gpt2", "llama"] = "gpt2",
+        architecture: Literal["gpt2", "llama"] = "llama",
         vocab_size: int = 4096,
         context_size: int = 256,
         width: int = 256,
