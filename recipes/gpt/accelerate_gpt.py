@@ -4,8 +4,8 @@ Nothing in this script knows of Muon, and AdamW is all that it asks for. Started
 
     PYTHONPATH=. lightning-muon launch --config_file recipes/gpt/accelerate.yaml recipes/gpt/accelerate_gpt.py
 
-the same lines divide the model with FSDP2 and run its matrices on ParallelMuon; with ``accelerate launch`` they train with
-AdamW. On CPUs, with two processes:
+the same lines divide the model with FSDP2 and run its matrices on ParallelMuon; with ``accelerate launch`` they train
+with AdamW. On CPUs, with two processes:
 
     PYTHONPATH=. lightning-muon launch --cpu --num_processes 2 recipes/gpt/accelerate_gpt.py
 """
@@ -25,6 +25,7 @@ from recipes.gpt.model import build, make_optimizer
 
 
 def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text-files", nargs="+", default=[], help="patterns; default: Python's standard library")
     parser.add_argument("--dataset-name", default="", help="of datasets.load_dataset")
@@ -41,6 +42,7 @@ def parse() -> argparse.Namespace:
 
 
 def load_data(accelerator: Accelerator, args: argparse.Namespace) -> TextData:
+    """Tokenized on the first process of each machine, while the others wait."""
     names = ("text_files", "dataset_name", "vocab_size", "context_size", "batch_size")
     data = TextData(**{name: getattr(args, name) for name in names}, cache_dir=str(args.cache))
     if accelerator.is_local_main_process:
@@ -62,6 +64,7 @@ def validate(
 
 
 def main() -> None:
+    """Train, validate, save; at the end as a folder for ``from_pretrained``."""
     args = parse()
     accelerator = Accelerator()
     set_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import sysconfig
@@ -139,7 +140,7 @@ class TextData(LightningDataModule):
             what = {"path": options.dataset_name, "name": options.dataset_config, "split": split}
         else:
             as_documents = {"sample_by": "document", "encoding_errors": "replace"}
-            what = {"path": "text", "data_files": list(files), "split": "train", **as_documents}
+            what = {"path": "text", "data_files": matching(files), "split": "train", **as_documents}
         found = datasets.load_dataset(**what, cache_dir=str(Path(options.cache_dir).expanduser() / "datasets"))
         if options.text_column not in found.column_names:
             raise ValueError(f"text_column={options.text_column!r} is not one of the columns {found.column_names}")
@@ -191,7 +192,10 @@ class TextData(LightningDataModule):
         try:
             self._folder = self._write()
         except Exception as error:
-            self._error = f"{type(error).__name__}: {error}"
+            causes: list[BaseException] = [error]
+            while cause := causes[-1].__cause__:
+                causes.append(cause)
+            self._error = ", from ".join(f"{type(each).__name__}: {each}" for each in causes)
 
     def setup(self, stage: str) -> None:
         """Map the tokens into memory. Collective over all ranks, which raise together if one could not prepare."""
@@ -248,6 +252,14 @@ class TextData(LightningDataModule):
 def standard_library() -> str:
     """A pattern of the modules of Python's standard library, 5 MB of text."""
     return f"{sysconfig.get_path('stdlib')}/*.py"
+
+
+def matching(patterns: Sequence[str]) -> list[str]:
+    """The files, each once; ``FileNotFoundError`` if a pattern matches none."""
+    found = {pattern: glob.glob(pattern, recursive=True) for pattern in patterns}
+    if missing := [pattern for pattern, paths in found.items() if not paths]:
+        raise FileNotFoundError(f"no file matches {missing}; the patterns begin in {Path.cwd()}")
+    return sorted({path for paths in found.values() for path in paths if Path(path).is_file()})
 
 
 def num_bytes(folder: Path) -> int:
