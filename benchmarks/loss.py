@@ -16,8 +16,8 @@ rise of the loss on the first text. Without --tune the rates are --lr and --fact
 
 Each run leaves a file in --out (step, held-out loss, loss on the first text, seconds per step) and is not run again as
 long as that is there; ``losses.csv`` has them all. Ends with a Markdown table: the mean final loss and the standard
-deviation over the seeds, the first step at which the loss is AdamW's final one, seconds per step over AdamW's. --picture draws the losses over
-steps and over seconds, a line for each seed; with --finetune those of all weights.
+deviation over the seeds, the first step at which the loss is AdamW's final one, seconds per step over AdamW's.
+--picture draws the losses over steps and over seconds, a line for each seed; with --finetune those of all weights.
 """
 
 from __future__ import annotations
