@@ -42,7 +42,10 @@ def parse() -> argparse.Namespace:
 
 
 def load_data(accelerator: Accelerator, args: argparse.Namespace) -> TextData:
-    """Tokenized on the first process of each machine, while the others wait."""
+    """Tokenized on the first process of each machine, while the others wait.
+
+    They wait as long as the process group's timeout allows; tokenize a text that takes longer with one process.
+    """
     names = ("text_files", "dataset_name", "vocab_size", "context_size", "batch_size")
     data = TextData(**{name: getattr(args, name) for name in names}, cache_dir=str(args.cache))
     if accelerator.is_local_main_process:
