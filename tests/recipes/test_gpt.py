@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import io
 import json
 import re
@@ -143,29 +144,42 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("gpt")
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Path) -> None:
+def _fit(name: str, shared: Path, folder: Path, *more: str) -> str:
+    """What both ranks print; the files are below ``folder``."""
     sizes = {key.replace("-", "_"): value for key, value in SIZES.items()}
     options = {f"{'data' if key == 'batch_size' else 'model'}.{key}": value for key, value in sizes.items()}
     options |= {f"data.{key}": sizes[key] for key in ("vocab_size", "context_size")} | {"data.text_files": f"[{PAGES}]"}
     options |= {"trainer.max_steps": 24, "trainer.val_check_interval": 12, "trainer.limit_val_batches": 2}
     options |= {"data.cache_dir": shared, "model.sample_tokens": 5, "trainer.enable_progress_bar": "false"}
     words = [f"--{key}={value}" for key, value in options.items()] + CONFIGURATIONS[name]
-    printed = run_program(
-        *("-m", "lightning_muon.cli.main", "fit", "--config", RECIPE / f"{name}.yaml", *words),
-        directory=tmp_path,
+    return run_program(
+        *("-m", "lightning_muon.cli.main", "fit", "--config", RECIPE / f"{name}.yaml", *words, *more),
+        directory=folder,
         num_ranks=2,
         num_nodes=2 if name.startswith("two_nodes") else 1,
     )
+
+
+def _losses(folder: Path) -> list[str]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return [row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]]
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Path) -> None:
+    keep_all = ["--trainer.callbacks.init_args.save_top_k=-1"] if name == "gpt" else []
+    printed = _fit(name, shared, tmp_path, *keep_all)
     (folder,) = tmp_path.glob("outputs/*/version_0")
-    rows = (folder / "metrics.csv").read_text()
-    column = rows.splitlines()[0].split(",").index("val_loss")
-    losses = [float(row.split(",")[column]) for row in rows.splitlines()[1:] if row.split(",")[column]]
-    assert len(losses) == 2 and losses[1] < losses[0] < 6.1, "a guess has log(400) = 5.99"
+    first, second = losses = _losses(folder)
+    assert float(second) < float(first) < 6.1, "a guess has log(400) = 5.99"
     samples = json.loads((folder / "samples.json").read_text())
     assert [sample["step"] for sample in samples] == [24, 12] and all(sample["text"] for sample in samples)
     expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "two_nodes_slow_link": "2 nodes, "}
     assert expected[name] in printed
+    if name == "gpt":
+        (checkpoint,) = folder.glob("checkpoints/step=12-*")
+        _fit(name, shared, tmp_path, f"--ckpt_path={checkpoint}")
+        assert _losses(folder.with_name("version_1")) == losses[1:], "the same windows as without an interruption"
 
 
 def _run_accelerate(arguments: list[str]) -> str:
