@@ -76,7 +76,7 @@ class TextData(LightningDataModule):
 
     Args:
         text_files: Patterns such as ``"books/**/*.txt"``; each file is a document.
-        validation_files: Patterns of the files that are held out, which ``text_files`` must not match.
+        validation_files: Patterns of the files that are held out, also where ``text_files`` matches them.
         dataset_name: A data set on the hub, or a folder with .jsonl, .txt, .csv or .parquet files.
         dataset_config: Its configuration, such as ``"wikitext-103-raw-v1"``.
         dataset_split: What is trained on.
@@ -85,7 +85,7 @@ class TextData(LightningDataModule):
         validation_share: Share of the tokens that is held out, the last ones, where nothing above names others.
         pretrained_tokenizer: A tokenizer on the hub or a folder. Without one a byte-level BPE is trained.
         vocab_size: Of the BPE, at most.
-        bpe_documents: The BPE learns from so many documents at most, none of them held out.
+        bpe_documents: The BPE learns from so many documents at most, the first ones of the training part.
         context_size: Tokens of a window.
         batch_size: Windows per rank.
         num_workers: Of each DataLoader.
@@ -134,13 +134,13 @@ class TextData(LightningDataModule):
         self._folder: Path | None = None
         self._error = ""
 
-    def _documents(self, files: Sequence[str], split: str) -> datasets.Dataset:
+    def _documents(self, files: list[str], split: str) -> datasets.Dataset:
         options = self.hparams
         if options.dataset_name:
             what = {"path": options.dataset_name, "name": options.dataset_config, "split": split}
         else:
             as_documents = {"sample_by": "document", "encoding_errors": "replace"}
-            what = {"path": "text", "data_files": matching(files), "split": "train", **as_documents}
+            what = {"path": "text", "data_files": files, "split": "train", **as_documents}
         found = datasets.load_dataset(**what, cache_dir=str(Path(options.cache_dir).expanduser() / "datasets"))
         if options.text_column not in found.column_names:
             raise ValueError(f"text_column={options.text_column!r} is not one of the columns {found.column_names}")
@@ -149,9 +149,11 @@ class TextData(LightningDataModule):
     def _write(self) -> Path:
         """The folder of tokens and tokenizer, filled if it is not there yet."""
         options = self.hparams
-        parts = {"train": self._documents(options.text_files or [standard_library()], options.dataset_split)}
-        if options.validation_files or options.validation_split:
-            parts["validation"] = self._documents(options.validation_files, options.validation_split)
+        held_out = matching(options.validation_files)
+        files = [] if options.dataset_name else matching(options.text_files or [standard_library()], besides=held_out)
+        parts = {"train": self._documents(files, options.dataset_split)}
+        if held_out or options.validation_split:
+            parts["validation"] = self._documents(held_out, options.validation_split)
         given = options.pretrained_tokenizer
         tokenizer = AutoTokenizer.from_pretrained(given) if given else None
         # load_dataset's fingerprint changes with name, configuration, revision, and time and size of local files.
@@ -254,12 +256,17 @@ def standard_library() -> str:
     return f"{sysconfig.get_path('stdlib')}/*.py"
 
 
-def matching(patterns: Sequence[str]) -> list[str]:
-    """The files, each once; ``FileNotFoundError`` if a pattern matches none."""
-    found = {pattern: glob.glob(pattern, recursive=True) for pattern in patterns}
-    if missing := [pattern for pattern, paths in found.items() if not paths]:
-        raise FileNotFoundError(f"no file matches {missing}; the patterns begin in {Path.cwd()}")
-    return sorted({path for paths in found.values() for path in paths if Path(path).is_file()})
+def matching(patterns: Sequence[str], *, besides: Sequence[str] = ()) -> list[str]:
+    """The files that match, each once, without those of ``besides``; ``FileNotFoundError`` if a pattern has none."""
+    found: set[str] = set()
+    for pattern in patterns:
+        paths = {str(path.resolve()) for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()}
+        if not paths - set(besides):
+            raise FileNotFoundError(
+                f"no file matches {pattern!r}, seen from {Path.cwd()}, beside {len(besides)} held out"
+            )
+        found |= paths - set(besides)
+    return sorted(found)
 
 
 def num_bytes(folder: Path) -> int:
