@@ -24,6 +24,7 @@ import lightning_muon.accelerate
 from lightning_muon.cli.launch import split_config
 from lightning_muon.engine.options import Options
 from recipes.gpt.data import TextData
+from recipes.gpt.model import GPT
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, run_program
@@ -111,6 +112,10 @@ def test_a_data_set_has_columns_and_splits(tmp_path: Path) -> None:
     short = make_data(tmp_path, text_column="body", **options, context_size=10_000)
     with pytest.raises(ValueError, match="less than one window of context_size=10000"):
         short.setup("fit")
+    trainer, module = mock.Mock(datamodule=data), GPT(vocab_size=300, width=8, layers=1, heads=1)
+    module.trainer = trainer
+    with pytest.raises(ValueError, match=r"model\.vocab_size is 300, but the data needs 400"):
+        module.on_fit_start()
 
 
 def _prepare(folder: str, name: str, on_all_ranks: bool) -> list[int] | str:
