@@ -17,6 +17,7 @@ rise of the loss on the first text. Without --tune the rates are --lr and --fact
 Each run leaves a file in --out (step, held-out loss, loss on the first text, seconds per step) and is not run again as
 long as that is there; ``losses.csv`` has them all. Ends with a Markdown table: the mean final loss and the standard
 deviation over the seeds, the first step at which the loss is AdamW's final one, seconds per step over AdamW's.
+--picture draws the losses over steps and over seconds, a line for each seed; with --finetune those of all weights.
 """
 
 from __future__ import annotations
@@ -288,6 +289,28 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def draw(runs: dict[str, Run], arguments: argparse.Namespace) -> None:
+    """The picture; seconds are steps times the median over the seeds of what a step takes."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
+    for number, (name, run) in enumerate(runs.items()):
+        curves = [curve(replace(run, seed=seed), arguments.out)[1:] for seed in arguments.seeds]
+        seconds = median(each[-1][3] for each in curves)
+        for each in curves:
+            steps, losses = [row[0] for row in each], [row[1] for row in each]
+            look = {"color": f"C{number}", "linewidth": 1, "label": name if each is curves[0] else None}
+            by_steps.plot(steps, losses, **look)
+            by_seconds.plot([step * seconds for step in steps], losses, **look)
+    by_steps.set(xlabel="optimizer step", ylabel="held-out loss, nats per byte")
+    by_seconds.set(xlabel="seconds of training")
+    by_steps.legend()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-muon"}):
+        figure.savefig(arguments.picture, metadata={"Date": None} if arguments.picture.suffix == ".svg" else None)
+
+
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
     """What the command line names, AdamW always; configurations with unknown options are left out."""
     chosen: dict[str, dict[str, Any] | None] = {"adamw": None}
@@ -319,6 +342,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("losses"))
+    parser.add_argument("--picture", type=Path, help="file to draw the losses into, such as losses.svg")
     return parser.parse_args()
 
 
@@ -354,6 +378,8 @@ def main() -> None:
         train_all(wanted, arguments.out, arguments.workers)
         rows += [[mode, run.name, run.lr, run.seed, *row] for run in wanted for row in curve(run, arguments.out)]
         print(f"\n{mode}\n\n{table(runs, arguments)}\n", flush=True)
+        if arguments.picture and mode == "all weights":
+            draw(runs, arguments)
     with (arguments.out / "losses.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
 

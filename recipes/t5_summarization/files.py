@@ -33,7 +33,10 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
     temporary = Path(tempfile.mkdtemp(dir=path.parent, suffix=".tmp"))
     try:
         write(temporary)
-        if not path.exists():
+        try:
             os.replace(temporary, path)
+        except OSError:
+            if not path.exists():  # Another process may have been faster.
+                raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

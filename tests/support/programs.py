@@ -22,10 +22,12 @@ ROOT = Path(__file__).parents[2]
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_program(*words: str | Path, directory: Path, num_ranks: int = 1, timeout: float = 120.0) -> str:
+def run_program(
+    *words: str | Path, directory: Path, num_ranks: int = 1, num_nodes: int = 1, timeout: float = 120.0
+) -> str:
     """Run a script, or ``"-m"`` and a module, with its arguments; what all ranks printed.
 
-    A single rank gets no environment of a launcher.
+    A single rank gets no environment of a launcher. With ``num_nodes`` each has ``num_ranks / num_nodes`` of the ranks.
     """
     context = multiprocessing.get_context("forkserver")
     port = free_port()
@@ -35,9 +37,9 @@ def run_program(*words: str | Path, directory: Path, num_ranks: int = 1, timeout
         ranks = [
             context.Process(
                 target=_run,
-                args=([str(word) for word in words], str(directory), _environment(rank, num_ranks, port), str(log)),
+                args=([str(word) for word in words], str(directory), environment, str(log)),
             )
-            for rank in range(num_ranks)
+            for environment in _environments(num_ranks, num_nodes, port)
         ]
         try:
             deadline = time.monotonic() + timeout
@@ -61,13 +63,17 @@ def program_environment() -> dict[str, str]:
     return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
-def _environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """As torchrun sets it."""
+def _environments(num_ranks: int, num_nodes: int, port: int) -> list[dict[str, str]]:
+    """As torchrun sets them."""
     if num_ranks == 1:
-        return program_environment()
-    values = [rank, rank, num_ranks, num_ranks, "127.0.0.1", port]
-    launched = {key: str(value) for key, value in zip(_OF_LAUNCHERS, values, strict=True)}
-    return program_environment() | launched | {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": "0"}
+        return [program_environment()]
+    on_node, environments = num_ranks // num_nodes, list[dict[str, str]]()
+    for rank in range(num_ranks):
+        values = [rank, rank % on_node, num_ranks, on_node, "127.0.0.1", port]
+        launched = {key: str(value) for key, value in zip(_OF_LAUNCHERS, values, strict=True)}
+        launched |= {"TORCHELASTIC_RUN_ID": "none", "GROUP_RANK": str(rank // on_node)}
+        environments.append(program_environment() | launched)
+    return environments
 
 
 def _run(words: Sequence[str], directory: str, environment: Mapping[str, str], log: str) -> None:

@@ -35,8 +35,12 @@ def test_each_run_is_tuned_and_made_once(tmp_path: Path) -> None:
     with (tmp_path / "out" / "losses.csv").open(newline="") as file:
         losses = list(csv.DictReader(file))
     assert len(losses) == 6 * 4 and {row["step"] for row in losses} == {"0", "1", "2", "3"}
-    again = _run(tmp_path, *options, *only)
+    again = _run(tmp_path, *options, *only, "--picture", str(tmp_path / "losses.svg"))
     assert again.count("all_weights") == 0 and said.endswith(again[again.index("\nall weights") :])
+    picture = (tmp_path / "losses.svg").read_text()
+    assert all(f">{name}</text>" in picture for name in ("adamw", "muon", "plain", "seconds of training"))
+    # Nothing else is drawn in the colours of the configurations: in both halves two seeds, and an entry of the legend.
+    assert [picture.count(f"stroke: {color}") for color in ("#1f77b4", "#ff7f0e", "#2ca02c")] == [5, 5, 5]
     assert _run(tmp_path, "--seeds", "2", "--workers", "2", *options, *only).count("all_weights") == 3
     assert len(set((tmp_path / "out").glob("all_weights-*.csv")) - files) == 3
 
