@@ -94,7 +94,7 @@ def model_card(
     facts = {
         "class": f"`{class_name}`",
         "optimizer steps": step,
-        "epochs begun": content["epoch"] + 1 if content.get("epoch") and "loops" in content else None,
+        "epochs begun": content["epoch"] + 1 if {"epoch", "loops"} <= content.keys() else None,
         "ranks": ranks if source.about else None,
         "mesh": axes,
         "checkpoint of": " and ".join(f"{name} {source.about[name]}" for name in _VERSIONS if name in source.about),

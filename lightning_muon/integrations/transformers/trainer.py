@@ -39,7 +39,8 @@ class Trainer(transformers.Trainer):
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         require_one_sharding(model)
         # The refusal is in the constructor, and asks for this option.
-        is_refused = getattr(model, "is_distributed_loading_by_transformers", False) and not args.save_only_model
+        is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+        is_refused = is_sharded and args is not None and not args.save_only_model
         if is_refused:
             args.save_only_model = True
         super().__init__(model, args, *more, **options)
