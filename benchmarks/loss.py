@@ -83,6 +83,7 @@ class Run:
     steps: int
     evaluations: int
     weight_decay: float
+    init_std: float  # Of all weights; less in layers that add to the residual stream.
     lr: float
     name: str = "adamw"
     options: dict[str, Any] | None = None
@@ -125,7 +126,7 @@ class GPT(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 depth = 2 * run.layers if name.endswith(("out.weight", "down.weight")) else 1
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(depth))
+                nn.init.normal_(parameter, std=run.init_std / math.sqrt(depth))
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -332,8 +333,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--text", nargs="+", default=[sysconfig.get_path("stdlib")], help="default: Python's library")
     parser.add_argument("--finetune", nargs="*", metavar="TEXT", help="default: Python's reference manual")
     sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "steps": 1000, "evaluations": 20}
-    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "first-steps": 1000, "first-lr": 4e-3, "megabytes": 20.0}
-    for name, value in (sizes | rates).items():
+    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "first-steps": 1000, "first-lr": 4e-3}
+    others = {"megabytes": 20.0, "init-std": 0.02}
+    for name, value in (sizes | rates | others).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
     parser.add_argument("--tune", nargs="*", default=[], metavar="CONFIGURATION")
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3, 8e-3])

@@ -75,7 +75,10 @@ class Checkpoint:
             with (path / metadata_name if is_sharded else path).open("rb") as file:
                 return torch.load(file, map_location="cpu", weights_only=weights_only)
 
-        return cls(path, together(read), is_sharded=is_sharded)
+        content = together(read)
+        if not isinstance(content, dict):
+            raise TypeError(f"{path} is no checkpoint: it has a {type(content).__name__} in place of a dict")
+        return cls(path, content, is_sharded=is_sharded)
 
     def whole(self, key: str) -> Any:
         """What the single file has under a key of shards."""
@@ -327,8 +330,9 @@ def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
     """Let parameters without a state, which had no gradient in a program with another optimizer, begin with zeros."""
-    for name in own.keys() - states.keys():
-        states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in own[name].items()}
+    for name, state in own.items():
+        if name not in states:
+            states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in state.items()}
 
 
 def _without_new_neuron_state(
@@ -343,11 +347,12 @@ def _without_new_neuron_state(
 
 def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
     """Zeros for what :func:`_without_new_neuron_state` leaves out: torch would let the values of now stay."""
-    missing: set[str] = set()
-    for name in states.keys() & own.keys():
-        entries = {*NEURON_STATE} & own[name].keys() - states[name].keys()
-        states[name] = {**states[name], **{entry: torch.zeros(own[name][entry].shape) for entry in entries}}
-        missing |= entries
+    missing: list[str] = []
+    for name, state in own.items():
+        entries = [key for key in NEURON_STATE if key in state and name in states and key not in states[name]]
+        if entries:
+            states[name] = {**states[name], **{entry: torch.zeros(state[entry].shape) for entry in entries}}
+        missing += entries
     warn_of_new_neuron_state(missing)
 
 

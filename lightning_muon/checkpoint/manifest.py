@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -29,12 +30,35 @@ MANIFEST = "manifest.json"
 INDEX = ".metadata"  # Of torch.distributed.checkpoint.
 _FORMAT = 1
 # A zip archive without comment ends with the length of the comment, two bytes of zero.
-_LENGTH, _ARCHIVE = 2, b"PK\3\4"
+_LENGTH, _ARCHIVE, _PICKLE = 2, b"PK\3\4", b"\x80"
 _MARK, _HASH_MARK, _HASH_DIGITS = b"lightning-muon ", b" sha256=", 64
 _MOST_OF_COMMENT = 2**16
 _END_OF_ARCHIVE, _SIZE_OF_END = b"PK\5\6", 22  # Of a zip archive, before its comment.
 _ENDS_WITH_HASH = re.compile(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", re.DOTALL)
 _PIECE = 2**22  # Bytes read at a time.
+
+
+class Clock:
+    """Seconds since 1970, always later than those of the checkpoints that this process has read or written.
+
+    By them the newest checkpoint is chosen. A clock that was ahead and is put right would else make what a run saves
+    from then on older than what it began with.
+    """
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def now(self) -> float:
+        """For a save of now."""
+        self._last = max(time.time(), self._last + 0.001)
+        return self._last
+
+    def has_seen(self, about: Mapping[str, Any] | None) -> None:
+        """Take note of what a manifest says."""
+        self._last = max(self._last, (about or {}).get("time", 0.0))
+
+
+CLOCK = Clock()
 
 
 class HashedFile:
@@ -216,15 +240,17 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
 
     With ``num_parts`` readers each reads about as many bytes; ``part`` is the number of this one.
     """
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return []
     try:
         about = describe(path)
     except DamagedCheckpointError as problem:
         return [str(problem)]
     if about is None:
-        is_begun = isinstance(path, UrlPath) and path.is_dir() and not (path / INDEX).is_file()
-        return [f"{path} has no manifest: it was not written to its end"] if is_begun else None
+        has_index = not path.is_dir() or (path / INDEX).is_file()
+        if not has_index and (isinstance(path, UrlPath) or path.suffix == ".ckpt"):
+            return [f"{path} has neither {MANIFEST} nor {INDEX}: it was not written to its end, or they were lost"]
+        return None
     if not path.is_dir():
         return _damages_of_file(path) if part == 0 else []
     sizes = {name: entry["size"] for name, entry in about["files"].items()}
@@ -279,7 +305,8 @@ def _unlike(path: Path, size: int, sha256: str) -> str | None:
 def _comment_of(path: Path) -> bytes | None:
     """The comment of ours at the end of an archive, though one of its bytes be wrong; ``None`` if there is none."""
     with path.open("rb") as file:
-        is_archive = file.read(len(_ARCHIVE)) == _ARCHIVE
+        start = file.read(len(_ARCHIVE))
+        is_archive = start == _ARCHIVE
         is_whole = zipfile.is_zipfile(file)
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _MOST_OF_COMMENT))
@@ -288,7 +315,9 @@ def _comment_of(path: Path) -> bytes | None:
     if size == 0 or (is_archive and place < 0 and not is_whole):
         raise DamagedCheckpointError(f"{path} has no end: it was cut off")
     if not is_archive and place < 0:
-        return None  # Before version 1.6 torch wrote other files.
+        if start.startswith(_PICKLE):
+            return None  # Before version 1.6 torch wrote other files.
+        raise DamagedCheckpointError(f"{path} is no file that torch.save writes")
     start = end.rfind(_MARK) if _MARK in end else place + _SIZE_OF_END
     comment = end[start:]
     if _MARK in comment or _HASH_MARK in comment or _ENDS_WITH_HASH.search(comment):
@@ -299,7 +328,7 @@ def _comment_of(path: Path) -> bytes | None:
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
-    except ValueError as problem:  # Also bytes that are no text.
+    except (ValueError, TypeError) as problem:  # Also bytes that are no text, and other values than a mapping.
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from lightning_muon.checkpoint.manifest import MANIFEST, damages, describe
+from lightning_muon.checkpoint.manifest import CLOCK, MANIFEST, damages, describe
 from lightning_muon.checkpoint.staging import last_written
 from lightning_muon.comm.agreement import gather, together
 from lightning_muon.errors import DamagedCheckpointError
@@ -64,6 +64,7 @@ def first_intact(paths: Sequence[Path]) -> Path:
                     f"{place} has no hashes of its files (an earlier version or another program wrote it), so damage "
                     "would not be noticed."
                 )
+            CLOCK.has_seen(describe(place))
             return place
         problems += [f"{place} is damaged:", *(f"  {line}" for line in bad)]
     raise DamagedCheckpointError("\n".join(problems))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.checkpoint.manifest import HashedFile, ShardWriter, write_file, write_manifest
+from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
@@ -233,7 +232,7 @@ def write_checkpoint(
 def describe_save(**more: Any) -> dict[str, Any]:
     """What the manifest says of a save beside its files; one for all that is saved together. Collective."""
     own = {"lightning_muon": VERSION, "torch": torch.__version__, "num_ranks": dist.get_world_size()}
-    found = [{"save": uuid.uuid4().hex, "time": time.time(), **own, **more}]
+    found = [{"save": uuid.uuid4().hex, "time": CLOCK.now(), **own, **more}]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 

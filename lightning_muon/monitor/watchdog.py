@@ -490,7 +490,8 @@ class Watchdog:
 
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
-        self._store.compare_set("stop", "", message)
+        # File names that are no UTF-8 are text that cannot be encoded.
+        self._store.compare_set("stop", "", message.encode(errors="backslashreplace").decode())
 
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""

@@ -289,9 +289,11 @@ def zero_state(parameter: BoundParameter) -> dict[str, Any]:
     if parameter.route.algorithm != "adamw":
         shape = tuple(parameter.tensor.shape)
         of_neurons = neuron_shape(shape, parameter.route), neuron_dims(shape, parameter.route)
+        needed = neuron_state_keys(parameter.route.algorithm, parameter.group)
         return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)} | {
             key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
-            for key in neuron_state_keys(parameter.route.algorithm, parameter.group)
+            for key in NEURON_STATE  # Not in the order of a set, which is another one on each rank.
+            if key in needed
         }
     moments = {key: parameter.layout.zeros_like(parameter.tensor) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
@@ -409,11 +411,14 @@ def convert_(
     convert: Callable[[Sequence[PlacedState]], list[Tensor]],
     shape_of: Callable[[Tensor, str], tuple[int, ...]],
 ) -> None:
-    """Replace what is laid out like its parameter by what ``convert`` makes of it. Collective if ``convert`` is."""
+    """Replace what is laid out like its parameter by what ``convert`` makes of it. Collective if ``convert`` is.
+
+    The order of ``states`` must be that of the other ranks, that of the keys of a state need not.
+    """
     places = [
         (parameter, state, key)
         for parameter, state in states
-        for key, value in state.items()
+        for key, value in sorted(state.items())
         if isinstance(value, Tensor) and key != "step"
     ]
     converted = convert(

@@ -74,7 +74,7 @@ class TrainerStrategy(MuonStrategy):
     _checkpoint: TrainerCheckpoint | None = None
     _first_callback: Any = None
     _has_saved = False
-    _data: TrainingData
+    _data = TrainingData()  # Each run gets its own; a run may fail before.
 
     # ---- before the first step
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
-from lightning_muon.checkpoint.manifest import damages, describe, write_file
+from lightning_muon.checkpoint.manifest import Clock, damages, describe, write_file
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.cli.main import main
@@ -145,6 +145,41 @@ def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, caps
     assert ended.value.code == 1 and "cannot be checked, it has no hashes" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"there is no .*missing"):
         main(["verify", str(tmp_path / "missing")])
+    (tmp_path / "b.ckpt" / "manifest.json").write_text("null")
+    (tmp_path / "link.ckpt").symlink_to(tmp_path / "missing")
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path)])
+    text = capsys.readouterr().out
+    assert "b.ckpt: damaged" in text and "link.ckpt: damaged" in text and "a.ckpt: as it was written" in text
+
+
+@pytest.mark.parametrize("kind", ["zeros", "text", "both pages", "directory", "empty directory"])
+def test_what_is_left_of_a_checkpoint_is_not_taken_for_one_of_another_program(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "newest.ckpt"
+    write_file({"weights": torch.ones(9999)}, path, {"step": 4})
+    content = path.read_bytes()
+    if kind.endswith("directory"):
+        path.unlink()
+        path.mkdir()
+        (path / ("__0_0.distcp" if kind == "directory" else "..")).touch()
+    else:
+        page = bytes(4096)
+        pages = page + content[4096:-4096] + page
+        path.write_bytes({"zeros": bytes(len(content)), "text": b"hello", "both pages": pages}[kind])
+    write_file({}, tmp_path / "before.ckpt", {"step": 3})
+    with pytest.warns(UserWarning, match=r"newest.ckpt is damaged[\s\S]*Going on from .*before.ckpt"):
+        assert first_intact([path, tmp_path / "before.ckpt"]) == tmp_path / "before.ckpt"
+
+
+def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr("lightning_muon.checkpoint.newest.CLOCK", clock)
+    write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": clock.now() + 7200})
+    first_intact(newest_first(tmp_path))
+    write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": clock.now()})
+    assert [path.name for path in newest_first(tmp_path)] == ["step=2.ckpt", "step=1.ckpt"]
 
 
 def _save_on_a_full_disk(path: str, *, whole: bool) -> None:

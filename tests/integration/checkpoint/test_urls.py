@@ -84,8 +84,8 @@ def _replace() -> None:
     with pytest.raises(KeyboardInterrupt), mock.patch.object(UrlPath, "remove"):
         _save(folder / "first.ckpt", 4, fails=True)
     (line,) = damages(last_written(folder / "first.ckpt")) or [""]
-    assert "memory://run/first.ckpt has no manifest: it was not written to its end" in line
-    with pytest.warns(UserWarning, match=r"first\.ckpt has no manifest"):
+    assert "memory://run/first.ckpt has neither manifest.json nor .metadata: it was not written to its end" in line
+    with pytest.warns(UserWarning, match=r"first\.ckpt has neither manifest"):
         assert first_intact([folder / "first.ckpt", url]) == last_written(url)
     with pytest.raises(FileExistsError, match=r"last\.ckpt is a directory"):
         saving.write_checkpoint(url, {}, {}, metadata_name=None)

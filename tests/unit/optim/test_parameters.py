@@ -1,6 +1,6 @@
 """Routes of parameters in groups, and the AdamW part against torch.optim.AdamW."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_muon import MuonConfig
 from lightning_muon.optim.elementwise import adamw_step_
-from lightning_muon.optim.parameters import routes_of
+from lightning_muon.optim.parameters import convert_, routes_of
+from lightning_muon.params.layout import PlacedState
 from tests.support.step_plans import adamw_state
 
 OPTIONS = MuonConfig()
@@ -101,3 +102,18 @@ def test_adamw_decays_only_towards_its_update() -> None:
         update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
         weight = weight - lr * (update + decay * (update * weight >= 0) * weight)
     torch.testing.assert_close(mine, weight, rtol=0, atol=1e-6)
+
+
+def test_states_are_converted_in_the_same_order_whatever_that_of_their_keys_is() -> None:
+    """A collective conversion must meet the same entry on all ranks."""
+    orders: list[list[float]] = []
+
+    def convert(places: Sequence[PlacedState]) -> list[torch.Tensor]:
+        orders.append([float(place.state.sum()) for place in places])
+        return [place.state for place in places]
+
+    keys = ("momentum_buffer", "second_momentum_buffer", "initial_norm")
+    state = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
+    for each in (keys, keys[::-1]):
+        convert_([(torch.ones(2), {key: state[key] for key in each})], convert, lambda parameter, key: (2,))
+    assert orders[0] == orders[1]
