@@ -40,12 +40,12 @@ class Trainer(transformers.Trainer):
         require_one_sharding(model)
         # The refusal is in the constructor, and asks for this option.
         is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-        is_refused = is_sharded and args is not None and not args.save_only_model
-        if is_refused:
-            args.save_only_model = True
+        refused = args if is_sharded and args is not None and not args.save_only_model else None
+        if refused is not None:
+            refused.save_only_model = True
         super().__init__(model, args, *more, **options)
-        if is_refused:
-            args.save_only_model = False
+        if refused is not None:
+            refused.save_only_model = False
 
     @property
     def _sharded_model(self) -> Any:
