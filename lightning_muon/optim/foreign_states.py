@@ -56,12 +56,21 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParame
                 from_adamw += [parameter.route.name] * ("exp_avg" in states[key] and "momentum_buffer" in state)
                 states[key] = state
         groups.append(_group(kind, group, members) | {"params": keys})
-    if from_adamw:
-        _warn(
-            f"{len(from_adamw)} matrices ({from_adamw[0]}, ...) have trained with AdamW: its first moments go on as "
-            "the momenta of Muon, the second ones are dropped"
-        )
+    _warn_of_adamw(from_adamw)
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def with_momenta(state_dict: Mapping[str, Any], own: Sequence[BoundParameter]) -> Mapping[str, Any]:
+    """Our own state by number, with the moments of AdamW as momenta where a matrix was on AdamW and is on Muon now."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    moved = {
+        number: parameter.route.name
+        for number, parameter in zip(numbers, own, strict=False)
+        if parameter.route.algorithm == "muon" and state_dict["state"].get(number, {}).keys() == ADAMW_STATE
+    }
+    states = state_dict["state"]
+    _warn_of_adamw([*moved.values()])
+    return {**state_dict, "state": states | {each: {"momentum_buffer": states[each]["exp_avg"]} for each in moved}}
 
 
 def _is_ours(group: Mapping[str, Any]) -> bool:
@@ -164,6 +173,14 @@ def _state(
             f"that of {kind or 'an optimizer that is not known'}, has {sorted(map(str, state))}"
         )
     return found
+
+
+def _warn_of_adamw(names: Sequence[str]) -> None:
+    if names:
+        _warn(
+            f"{len(names)} matrices ({names[0]}, ...) have trained with AdamW: its first moments go on as the momenta "
+            "of Muon, the second ones are dropped"
+        )
 
 
 def _warn(text: str) -> None:
