@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.parameters import ADAMW_STATE, BoundParameter, ParamGroup, state_keys
+from lightning_muon.optim.parameters import ADAMW_STATE, BoundParameter, ParamGroup, States, state_keys
 
 Kind = Literal["torch.optim.Muon", "torch.optim.AdamW", "Muon by Keller Jordan", "dion"]
 
@@ -60,17 +60,16 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParame
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def with_momenta(state_dict: Mapping[str, Any], own: Sequence[BoundParameter]) -> Mapping[str, Any]:
-    """Our own state by number, with the moments of AdamW as momenta where a matrix was on AdamW and is on Muon now."""
-    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    moved = {
-        number: parameter.route.name
-        for number, parameter in zip(numbers, own, strict=False)
-        if parameter.route.algorithm == "muon" and state_dict["state"].get(number, {}).keys() == ADAMW_STATE
-    }
-    states = state_dict["state"]
-    _warn_of_adamw([*moved.values()])
-    return {**state_dict, "state": states | {each: {"momentum_buffer": states[each]["exp_avg"]} for each in moved}}
+def take_moments_as_momenta_(parameters: Sequence[BoundParameter], states: States) -> None:
+    """Let matrices that run on Muon now, and ran on AdamW when our own state was saved, go on with it; local."""
+    moved = [
+        parameter
+        for parameter in parameters
+        if parameter.route.algorithm == "muon" and states.get(parameter.tensor, {}).keys() == ADAMW_STATE
+    ]
+    for parameter in moved:
+        states[parameter.tensor] = {"momentum_buffer": states[parameter.tensor]["exp_avg"]}
+    _warn_of_adamw([parameter.route.name for parameter in moved])
 
 
 def _is_ours(group: Mapping[str, Any]) -> bool:
