@@ -38,8 +38,8 @@ _LEGEND = (
 )
 _GPU_MEMORY_GIB = 72.0
 _MEMORY_HELP = (
-    f"that a rank may fill ({_GPU_MEMORY_GIB:g}; with --machine cpu or accelerator: cpu the memory of this host, divided by "
-    "the ranks of a node)"
+    f"that a rank may fill ({_GPU_MEMORY_GIB:g}; with --machine cpu or accelerator: cpu the memory of this host, "
+    "divided by the ranks of a node)"
 )
 
 

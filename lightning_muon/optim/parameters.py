@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -187,7 +187,9 @@ def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str])
 
 def _as_tuples(value: Any) -> Any:
     """Lists as tuples, inner ones too: files of configs and checkpoints do not tell them apart."""
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+    return (
+        tuple(_as_tuples(each) for each in cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else value
+    )
 
 
 @dataclass(frozen=True, eq=False)
