@@ -61,7 +61,16 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output is None:
         sys.stdout.write(text)
         return
-    with arguments.output.open("x", encoding="utf-8") as file:
+    write_new(arguments.output, text)
+
+
+def write_new(path: Path, text: str) -> None:
+    """Write a file, which must not be there yet, into a folder that is."""
+    if path.exists():
+        raise FileExistsError(f"{path} exists and is not overwritten; remove it, or name another file")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}; make it, or name another file")
+    with path.open("x", encoding="utf-8") as file:
         file.write(text)
 
 

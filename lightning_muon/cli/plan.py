@@ -124,7 +124,11 @@ def run(arguments: Namespace) -> None:
     planned = replace(planned, flexdemo=flexdemo)
     for compares, number in ((plan_splits, arguments.splits), (plan_modes, arguments.ranks)):
         if number is not None:
-            compares.run(arguments, _console(), _setting(arguments, planned, model, Mesh(1, 1)), planned)
+            setting = _setting(arguments, planned, model, Mesh(1, 1))
+            arguments.rank_memory = arguments.rank_memory or plan_splits.default_rank_memory(
+                arguments, is_cpu=setting.is_cpu
+            )
+            compares.run(arguments, _console(), setting, planned)
             return
     # An exchange between nodes takes two of them.
     mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
@@ -139,7 +143,7 @@ def run(arguments: Namespace) -> None:
             outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
     else:
         outcomes = compare_strategies(setting)
-        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or 8)
+        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or plan_splits.NODE_RANKS)
         if arguments.config is not None:
             choice = choice_of(setting)
     if arguments.draw and not outcomes:

@@ -137,6 +137,8 @@ def read_fit_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
     A misspelled section or option of the Trainer is an ``UnknownOptionError``; what resembles none is for LightningCLI
     to judge, which has further ones. Needs Lightning.
     """
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
     content = read_yaml(path)
     trainer = content.get("trainer")
     trainer = trainer if isinstance(trainer, dict) else {}

@@ -189,9 +189,12 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     """The file of the recommended row: that of ``--config`` with its strategy, else one of Accelerate with our section.
 
     Raises:
-        FileExistsError: If there is a file of that name.
+        OSError: If there is a file of that name, or no such folder.
     """
-    from lightning_muon.cli.config import accelerate_config  # Imports yaml, which comes with Accelerate and Lightning.
+    from lightning_muon.cli.config import (
+        accelerate_config,
+        write_new,
+    )  # Imports yaml, which comes with Accelerate and Lightning.
 
     assert comparison.best is not None
     way, job = comparison.best.way, comparison.job
@@ -200,11 +203,15 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     if rest:
         raise ValueError(f"--ranks {num_ranks} fill no nodes of {job.node_ranks} ranks; set --node-ranks")
     passes = way.microbatches if way.schedule is None else 1
+    rows = -(-job.rows // way.split.data // passes)
+    total = rows * way.split.data * passes
+    ranks = f"{way.split.data} data ranks" + (f" x {passes} batches" if passes > 1 else "")
+    rounding = f", so that {ranks} take {total} rows per step: {job.rows} rounded up" if total > job.rows else ""
     text = (
         f"# {recommendation(comparison.best).partition(';')[0]}\n"
         f"# planned: {comparison.best.step_seconds:.4g} s per step of {job.rows} rows of {job.length} tokens, "
         f"{way.total / GIB:.2f} GiB per rank with {comparison.precision}\n"
-        f"# rows of a data rank in a batch: {-(-job.rows // way.split.data // passes)}\n"
+        f"# rows of a data rank in a batch: {rows}{rounding}\n"
     )
     if arguments.config is not None:
         text += _lightning_config(arguments, comparison, devices=num_ranks // nodes, nodes=nodes, passes=passes)
@@ -220,8 +227,7 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
             accumulates=passes,
             checkpoints_activations=way.recompute,
         )
-    with arguments.write_config.open("x", encoding="utf-8") as file:
-        file.write(text)
+    write_new(arguments.write_config, text)
 
 
 def _lightning_config(arguments: Namespace, comparison: RankedModes, *, devices: int, nodes: int, passes: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.schedule.pipeline import SCHEDULES
 
+NODE_RANKS = 8  # If nobody says how many ranks a node has.
 FLEXDEMO = FlexDeMoConfig(base="muon")  # Of the row, if nobody says another: the optimizer of the other rows.
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 _OTHERS = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size")
@@ -33,6 +35,11 @@ _LEGEND = (
     "* is the fastest that fits, - does not fit. m: micro-batches; idle: of all ranks, without the optimizer step; "
     "muon: the optimizer step of the slowest stage; GiB, and MB that a rank sends within its node and to other ones: "
     "of the stage with most"
+)
+_GPU_MEMORY_GIB = 72.0
+_MEMORY_HELP = (
+    f"that a rank may fill ({_GPU_MEMORY_GIB:g}; with --machine cpu or accelerator: cpu the memory of this host, "
+    "divided by the ranks of a node)"
 )
 
 
@@ -43,7 +50,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     both = parser.add_argument_group("with --ranks and --splits").add_argument
     both("--rows", metavar="N", type=count, help="of a batch of all ranks (2 per rank)")
     both("--length", metavar="N", type=count, default=4096, help="tokens of a row (4096)")
-    both("--rank-memory", metavar="GIB", type=positive, default=72.0, help="that a rank may fill (72)")
+    both("--rank-memory", metavar="GIB", type=positive, help=_MEMORY_HELP)
     both("--model-flops", metavar="X", type=positive, help="FLOP/s of forward and backward (those of Newton-Schulz)")
     both("--width", metavar="N", type=count, help="elements of a token between two layers (the embedding's)")
     both("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="of pipelines that are tried")
@@ -58,6 +65,14 @@ def refuse_others(arguments: Namespace) -> None:
         for key in keys if getattr(arguments, asked) is not None else ():
             if getattr(arguments, key) not in (None, False, []):
                 raise ValueError(f"--{asked} goes without --{key.replace('_', '-')}")
+
+
+def default_rank_memory(arguments: Namespace, *, is_cpu: bool) -> float:
+    """In GiB: of a GPU, or a rank's share of the memory of this host."""
+    if not is_cpu:
+        return _GPU_MEMORY_GIB
+    num_ranks = min(arguments.node_ranks or NODE_RANKS, arguments.splits or arguments.ranks)
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / GIB, 2)
 
 
 def run(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel) -> None:
@@ -110,7 +125,7 @@ def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, prec
         parts=PlannedParts(planned, setting.model, width=arguments.width, itemsize=gathered),
         setting=setting,
         num_ranks=num_ranks,
-        node_ranks=arguments.node_ranks or 8,
+        node_ranks=arguments.node_ranks or NODE_RANKS,
         rows=arguments.rows or 2 * num_ranks,
         length=arguments.length,
         itemsize=itemsize,

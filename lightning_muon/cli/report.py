@@ -68,12 +68,17 @@ def run(arguments: argparse.Namespace) -> None:
 def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | None = None) -> Path:
     """Write the report of these folders, and return where it is.
 
-    Raises a ``FileNotFoundError`` for a folder without metrics, and a ``ValueError`` for files that are none of these.
+    Raises a ``FileNotFoundError`` for a folder without metrics, a ``ValueError`` for files that are none of these,
+    and an ``OSError`` for an ``out`` that cannot be written.
     """
     read = [LoggedRun.read(folder) for folder in runs]
     for each in read:  # Of several, with the folder above it: version_0 has many namesakes.
         each.name = "/".join(each.folder.resolve().parts[-min(2, len(read)) :])
     path = out or runs[0] / "report.html"
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file for the page, such as {path / 'report.html'}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}; make it, or name another file")
     path.write_text(html.page(f"Report of {', '.join(each.name for each in read)}", _sections(read, cost)), "utf-8")
     return path
 

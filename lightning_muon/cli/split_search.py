@@ -154,11 +154,19 @@ def plan_modes(arguments: Namespace, job: Job, modes: Sequence[Mode]) -> tuple[l
     search, left_out = _Search(arguments, job), list[str]()
     found: list[PlannedSplit] = []
     for mode in modes:
-        of_mode = list(filter(None, map(search.planned, splits_of(mode, job, most_stages=len(job.parts)))))
+        splits = list(splits_of(mode, job, most_stages=len(job.parts)))
+        of_mode = list(filter(None, map(search.planned, splits)))
         if of_mode:
             found.append(min(of_mode, key=lambda each: rank_of_row(each)[:2] if each.fits else (True, each.way.total)))
         else:
-            left_out.append(f"{mode} is left out: {job.num_ranks} ranks with {job.rows} rows cannot be divided so")
+            why = f"{job.num_ranks} ranks cannot be divided so"
+            if splits and all(split.data > job.rows for split in splits):
+                why = f"{job.rows} rows are too few for the data ranks of {job.num_ranks}"
+            elif splits:
+                why = "no schedule takes these sizes"
+            elif mode == "pipeline":
+                why += f", into at most {len(job.parts)} stages"
+            left_out.append(f"{mode} is left out: {why}")
     if not found:
         raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks or --rows")
     return sorted(found, key=rank_of_row), [*search.left_out, *left_out]

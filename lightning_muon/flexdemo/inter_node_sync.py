@@ -17,7 +17,7 @@ from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
-from lightning_muon.optim.parameters import BoundParameter, Gradients, StateCompletion, States, zero_state
+from lightning_muon.optim.parameters import BoundParameter, Gradients, StateCompletion, States
 from lightning_muon.params.layout import StepPart, local_tensor
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class InterNodeSync(StateCompletion):
     def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
         self.init_state(parameter.tensor, state)
         if not state.keys() >= self._keys_of_base(parameter):
-            state.update(zero_state(parameter))
+            super().fill(parameter, state)
 
     def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
         config = self.config

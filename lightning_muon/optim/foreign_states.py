@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.parameters import ADAMW_STATE, BoundParameter, ParamGroup, state_keys
+from lightning_muon.optim.parameters import ADAMW_STATE, BoundParameter, ParamGroup, States, state_keys
 
 Kind = Literal["torch.optim.Muon", "torch.optim.AdamW", "Muon by Keller Jordan", "dion"]
 
@@ -56,12 +56,20 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParame
                 from_adamw += [parameter.route.name] * ("exp_avg" in states[key] and "momentum_buffer" in state)
                 states[key] = state
         groups.append(_group(kind, group, members) | {"params": keys})
-    if from_adamw:
-        _warn(
-            f"{len(from_adamw)} matrices ({from_adamw[0]}, ...) have trained with AdamW: its first moments go on as "
-            "the momenta of Muon, the second ones are dropped"
-        )
+    _warn_of_adamw(from_adamw)
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def take_moments_as_momenta_(parameters: Sequence[BoundParameter], states: States) -> None:
+    """Let matrices that run on Muon now, and ran on AdamW when our own state was saved, go on with it; local."""
+    moved = [
+        parameter
+        for parameter in parameters
+        if parameter.route.algorithm == "muon" and states.get(parameter.tensor, {}).keys() == ADAMW_STATE
+    ]
+    for parameter in moved:
+        states[parameter.tensor] = {"momentum_buffer": states[parameter.tensor]["exp_avg"]}
+    _warn_of_adamw([parameter.route.name for parameter in moved])
 
 
 def _is_ours(group: Mapping[str, Any]) -> bool:
@@ -164,6 +172,14 @@ def _state(
             f"that of {kind or 'an optimizer that is not known'}, has {sorted(map(str, state))}"
         )
     return found
+
+
+def _warn_of_adamw(names: Sequence[str]) -> None:
+    if names:
+        _warn(
+            f"{len(names)} matrices ({names[0]}, ...) have trained with AdamW: its first moments go on as the momenta "
+            "of Muon, the second ones are dropped"
+        )
 
 
 def _warn(text: str) -> None:

@@ -142,8 +142,9 @@ class MomentumCompletion(StateCompletion):
 
     @override
     def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+        is_new = KEY not in state
         super().fill(parameter, state)
-        if self._is_stored(parameter):
+        if is_new and self._is_stored(parameter):
             state[KEY] = StoredMomentum(parameter, self._config)
 
     @override

@@ -32,7 +32,7 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
-from lightning_muon.optim.foreign_states import translated
+from lightning_muon.optim.foreign_states import take_moments_as_momenta_, translated
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.momentum import MomentumCompletion
 from lightning_muon.optim.parameters import StateCompletion
@@ -138,6 +138,7 @@ class ParallelMuon(PlannedOptimizer):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(dict(self.translated(state_dict)))
+        take_moments_as_momenta_(self._bind_parameters(), self._existing_state)
 
     @override
     def _own_completion(self) -> StateCompletion:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,12 @@ COMPARED = (
     *("muon_plus", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
     *("normuon", "normuon_beta2", "hyperball"),
 )
+# Of them, what says how the update is made, which no scheduler changes.
+_FAMILY = (
+    *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "muon_eq", "muon_plus", "adjust_lr_fn"),
+    *("cautious_weight_decay", "normuon", "normuon_beta2", "hyperball"),
+)
+_SET_OPTIONS = "set others in optimizer.param_groups once the state is loaded (in on_train_start of a Trainer)"
 
 
 def state_keys(algorithm: str) -> frozenset[str]:
@@ -125,9 +132,11 @@ def of_version_0_1(keys: Collection[str]) -> ParamGroup:
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
     """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
 
-    So do ``normuon`` and ``hyperball``, whatever was saved.
+    So do ``normuon`` and ``hyperball``, whatever was saved. Rank 0 warns of options in which the two differ.
     """
     groups = [dict(group) for group in saved]
+    # Options that differ: what counts from now on, and what was given up.
+    from_saved, from_own = dict[str, str](), dict[str, str]()
     for group, before in zip(groups, own, strict=False):
         for key in ("amsgrad", "maximize"):
             if group.get(key):
@@ -137,11 +146,50 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
         if "betas" in group and "eps" in group and "adamw_eps" not in group:
             group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
         group |= of_version_0_1(group)
+        given = dict(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
         # What a state consists of is for the program to say.
         group |= {key: before[key] for key in _NEURON_STATE_OF.values() if key in before}
-        check_group_(group)
+        _check_loaded_group_(group, before)
+        for key in (key for key in _FAMILY if key in before):
+            is_own = key in _NEURON_STATE_OF.values()
+            if _as_tuples(given.get(key, before[key]) if is_own else group[key]) != _as_tuples(before[key]):
+                counts, other = (before, given) if is_own else (group, before)
+                found = from_own if is_own else from_saved
+                found.setdefault(key, f"{key}={counts[key]!r} (not {other[key]!r})")
+    _warn_of_options(from_saved, from_own)
     return groups
+
+
+def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
+    """As :func:`check_group_`; the error says which of its values the program does not have."""
+    try:
+        check_group_(group)
+    except ValueError as error:
+        named = [key for key in COMPARED if key in re.findall(r"\w+", str(error)) and key in own]
+        loaded = [f"{key}={group[key]!r}" for key in named if _as_tuples(group[key]) != _as_tuples(own[key])]
+        if not loaded:
+            raise
+        raise ValueError(
+            f"{error}. Of the loaded state: {', '.join(loaded)}, which outweighs the program. Make the optimizer with "
+            f"options that go with that, and {_SET_OPTIONS}; or load only weights"
+        ) from error
+
+
+def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str]) -> None:
+    """Say on rank 0 which of two values count."""
+    if not (from_saved or from_own) or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    parts = [f"the loaded state outweighs the program: {', '.join(from_saved.values())}"] if from_saved else []
+    parts += [f"the program outweighs the loaded state: {', '.join(from_own.values())}"] if from_own else []
+    warnings.warn(f"{'; '.join([*parts, *([_SET_OPTIONS] if from_saved else [])])}", stacklevel=5)
+
+
+def _as_tuples(value: Any) -> Any:
+    """Lists as tuples, inner ones too: files of configs and checkpoints do not tell them apart."""
+    return (
+        tuple(_as_tuples(each) for each in cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else value
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,8 +364,13 @@ class StateCompletion:
         return parameter.state_keys
 
     def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
-        """Put zero state of a parameter in the place of what there is; of its neurons alone if only that is missing."""
+        """Put zero state of a parameter in the place of what there is; of its neurons alone if only that is missing.
+
+        What another algorithm has left is dropped.
+        """
         zeros = zero_state(parameter)
+        for key in (ADAMW_STATE | MUON_STATE | {*NEURON_STATE}) - zeros.keys():
+            state.pop(key, None)
         if state.keys() >= state_keys(parameter.route.algorithm):
             zeros = {key: value for key, value in zeros.items() if key not in state}
         state.update(zeros)
@@ -390,10 +443,11 @@ def check_shapes(
             for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {*NEURON_STATE}) & saved_keys):
                 shape, wanted = tuple(getattr(state_dict["state"][number][key], "shape", ())), shape_of(parameter, key)
                 if shape != wanted:
+                    others = ", another fused or fused_inputs" if key in NEURON_STATE else ""
                     name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
                     raise ValueError(
                         f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place of {wanted}: "
-                        "the state is of another model, or its parameters were in another order"
+                        f"the state is of another model{others}, or its parameters were in another order"
                     )
 
 

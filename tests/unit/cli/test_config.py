@@ -113,7 +113,7 @@ def test_what_cannot_be_is_an_error(tmp_path: Path, words: tuple[str, ...], mess
 
 def test_a_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = _written(tmp_path, "--num-processes", "2")
-    with pytest.raises(SystemExit, match=r"File exists: .*both\.yaml"):
+    with pytest.raises(SystemExit, match=r"both\.yaml exists and is not overwritten"):
         _written(tmp_path)
     main(["config", "--num-processes", "2"])
     assert capsys.readouterr().out == path.read_text().replace(str(path), "FILE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -105,6 +106,10 @@ def test_rows_are_ranked_and_the_excess_is_named(capsys: pytest.CaptureFixture[s
     assert _plan(capsys, *arguments, "--modes", "flexdemo", "--flexdemo")["flexdemo"]["recommended"]
     with pytest.raises(SystemExit, match=r"nothing fits into 1e-06 GiB per rank; \w+ needs least, 0\.0 GiB"):
         main([*arguments, "--rank-memory", "1e-6"])
+    main([*arguments, "--machine", "cpu", "--modes", "hsdp", "none", "--ranks", "3"])
+    out = capsys.readouterr().out
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 3 / _GIB
+    assert f" {share:.2f}".rstrip("0") in out and "hsdp is left out: 3 ranks cannot be divided so\n" in out
     with pytest.raises(SystemExit, match="--ranks goes without --shard-size"):
         main([*arguments, "--shard-size", "2"])
 
@@ -132,7 +137,7 @@ def test_a_file_for_accelerate_has_the_sizes(
     if mode == "flexdemo":
         assert isinstance(options.optimizer, FlexDeMoConfig)
         assert (options.optimizer.base, options.optimizer.replicator.top_k) == ("muon", 4)
-    with pytest.raises(SystemExit, match="File exists"):
+    with pytest.raises(SystemExit, match=r"out\.yaml exists and is not overwritten; remove it"):
         main([*arguments, "--modes", mode, "--write-config", str(path), *words])
 
 

@@ -1,6 +1,8 @@
 """Hyper-parameters that change after construction: checked before anything changes, and heeded by the next step."""
 
 import copy
+import re
+import warnings
 from typing import Any
 
 import pytest
@@ -100,7 +102,9 @@ def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> 
     for number, algorithm in enumerate(("adamw", "auto", "adamw")):
         reference = _make(ParallelMuon, models[1].parameters(), algorithm=algorithm)
         if is_loaded:
-            optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", ".*have trained with AdamW")  # The group that is loaded decides.
+                optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
         else:
             optimizer.param_groups[0]["algorithm"] = algorithm
             for parameter in models[0].parameters():
@@ -112,6 +116,50 @@ def test_another_algorithm_takes_over_from_the_next_step_on(is_loaded: bool) -> 
             mine: set(reference.state[theirs])
             for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True)
         }
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"muon_eq": "R", "ns_quality": "fast"}, r"ns_quality='reference' \(not 'fast'\), muon_eq='none' \(not 'R'\)"),
+        (
+            {"hyperball": True, "weight_decay": 0.0},
+            r"program outweighs the loaded state: hyperball=True \(not False\)$",
+        ),
+        ({"lr": 0.5, "adjust_lr_fn": None}, ""),
+    ],
+)
+def test_a_resume_says_whose_options_count(options: dict[str, Any], message: str) -> None:
+    saved = ParallelMuon(_model(), adjust_lr_fn="original").state_dict()
+    optimizer = ParallelMuon(_model(), **({"adjust_lr_fn": "original"} | options))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(saved)
+    texts = [str(each.message) for each in caught if "outweighs" in str(each.message)]
+    assert len(texts) == bool(message) and all(re.search(message, text) for text in texts)
+    saved["param_groups"][0]["muon_plus"] = "row"
+    with pytest.raises(ValueError, match=r"leave out one of them\. Of the loaded state: muon_plus='row', which"):
+        ParallelMuon(_model(), normuon=True).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
+def test_a_weight_that_has_changed_its_algorithm_is_loaded(momentum_dtype: Any) -> None:
+    """AdamW's first moment is the momentum from then on; on the way back AdamW begins with zeros and keeps nothing."""
+    weight, other = (nn.Parameter(torch.ones(5, 3)) for _ in range(2))
+    named = [("matrix", weight), ("other", other)]
+    adamw = ParallelMuon(named, adamw_patterns=("matrix",))
+    muon = ParallelMuon(named, momentum_dtype=momentum_dtype, normuon=True)
+    set_gradients([weight, other], 0)
+    adamw.step()
+    first = adamw.state[weight]["exp_avg"].clone()
+    with pytest.warns(UserWarning, match="its first moments go on as the momenta"):
+        muon.load_state_dict(adamw.state_dict())
+    saved = muon.state_dict()
+    assert saved["state"][0].keys() == {"momentum_buffer", "second_momentum_buffer"}
+    atol = float(first.abs().max() / 254) if momentum_dtype == "int8" else 0.0
+    torch.testing.assert_close(saved["state"][0]["momentum_buffer"], first, rtol=0.0, atol=atol)
+    adamw.load_state_dict(saved)
+    assert adamw.state_dict()["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("key", ["lr", "weight_decay", "momentum"])
