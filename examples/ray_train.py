@@ -1,6 +1,6 @@
 """Ray Train with a worker that fails: two workers on one machine, and a run that goes on by itself.
 
-    pip install "lightning-muon[lightning,ray]"
+    pip install "lightning-muon[lightning,ray] @ git+https://github.com/lightning-muon/lightning-muon"
     python examples/ray_train.py                    # 12 steps
     python examples/ray_train.py --kill-at 6        # worker 1 is killed in step 6, once
 

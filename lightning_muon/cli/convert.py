@@ -73,6 +73,8 @@ def run(arguments: argparse.Namespace) -> None:
     package = first_installed(TRAINERS, "lightning-muon convert needs Lightning")
     metadata_name = metadata_filename(TRAINERS[package])
     source, target = last_written(arguments.source), arguments.target
+    if not source.exists():
+        raise FileNotFoundError(f"there is no {source}")
     files = [source] if not source.is_dir() else sorted(source.iterdir())
     tensors = [path for path in files if path.suffix == _SAFETENSORS]
     kind = "safetensors" if tensors else "shards" if source.is_dir() else "file"
@@ -187,6 +189,9 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    with path.open("rb") as file:
+        if not file.read(2).startswith((b"PK", b"\x80")):
+            raise ValueError(f"{path} is no checkpoint: torch.save writes a zip file or a pickle")
     content = _unpickled(path, arguments)
     if arguments.key not in content and all(isinstance(value, Tensor) for value in content.values()):
         content = {arguments.key: content}  # The state dict of a module.

@@ -21,7 +21,7 @@ from lightning_muon.checkpoint.saving import MODELS
 from lightning_muon.cli.model_card import Source, model_card
 from lightning_muon.params.uses import clean_name
 
-_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
+_CONFIG, _TOKENIZER, _IMAGES = "config.json", "tokenizer_config.json", "preprocessor_config.json"
 _MOST_NAMES = 6
 _CONFIG_FROM = """model whose config.json (and tokenizer) belongs to the weights: a folder, or a name on the hub.
 Default: what the run has saved with the weights, or the config.json beside them"""
@@ -52,6 +52,12 @@ def write_hf(
         ValueError: No config, or one that does not fit: keys, shapes, or a class that transformers has not.
     """
     weights = {clean_name(name): value for name, value in content["state_dict"].items() if isinstance(value, Tensor)}
+    own = [name for name in weights if name.startswith(arguments.prefix or "")]
+    if any(".lora_" in name for name in own) or (source.path / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{source.path} has adapters of LoRA: merge them first, in the program, with merge_and_unload and "
+            "save_pretrained (recipes/finetune has written that to output/merged)"
+        )
     model, name, base_model = _empty_model(content.get(MODELS, {}), source, arguments)
     if name is None:
         name = arguments.prefix
@@ -60,6 +66,11 @@ def write_hf(
     model.save_pretrained(folder, max_shard_size=arguments.max_shard_size)
     if tokenizer := _tokenizer(source, arguments):
         tokenizer.save_pretrained(folder)
+    elif model.can_generate():
+        print("no tokenizer was found beside the checkpoint or in its run; name one with --tokenizer-from")  # noqa: T201
+    given = [Path(place) for place in (arguments.tokenizer_from, arguments.config_from) if place]
+    if images := next((each / _IMAGES for each in [*given, *_places(source)] if (each / _IMAGES).is_file()), None):
+        (folder / _IMAGES).write_bytes(images.read_bytes())
     card = model_card(type(model).__name__, source, content, base_model=base_model, datasets=arguments.dataset or [])
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_manifest(folder, hash_files(folder), about)
@@ -155,12 +166,15 @@ def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
     problems = [f"the checkpoint lacks {_listed(missing)}"] if missing else []
     problems += [f"the model has no {_listed(extra)}"] if extra else []
     problems += [_listed(shapes)] if shapes else []
-    if any("lora_" in name for name in extra):
-        problems.append("adapters of LoRA: merge them in the program (merge_and_unload) and save again")
     if problems:
         raise ValueError(f"{type(model).__name__} of this config does not fit: {'; '.join(problems)}")
     model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False, assign=True)
     model.tie_weights()
+
+
+def _places(source: Source) -> list[Path]:
+    """Where the run may have left its tokenizer or its image processor."""
+    return [each for folder in source.folders for each in (folder, folder / "tokenizer")]
 
 
 def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
@@ -168,9 +182,11 @@ def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
     from transformers import AutoTokenizer
 
     if arguments.tokenizer_from:
-        return AutoTokenizer.from_pretrained(arguments.tokenizer_from)
-    places = [each for folder in source.folders for each in (folder, folder / "tokenizer")]
-    found = [str(each) for each in places if (each / _TOKENIZER).is_file()]
+        try:
+            return AutoTokenizer.from_pretrained(arguments.tokenizer_from)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--tokenizer-from: {arguments.tokenizer_from} has no tokenizer: {error}") from error
+    found = [str(each) for each in _places(source) if (each / _TOKENIZER).is_file()]
     if not arguments.config_from and not found:
         return None
     try:

@@ -116,7 +116,12 @@ class LoggedRun:
                 found.times.append((step, row["seconds"]))
         lines = folder / FOLDER / LINES
         if lines.exists():
-            found.measured = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()]
+            with lines.open(encoding="utf-8") as file:  # Of str.splitlines, U+2028 would be the end of a line.
+                for number, line in enumerate(file, start=1):
+                    try:
+                        found.measured.append(json.loads(line))
+                    except ValueError as error:
+                        raise ValueError(f"line {number} of {lines} is not JSON: {error}") from error
         first = int((folder / _METRICS).exists())  # Of Lightning's loggers the first step is 0.
         has_times = bool(found.times)
         for line in found.measured:

@@ -29,21 +29,34 @@ class Example(TypedDict):
 def load_rows(source: str) -> list[Row]:
     """Prompts and completions of a ``.jsonl`` file, or of the split ``train`` of a data set on the hub."""
     if Path(source).suffix == ".jsonl":
-        lines = Path(source).read_text(encoding="utf-8").splitlines()
-        table: Any = [json.loads(line) for line in lines if line.strip()]
+        table: Any = read_lines(Path(source))
     else:
         import datasets
 
         table = datasets.load_dataset(source, split="train")
     rows = list[Row]()
     for number, columns in enumerate(table):
-        texts = [columns.get(name) for name in COLUMNS]
+        texts = [columns.get(name) for name in COLUMNS] if isinstance(columns, dict) else [None]
         if not all(isinstance(text, str) and text for text in texts):
             raise ValueError(
                 f"row {number} of {source} must have the texts {COLUMNS}, neither of them empty; it has {columns}"
             )
         rows.append(Row(*texts))
     return rows
+
+
+def read_lines(path: Path) -> list[Any]:
+    """The JSON value of each line; ``ValueError`` names the file and the number of a line that has none."""
+    values = list[Any]()
+    with path.open(encoding="utf-8") as file:  # Of str.splitlines, U+2028 within a text would be the end of a line.
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                values.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+    return values
 
 
 def encode(row: Row, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> Example:
@@ -108,12 +121,17 @@ class PromptData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download. Lightning calls it on one rank while the others wait."""
-        with suppress(ValueError, OSError):  # Setup raises the same on every rank; here the others would wait in vain.
+        with suppress(Exception):  # Setup raises the same on every rank; here the others would wait in vain.
             self._load()
 
     def _load(self) -> tuple[list[Row], list[Row]]:
         options = self.hparams
         self.tokenizer = AutoTokenizer.from_pretrained(options.tokenizer)
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer {options.tokenizer} has no end token, from which the model learns where a completion "
+                "ends; set eos_token in its tokenizer_config.json"
+            )
         train = load_rows(options.source)
         if options.validation_source:
             validation = load_rows(options.validation_source)
@@ -133,6 +151,17 @@ class PromptData(LightningDataModule):
                 [encode(row, self.tokenizer, self.hparams.max_tokens) for row in rows] for rows in self._load()
             )
 
+    @property
+    def pad_id(self) -> int:
+        """The token of padding. A mask hides it, so that any will do for tokenizers without one of their own."""
+        own = self.tokenizer.pad_token_id
+        return self.tokenizer.eos_token_id if own is None else own
+
+    @property
+    def highest_token(self) -> int:
+        """Of all rows and of padding."""
+        return max(self.pad_id, *(max(example["input_ids"]) for example in [*self.train, *self.validation]))
+
     def train_dataloader(self) -> DataLoader[Example]:
         """Shuffled; Lightning gives each rank rows of its own."""
         return self._loader(self.train, shuffle=True)
@@ -142,12 +171,10 @@ class PromptData(LightningDataModule):
         return self._loader(self.validation, shuffle=False)
 
     def _loader(self, examples: list[Example], *, shuffle: bool) -> DataLoader[Example]:
-        # A mask hides what is padded, so that any token will do for models without one of their own.
-        pad_id = self.tokenizer.eos_token_id if self.tokenizer.pad_token_id is None else self.tokenizer.pad_token_id
         return DataLoader(
             examples,  # type: ignore[arg-type]
             batch_size=self.hparams.batch_size,
             shuffle=shuffle,
             num_workers=self.hparams.num_workers,
-            collate_fn=partial(collate, pad_id=pad_id),
+            collate_fn=partial(collate, pad_id=self.pad_id),
         )

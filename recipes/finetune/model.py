@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_muon import full_state_dict
 from recipes.t5_summarization.data import IGNORED_LABEL, Batch
+from recipes.t5_summarization.files import save_with_run
 from recipes.t5_summarization.model import warmup_then_linear_decay
 
 
@@ -31,6 +32,16 @@ def build_model(model_name: str, lora: Mapping[str, Any] | None, dtype: str = "f
 
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **lora))
     return model.train()  # from_pretrained has turned dropout off.
+
+
+def require_room(model: Any, highest_token: int) -> None:
+    """``ValueError`` if the input embedding has no row for the highest token of the data."""
+    num_rows = model.get_input_embeddings().weight.shape[0]
+    if highest_token >= num_rows:
+        raise ValueError(
+            f"the tokenizer has made tokens up to {highest_token}, but the input embedding of the model has {num_rows} "
+            "rows; take the tokenizer of the model"
+        )
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -85,6 +96,14 @@ class FineTuned(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         self.model = build_model(model_name, lora, dtype)
+
+    def setup(self, stage: str) -> None:
+        """Compare the embedding with the tokens of the data, on every rank."""
+        require_room(self.model, self.trainer.datamodule.highest_token)
+
+    def on_train_start(self) -> None:
+        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The mean over the tokens, or their sum where the strategy divides by the tokens of all ranks."""

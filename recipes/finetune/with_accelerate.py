@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from recipes.finetune.data import PromptData
-from recipes.finetune.model import build_model, export, loss_sum
+from recipes.finetune.model import build_model, export, loss_sum, require_room
 from recipes.t5_summarization.model import warmup_then_linear_decay
 
 
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     with accelerator.main_process_first():  # The others find what it has downloaded.
         data.prepare_data()
     data.setup("fit")
+    require_room(model, data.highest_token)
     training, validation = data.train_dataloader(), data.val_dataloader()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr, weight_decay=0.0)

@@ -58,13 +58,15 @@ def token_type(tokenizer: PreTrainedTokenizerBase) -> type[np.unsignedinteger]:
 
 
 def write_tokens(path: Path, texts: datasets.Dataset, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Append the tokens of all documents, each with the tokenizer's end-of-text token behind it if it has one."""
+    """The tokens of all documents, each with the tokenizer's end-of-text token behind it if it has one."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     with path.open("wb") as file:
         for rows in texts.iter(batch_size=DOCUMENTS_AT_ONCE):
             if documents := [text for text in rows[column] if text]:
                 for ids in tokenizer(documents, add_special_tokens=False, verbose=False)["input_ids"]:
                     file.write(np.array(ids + end, token_type(tokenizer)).tobytes())
+    if not path.stat().st_size:
+        raise ValueError(f"the {path.name} text is empty: its {len(texts)} documents have no tokens")
 
 
 class TextData(LightningDataModule):

@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from recipes.gpt.data import Batch
+from recipes.t5_summarization.files import save_with_run
 
 PROMPT_TOKENS = 16
 
@@ -104,6 +105,10 @@ class GPT(LightningModule):
         for name, needed in {"vocab_size": len(data.tokenizer), "context_size": data.hparams.context_size}.items():
             if needed > self.hparams[name]:
                 raise ValueError(f"model.{name} is {self.hparams[name]}, but the data needs {needed}; raise it")
+
+    def on_train_start(self) -> None:
+        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one batch. A pipeline computes and logs the same itself."""

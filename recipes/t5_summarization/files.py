@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and what belongs to the model of a run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -40,3 +41,15 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def save_with_run(trainer: Any, processor: Any, name: str) -> None:
+    """Save a tokenizer or an image processor with the run, where ``lightning-muon convert --to hf`` finds it.
+
+    Args:
+        trainer: Of Lightning; on other ranks than 0 and without a log folder nothing is written.
+        processor: Has ``save_pretrained``.
+        name: Of a folder in the log folder of the run; empty: the log folder itself.
+    """
+    if trainer.is_global_zero and (folder := getattr(trainer.logger, "log_dir", None)):
+        processor.save_pretrained(Path(folder, name))

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
 from recipes.t5_summarization.data import IGNORED_LABEL, Batch
-from recipes.t5_summarization.files import write_atomically
+from recipes.t5_summarization.files import save_with_run, write_atomically
 from recipes.t5_summarization.metrics import rouge
 
 # https://huggingface.co/google-t5/t5-small/blob/main/config.json and t5-base: what differs from T5Config's defaults.
@@ -137,8 +137,7 @@ class T5Summarizer(LightningModule):
 
     def on_train_start(self) -> None:
         """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
-        if self.trainer.is_global_zero and (folder := getattr(self.trainer.logger, "log_dir", None)):
-            self.trainer.datamodule.tokenizer.save_pretrained(Path(folder, "tokenizer"))
+        save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def on_validation_epoch_start(self) -> None:
         """Forget the summaries of the last epoch."""

@@ -15,6 +15,7 @@ from lightning.pytorch import LightningDataModule
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader
+from transformers import ViTImageProcessor
 
 HELD_OUT = ("validation", "test")
 
@@ -46,6 +47,16 @@ def to_inputs(columns: dict[str, list[Any]], *, names: tuple[str, str], size: in
     images = [image.convert("RGB") for image in columns[names[0]]]
     images = [random_crop(each, size, **crop) if crop else each.resize((size, size)) for each in images]
     return {"pixel_values": [to_tensor(image) for image in images], "labels": columns[names[1]]}
+
+
+def image_processor(size: int) -> ViTImageProcessor:
+    """What transformers calls to make inputs of whole images, with the numbers of :func:`to_inputs`."""
+    return ViTImageProcessor(
+        size={"height": size, "width": size},
+        resample=Image.Resampling.BICUBIC,
+        image_mean=[0.5] * 3,
+        image_std=[0.5] * 3,
+    )
 
 
 class ImageData(LightningDataModule):
@@ -91,7 +102,7 @@ class ImageData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Download, and list the files. Lightning calls it on one rank while the others wait."""
-        with suppress(ValueError, OSError):  # Setup raises the same on every rank; here the others would wait in vain.
+        with suppress(Exception):  # Setup raises the same on every rank; here the others would wait in vain.
             self._load()
 
     def setup(self, stage: str) -> None:
@@ -106,11 +117,17 @@ class ImageData(LightningDataModule):
         )
         if not all(names):
             raise ValueError(f"{options.source} needs a column of images and one of classes; it has {dict(kinds)}")
+        self.classes = kinds[names[1]].names
         held_out = next((name for name in HELD_OUT if name in parts), None)
         if held_out is None:
+            counts = numpy.bincount(parts["train"][names[1]])
+            if single := [self.classes[label] for label in numpy.flatnonzero(counts == 1)]:
+                raise ValueError(
+                    f"{options.source} has one image of each of the classes {single}, and none to hold out: add "
+                    "others, or put images to measure on into validation/CLASS, and those to train on into train/CLASS"
+                )
             split = {"test_size": options.validation_share, "seed": 0, "stratify_by_column": names[1]}
             parts, held_out = parts["train"].train_test_split(**split), "test"
-        self.classes = kinds[names[1]].names
         convert = partial(to_inputs, names=names, size=options.image_size)
         crop = partial(convert, least_area=options.least_crop, flip=options.flip)
         self.train = parts["train"].with_transform(crop)

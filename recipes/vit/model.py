@@ -11,8 +11,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
+from recipes.t5_summarization.files import save_with_run
 from recipes.t5_summarization.model import warmup_then_linear_decay
-from recipes.vit.data import Batch
+from recipes.vit.data import Batch, image_processor
 
 
 class ViTClassifier(LightningModule):
@@ -42,12 +43,18 @@ class ViTClassifier(LightningModule):
         self.model = ViTForImageClassification(ViTConfig(num_labels=num_classes, **architecture))
 
     def setup(self, stage: str) -> None:
-        """Compare the classes with those of the data, on every rank."""
+        """The names of the classes are those of the data; compares their number, on every rank."""
         classes = self.trainer.datamodule.classes
         if len(classes) != self.hparams.num_classes:
             raise ValueError(
                 f"num_classes={self.hparams.num_classes}, but the data has {len(classes)} classes: {classes}"
             )
+        config = self.model.config
+        config.id2label, config.label2id = dict(enumerate(classes)), {name: n for n, name in enumerate(classes)}
+
+    def on_train_start(self) -> None:
+        """Keep the image processor with the run, for ``lightning-muon convert --to hf``."""
+        save_with_run(self.trainer, image_processor(self.trainer.datamodule.hparams.image_size), "")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the images."""
