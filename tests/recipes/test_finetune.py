@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from examples.causal_lm_trainer import train_tokenizer
 from lightning_muon import MuonConfig, ParallelMuon
 from recipes.finetune.data import PromptData, collate, encode
-from recipes.finetune.model import build_model, loss_sum
+from recipes.finetune.model import build_model, loss_sum, require_room
 from recipes.t5_summarization.sources import Row
 from tests.support.programs import ROOT, program_environment, run_program
 from tests.support.warm_python import warm_python
@@ -61,15 +61,38 @@ def test_only_the_completion_is_learned_and_long_rows_are_cut(tmp_path: Path) ->
     assert (batch["labels"] != -100).sum(1).tolist() == [len(completion), 2]
 
 
-@pytest.mark.parametrize("wrong", [{"prompt": "Only this"}, {"prompt": "", "completion": "x"}])
-def test_a_row_without_prompt_or_completion_is_named(wrong: dict[str, str], tmp_path: Path) -> None:
+_TEXTS = r"row 9 of .*rows\.jsonl must have the texts \('prompt', 'completion'\)"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ('{"prompt": "Only this"}', _TEXTS),
+        ('{"prompt": "", "completion": "x"}', _TEXTS),
+        ('["a list"]', _TEXTS),
+        ('{"prompt', r"line 10 of .*rows\.jsonl is not JSON"),
+    ],
+)
+def test_a_row_without_prompt_or_completion_is_named(wrong: str, message: str, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl")
-    with path.open("a") as file:
-        file.write(json.dumps(wrong))
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"prompt": "Line\u2028separators", "completion": "stay"}\n' + wrong)
     data = PromptData(source=str(path), tokenizer=str(write_model(tmp_path / "model")))
     data.prepare_data()  # On one rank only, where an error would leave the others waiting.
-    with pytest.raises(ValueError, match=r"row 8 of .*rows\.jsonl must have the texts \('prompt', 'completion'\)"):
+    with pytest.raises(ValueError, match=message):
         data.setup("fit")
+
+
+def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
+    data, model = data_of(folder), build_model(str(folder / "base"), LORA)
+    require_room(model, data.highest_token)
+    model.resize_token_embeddings(data.highest_token)
+    with pytest.raises(ValueError, match=rf"up to {data.highest_token}, but the input embedding .* rows"):
+        require_room(model, data.highest_token)
+    data.tokenizer.eos_token = None
+    data.tokenizer.save_pretrained(tmp_path / "endless")
+    with pytest.raises(ValueError, match="endless has no end token"):
+        PromptData(source=str(folder / "rows.jsonl"), tokenizer=str(tmp_path / "endless")).setup("fit")
 
 
 def one_process(
@@ -220,4 +243,6 @@ def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
     assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     for name, parameter in trained.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
-    assert AutoTokenizer.from_pretrained(folder / "full").eos_token == "<|endoftext|>"
+    for place in (folder / "full", *folder.glob("*/version_*/tokenizer")):
+        assert AutoTokenizer.from_pretrained(place).eos_token == "<|endoftext|>"
+    assert place.name == "tokenizer"

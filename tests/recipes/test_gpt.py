@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lightning_muon.accelerate
 from lightning_muon.cli.launch import split_config
+from lightning_muon.cli.main import main
 from lightning_muon.engine.options import Options
 from recipes.gpt.data import TextData
 from recipes.gpt.model import GPT
@@ -112,6 +113,11 @@ def test_a_data_set_has_columns_and_splits(tmp_path: Path) -> None:
     short = make_data(tmp_path, text_column="body", **options, context_size=10_000)
     with pytest.raises(ValueError, match="less than one window of context_size=10000"):
         short.setup("fit")
+    before = sorted(tmp_path.iterdir())
+    (tmp_path / "empty.none").touch()
+    with pytest.raises(RuntimeError, match="the train text is empty"):
+        make_data(tmp_path, text_files=[f"{tmp_path}/empty.none"]).setup("fit")
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "empty.none"])
     trainer, module = mock.Mock(datamodule=data), GPT(vocab_size=300, width=8, layers=1, heads=1)
     module.trainer = trainer
     with pytest.raises(ValueError, match=r"model\.vocab_size is 300, but the data needs 400"):
@@ -188,6 +194,8 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     assert expected[name] in printed
     if name == "gpt":
         (checkpoint,) = folder.glob("checkpoints/step=12-*")
+        main(["convert", str(checkpoint), str(tmp_path / "model"), "--to", "hf"])
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<|endoftext|>"
         _fit(name, shared, tmp_path, f"--ckpt_path={checkpoint}")
         assert _losses(folder.with_name("version_1")) == losses[1:], "the same windows as without an interruption"
 

@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch import Trainer
 from PIL import Image, ImageDraw
 from torch.utils.data import default_collate
+from transformers import pipeline
 
 from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon.cli.main import main
 from recipes.t5_summarization.plot import read_metric
 from recipes.vit.data import ImageData, random_crop, to_tensor
 from recipes.vit.model import ViTClassifier
@@ -80,6 +82,10 @@ def test_folders_are_classes_and_are_split_evenly(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match=r"num_classes=4, but the data has 3 classes: \['circle', 'cross', 'square'\]"):
         trainer.fit(model, data)
+    for path in (folder / "cross").glob("[1-9].png"):
+        path.unlink()
+    with pytest.raises(ValueError, match=r"one image of each of the classes \['cross'\].*validation/CLASS"):
+        ImageData(source=str(folder), num_workers=0, cache_dir=str(tmp_path / "cache")).setup("fit")
 
 
 def one_process(data: ImageData) -> ViTClassifier:
@@ -139,3 +145,11 @@ def test_two_processes_on_muon_are_one_process(tmp_path: Path) -> None:
         right = trained.eval().model(pixel_values=batch["pixel_values"]).logits.argmax(-1) == batch["labels"]
     _, accuracies = read_metric(log / "metrics.csv", "val_accuracy")
     assert len(accuracies) == 3 and accuracies[-1] == pytest.approx(right.float().mean().item(), abs=1e-6)
+
+    main(["convert", str(log / "checkpoints" / "last.ckpt"), str(tmp_path / "model"), "--to", "hf"])
+    image = draw("cross", random.Random(1)).resize((24, 20))
+    found = pipeline("image-classification", str(tmp_path / "model"))(image)
+    with torch.no_grad():
+        logits = trained.model(pixel_values=to_tensor(image.resize((16, 16)))[None]).logits[0]
+    expected = dict(zip(SHAPES, logits.softmax(-1).tolist(), strict=True))
+    assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, rel=1e-4)

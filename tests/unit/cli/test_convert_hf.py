@@ -150,7 +150,7 @@ class _Net(nn.Module):
         self.student, self.teacher = (causal_lm("llama", num_layers=1, seed=seed) for seed in range(2))
 
 
-def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_keys_that_do_not_fit_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = causal_lm("llama", num_layers=1)
     model.save_pretrained(tmp_path / "config")
     other = transformers.AutoConfig.from_pretrained(tmp_path / "config")
@@ -164,6 +164,7 @@ def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
         "more": {f"net.{key}": value for key, value in state.items()} | {"head.bias": torch.ones(2)},
         "none": {"net.weight": torch.ones(2)},
         "two": _Net().state_dict(),
+        "lora": {f"net.{key.replace('.weight', '.lora_A.default.weight')}": value for key, value in state.items()},
     }
     for name, each in weights.items():
         torch.save({"state_dict": each}, tmp_path / f"{name}.ckpt")
@@ -175,6 +176,12 @@ def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("more", config, r"head.bias of the checkpoint belong to no part of .*--prefix 'net.' leaves them out"),
         ("none", config, "no weight of the checkpoint is one of the model: it has net.weight; the model model.embed"),
         ("two", config, "are there twice: --prefix .student.. or .teacher.."),
+        ("lora", [], "has adapters of LoRA: merge them first.*output/merged"),
+        (
+            "more",
+            ["--prefix", "net.", *config, "--tokenizer-from", str(tmp_path)],
+            f"from: {tmp_path} has no tokenizer",
+        ),
         ("more", [], "has no config of a model of transformers.*--config-from"),
         ("more", ["--config-from", str(tmp_path / "no_class")], 'names no class; add "architectures"'),
         ("wider", tied, "net.lm_head.weight and net.model.embed_tokens.weight differ, but the config ties them"),
@@ -184,6 +191,9 @@ def test_keys_that_do_not_fit_are_named(tmp_path: Path) -> None:
         assert not (tmp_path / "target").exists()
     main(["convert", str(tmp_path / "two.ckpt"), str(tmp_path / "two"), "--to", "hf", "--prefix", "teacher.", *config])
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").state_dict()
-    assert not (tmp_path / "two" / "tokenizer.json").exists()
+    assert (
+        not (tmp_path / "two" / "tokenizer.json").exists()
+        and "name one with --tokenizer-from" in capsys.readouterr().out
+    )
     teacher = _Net().teacher.state_dict()
     assert found.keys() == teacher.keys() and all(torch.equal(found[key], value) for key, value in teacher.items())
