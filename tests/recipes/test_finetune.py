@@ -242,7 +242,8 @@ def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
     trained: Any = AutoModelForCausalLM.from_pretrained(folder / "full")
     assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     for name, parameter in trained.named_parameters():
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
+        # float32 sums in another order, of which AdamW makes up to a hundredth of a step where a gradient is near zero.
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=LR / 100, msg=name)
     for place in (folder / "full", *folder.glob("*/version_*/tokenizer")):
         assert AutoTokenizer.from_pretrained(place).eos_token == "<|endoftext|>"
     assert place.name == "tokenizer"
