@@ -96,6 +96,11 @@ def test_runs_are_drawn_in_the_same_pictures(folder: Path, tmp_path: Path) -> No
     assert f"{tmp_path.name}: 2 at 2 step</title>" in text and "/version_3: 0.5 at 5 step</title>" in text
     with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv, trainer_state\.json, muon_monitor"):
         write_report([tmp_path.parent / "nothing"])
+    (tmp_path / "muon_monitor").mkdir()
+    line = '{"step": 1, "seconds": 1, "values": {"a\u2028b": 1}}\n'
+    (tmp_path / "muon_monitor" / "steps.jsonl").write_text(line + '{"step', encoding="utf-8")
+    with pytest.raises(ValueError, match=r"line 2 of .*steps\.jsonl is not JSON"):
+        write_report([tmp_path])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
