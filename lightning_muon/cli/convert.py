@@ -189,9 +189,6 @@ def _numbered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_file(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    with path.open("rb") as file:
-        if not file.read(2).startswith((b"PK", b"\x80")):
-            raise ValueError(f"{path} is no checkpoint: torch.save writes a zip file or a pickle")
     content = _unpickled(path, arguments)
     if arguments.key not in content and all(isinstance(value, Tensor) for value in content.values()):
         content = {arguments.key: content}  # The state dict of a module.
