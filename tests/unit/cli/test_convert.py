@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import NAMES
@@ -103,7 +104,7 @@ def test_what_cannot_be_converted_is_explained(
     shutil.copytree(directory, damaged)
     next(damaged.glob("__1_*")).unlink()
     gone = tmp_path / "gone.ckpt"
-    gone.mkdir()
+    torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=gone, no_dist=True)
     (gone / "meta.pt").write_bytes(b"\x80\x02cgone\nThing\n.")
     missing = str(tmp_path / "missing" / "one.ckpt")
     for words, message in (
