@@ -38,7 +38,7 @@ _ENDS_WITH_HASH = re.compile(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", re.DOTALL)
 _PIECE = 2**22  # Bytes read at a time.
 
 
-class Clock:
+class SaveClock:
     """Seconds since 1970, always later than those of the checkpoints that this process has read or written.
 
     By them the newest checkpoint is chosen. A clock that was ahead and is put right would else make what a run saves
@@ -58,7 +58,7 @@ class Clock:
         self._last = max(self._last, (about or {}).get("time", 0.0))
 
 
-CLOCK = Clock()
+CLOCK = SaveClock()
 
 
 class HashedFile:

@@ -64,7 +64,8 @@ def first_intact(paths: Sequence[Path]) -> Path:
                     f"{place} has no hashes of its files (an earlier version or another program wrote it), so damage "
                     "would not be noticed."
                 )
-            CLOCK.has_seen(describe(place))
+            if place.exists():
+                CLOCK.has_seen(describe(place))
             return place
         problems += [f"{place} is damaged:", *(f"  {line}" for line in bad)]
     raise DamagedCheckpointError("\n".join(problems))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
-from lightning_muon.checkpoint.manifest import Clock, damages, describe, write_file
+from lightning_muon.checkpoint.manifest import SaveClock, damages, describe, write_file
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.cli.main import main
@@ -174,7 +174,7 @@ def test_what_is_left_of_a_checkpoint_is_not_taken_for_one_of_another_program(tm
 def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock()
+    clock = SaveClock()
     monkeypatch.setattr("lightning_muon.checkpoint.newest.CLOCK", clock)
     write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": clock.now() + 7200})
     first_intact(newest_first(tmp_path))
