@@ -1,7 +1,7 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
     python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --no-rates --draw FILE.svg    # eight minutes on one core
+    python benchmarks/newton_schulz.py --all --no-rates --draw FILE.svg    # five minutes on one core
     python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
