@@ -119,12 +119,8 @@ def accelerate_config(
         stock["gradient_accumulation_steps"] = accumulates
     live = {key: value for key, value in options.items() if key not in (*asked, "sharding", "pipeline_size")}
     if is_fsdp:
-        stock["fsdp_config"] = {
-            "fsdp_version": 2,
-            "fsdp_reshard_after_forward": live.pop("reshard_after_forward", True),
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            **({"fsdp_activation_checkpointing": True} if checkpoints_activations else {}),
-        }
+        reshards = live.pop("reshard_after_forward", True)
+        stock["fsdp_config"] = _fsdp_config(reshards=reshards, checkpoints_activations=checkpoints_activations)
         if stages == 1:  # Accelerate knows no ranks beside replicas and shards.
             sizes = {"parallelism_config_dp_replicate_size": replicas, "parallelism_config_dp_shard_size": shards}
             stock["parallelism_config"] = sizes
@@ -138,6 +134,11 @@ def accelerate_config(
     section = "".join(_section(live, MuonConfig() if optimizer is None else optimizer))
     note = f"\n# Beside what Accelerate knows. A line without # changes a default.\n{SECTION}:\n"
     return header + yaml.safe_dump(stock, sort_keys=False) + note + section
+
+
+def _fsdp_config(*, reshards: bool, checkpoints_activations: bool) -> dict[str, Any]:
+    found = {"fsdp_version": 2, "fsdp_reshard_after_forward": reshards, "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    return found | ({"fsdp_activation_checkpointing": True} if checkpoints_activations else {})
 
 
 def _stock(processes: int, machines: int, mixed_precision: str, *, is_cpu: bool, is_fsdp: bool) -> dict[str, Any]:

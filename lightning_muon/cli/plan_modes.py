@@ -191,10 +191,8 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     Raises:
         OSError: If there is a file of that name, or no such folder.
     """
-    from lightning_muon.cli.config import (
-        accelerate_config,
-        write_new,
-    )  # Imports yaml, which comes with Accelerate and Lightning.
+    # Imports yaml, which comes with Accelerate and Lightning.
+    from lightning_muon.cli.config import accelerate_config, write_new
 
     assert comparison.best is not None
     way, job = comparison.best.way, comparison.job

@@ -73,8 +73,7 @@ def _triangle(
     if HAS_BIAS:
         at = bias + number * bias_b + rows[:, None] * bias_r + cols[None, :] * bias_c
         total += beta * tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    if row_tile == col_tile:
-        # Exactly symmetric, in whatever order a tile adds.
+    if row_tile == col_tile:  # Exactly symmetric, in whatever order a tile adds.
         total = tl.where(rows[:, None] >= cols[None, :], total, tl.trans(total))
     result = total.to(out.dtype.element_ty)
     out += number * out_b

@@ -234,16 +234,16 @@ def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
 
 
 def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
-    printed = fit("full", folder)
+    # AdamW makes a step of the rounding of a gradient near zero: in float64 there is next to none.
+    printed = fit("full", folder, **{"model.init_args.dtype": "float64"})
     assert "AdamW, kept: optimizer='keep'" in printed and "Muon fine-tunes" not in printed
-    model = build_model(str(folder / "base"), None)
+    model = build_model(str(folder / "base"), None, "float64")
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     expected = one_process(model, optimizer, data_of(folder), [1.0, 1.0, 0.5])
     trained: Any = AutoModelForCausalLM.from_pretrained(folder / "full")
     assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     for name, parameter in trained.named_parameters():
-        # float32 sums in another order, of which AdamW makes up to a hundredth of a step where a gradient is near zero.
-        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=LR / 100, msg=name)
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-4, atol=1e-5, msg=name)
     for place in (folder / "full", *folder.glob("*/version_*/tokenizer")):
         assert AutoTokenizer.from_pretrained(place).eos_token == "<|endoftext|>"
     assert place.name == "tokenizer"

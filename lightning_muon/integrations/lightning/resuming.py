@@ -202,7 +202,7 @@ class _Order:
         self.has_indices = not isinstance(loader.dataset, IterableDataset)
         try:
             self.length = len(self.indices) if self.has_indices else None
-        except (TypeError, NotImplementedError):  # Batches of as many tokens, for example.
+        except (TypeError, NotImplementedError):  # A sampler need not have a length: one of batches of as many tokens.
             self.length = None
         sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
         generator = getattr(sampler, "generator", None) or loader.generator
