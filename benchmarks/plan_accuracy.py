@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -111,14 +112,31 @@ _TRAININGS = ("ranks", "mode", "s, plan", "s", "plan / real", "MB, plan", "MB", 
 
 
 def run_trainings(num_ranks: int) -> list[list[str]]:
-    """Cells of a row for each mode, from processes that torchrun starts."""
+    """Cells of a row for each mode, from processes that torchrun starts.
+
+    Times and memory are of two runs: a process that gives freed memory back at once is slow.
+    """
+    times, sizes = _trained(num_ranks, {}), _trained(num_ranks, GIVES_MEMORY_BACK)
+    return [
+        [str(num_ranks), name, *_cells(seconds, ".3f"), *_cells([each / 1e6 for each in sizes[name][1]], ".0f")]
+        for name, (seconds, _) in times.items()
+    ]
+
+
+def _trained(num_ranks: int, environment: dict[str, str]) -> dict[str, list[list[float]]]:
+    """Name of each mode -> seconds, and bytes, of the plan and measured."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        environment = {**os.environ, **GIVES_MEMORY_BACK, "RESULT": str(result), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | environment | {"RESULT": str(result), "OMP_NUM_THREADS": "1"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         words = [word for word in sys.argv if word != "--trainings"]
         subprocess.run([*launcher, *words], env=environment, check=True, timeout=1800)
         return json.loads(result.read_text())
+
+
+def _cells(pair: Sequence[float], form: str) -> list[str]:
+    planned, measured = pair
+    return [format(planned, form), format(measured, form), f"{planned / measured:.2f}"]
 
 
 def train_all(arguments: argparse.Namespace) -> None:
@@ -137,7 +155,7 @@ def train_all(arguments: argparse.Namespace) -> None:
     flops_per_second = float(flops) / num_ranks
     asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=num_ranks, flops=flops_per_second)
     modes = ["none"] if num_ranks == 1 else [mode for mode in MODES if mode != "none"]
-    rows: list[list[str]] = []
+    found: dict[str, list[list[float]]] = {}
     for each in plan_modes(asked, job, modes)[0]:
         options = strategy_options(each.way)
         if each.way.split.mode == "flexdemo":
@@ -150,15 +168,13 @@ def train_all(arguments: argparse.Namespace) -> None:
         training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
         dist.all_reduce(most, dist.ReduceOp.MAX)
         seconds, num_bytes = map(float, most)
-        times = [f"{each.step_seconds:.3f}", f"{seconds:.3f}", f"{each.step_seconds / seconds:.2f}"]
-        sizes = [f"{each.way.total / 1e6:.0f}", f"{num_bytes / 1e6:.0f}", f"{each.way.total / num_bytes:.2f}"]
         split = each.way.split
         name = f"{split.pipeline} x {split.replicate} x {split.shard}, {each.way.name}"
-        rows.append([str(num_ranks), name, *times, *sizes])
+        found[name] = [[each.step_seconds, seconds], [each.way.total, num_bytes]]
     if dist.get_rank() == 0:
         rates = f"{flops_per_second / 1e9:.1f} GFLOP/s in the model, {cost}"
         print(rates, file=sys.stderr, flush=True)
-        Path(os.environ["RESULT"]).write_text(json.dumps(rows))
+        Path(os.environ["RESULT"]).write_text(json.dumps(found))
     dist.barrier()
 
 
