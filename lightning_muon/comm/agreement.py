@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass, replace
+from itertools import islice, zip_longest
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -144,6 +145,25 @@ class StepAgreement:
         maxima = maxima_over(self._host, [*numbers, *(posted[0]() if posted else ())])
         own, others = maxima[: len(numbers)], maxima[len(numbers) :]
         return own, set(posted[1](others)) if posted else set()
+
+
+@dataclass(kw_only=True)
+class Message:
+    """int32 numbers that a rank tells the others: each field is one, or a list that is equally long on all ranks."""
+
+    def pack(self) -> list[int]:
+        """All numbers, in the order of the fields."""
+        numbers: list[int] = []
+        for value in vars(self).values():
+            numbers += value if isinstance(value, list) else [value]
+        return numbers
+
+    def unpack(self, numbers: Iterable[int]) -> Self:
+        """A message of the same lengths, with other ``numbers``."""
+        left = iter(numbers)
+        own = vars(self).items()
+        found = {name: list(islice(left, len(v))) if isinstance(v, list) else next(left) for name, v in own}
+        return replace(self, **found)
 
 
 def both_signs(words: Sequence[int]) -> list[int]:

@@ -316,8 +316,8 @@ class Hop:
     """One exchange on the way of shares to the ranks of a shard axis that hold the sums; values take the way back."""
 
     group: AxisGroup  # Ranks that exchange, with a process group that nobody else communicates over.
-    # For each of them the ranks of the shard axis whose parts it adds up here. The part of the calling rank's place in
-    # the next hop comes last, so that what it keeps and what it sends are one range each.
+    # parts[i]: the ranks of the shard axis whose sums member i collects in this hop. The one of the calling rank's own
+    # node is last, so that what it keeps in the next hop and what it sends are one contiguous slice each.
     parts: tuple[Ranks, ...]
 
 

@@ -51,20 +51,21 @@ class SideStream:
 
 
 class PendingSum:
-    """A sum over the groups of ``legs``, of which each rank gets a part, and then over ``replicate``, on its way.
+    """A sum over the groups of ``hops``, of which each rank gets a part, and then over ``replicate``, on its way.
 
-    A leg has the elements of the part of each rank of its group; parts of different ranks may be copies of the same.
-    ``own`` is this rank's share (1-D) of what it adds up in the first leg, ``others`` are those for the other ranks, in
-    their order. In later legs the shares for other ranks lie before the one that the rank keeps. Collective over the
-    group of the first leg to construct, then over the others and ``replicate`` by :meth:`advance`; every rank must do
-    both, in the same order.
+    ``hops``: for each exchange its group, and how many elements each rank of it keeps; different ranks may keep copies
+    of the same. The first one sends ``others`` (1-D, one share for each other rank, in their order) and adds what
+    arrives to ``own``; each later one splits the sum so far in the same way, the own share last.
+
+    Collective over the group of the first hop to construct, then over the others and ``replicate`` by :meth:`advance`;
+    every rank must do both, in the same order.
     """
 
     def __init__(
         self,
         own: Tensor,
         others: Tensor,
-        legs: Sequence[tuple[AxisGroup, Sequence[int]]],
+        hops: Sequence[tuple[AxisGroup, Sequence[int]]],
         *,
         replicate: AxisGroup,
         side: SideStream,
@@ -72,23 +73,23 @@ class PendingSum:
         self._own, self._side = own, side
         # Sums that travel on are rounded, but for float16, which they might overflow.
         self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
-        self._legs = [(group, counts) for group, counts in legs if group.group is not None]
+        self._hops = [(group, counts) for group, counts in hops if group.group is not None]
         self._replicate = replicate
         self._rank, self._buffers = 0, None
         self._work: dist.Work | None = None
         self._is_added_up = False
         self._event: torch.Event | None = None
-        if self._legs:
+        if self._hops:
             self._start(others)
 
     def advance(self, *, wait: bool = False) -> bool:
         """Add up what has arrived, with ``wait`` wait for it, and start what follows; whether all has been started.
 
-        Collective over the groups of the later legs and ``replicate``; every rank must bring each sum to ``True``, in
+        Collective over the groups of the later hops and ``replicate``; every rank must bring each sum to ``True``, in
         the same order.
         """
         while not self._is_added_up:
-            must_wait = wait and (self._legs or self._replicate.group is not None)
+            must_wait = wait and (self._hops or self._replicate.group is not None)
             if not (self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()):
                 break
             self._go_on()
@@ -107,8 +108,8 @@ class PendingSum:
         return self._own
 
     def _start(self, others: Tensor) -> None:
-        """Begin the exchange of the next leg, for which ``own`` and ``others`` are ready."""
-        group, counts = self._legs.pop(0)
+        """Begin the exchange of the next hop, for which ``own`` and ``others`` are ready."""
+        group, counts = self._hops.pop(0)
         rank = self._rank = group.rank
         sent, received = list(counts), [counts[rank]] * len(counts)
         sent[rank] = received[rank] = 0
@@ -125,9 +126,9 @@ class PendingSum:
                 self._work = None
             if buffers is not None and self._own.numel():
                 self._own = _sum_in_order(self._own, list(buffers[1]), self._rank)
-            if self._legs:
+            if self._hops:
                 shares = self._own.to(self._wire_dtype)
-                group, counts = self._legs[0]
+                group, counts = self._hops[0]
                 kept = counts[group.rank]
                 others, own = shares.split([shares.numel() - kept, kept])
                 self._own = own.clone()  # The sum must not keep all of the shares alive.

@@ -14,14 +14,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from itertools import compress
 from threading import RLock
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_muon.comm.agreement import StepAgreement, maxima_over, require_equal
+from lightning_muon.comm.agreement import Message, StepAgreement, maxima_over, require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.grad_sync.transports import Pending, Transport
 
@@ -95,15 +96,18 @@ def watch_gradients(
     return weakref.finalize(owner, hooks.close)
 
 
-class _Agreed(NamedTuple):
-    """What the ranks know together at the end of a step."""
+@dataclass(kw_only=True)
+class _Facts(Message):
+    """What a rank knows at the end of a step; the maxima over the ranks are what any of them knows."""
 
-    num_given_up: tuple[int, int]  # Most backward passes that a rank has given up, and fewest.
-    num_launched: int  # Buckets that any rank has launched.
-    resends: bool  # Whether any rank sends a sum over the ranks again.
-    computed: set[Tensor]  # Parameters that any rank has a gradient for.
-    left_over: set[Tensor]  # Those of launched buckets for which any rank has a gradient that was not sent.
-    kept: set[Tensor]  # Those with sums of an earlier step on any rank.
+    num_given_up: int  # Backward passes.
+    minus_given_up: int  # Its maximum is the fewest that a rank has given up.
+    num_launched: int  # Buckets.
+    resends: int  # Whether a sum over the ranks is sent again.
+    # For each parameter whether there is:
+    computed: list[int]  # A gradient, sent or not.
+    left_over: list[int]  # A gradient that hooks do not send with its bucket: it came later, or was not expected.
+    kept: list[int]  # A sum of an earlier step.
 
 
 class GradientReducer:
@@ -187,21 +191,8 @@ class GradientReducer:
         had none. Calling it again changes nothing.
         """
         agreed = self._agree()
-        most, fewest = agreed.num_given_up
-        if most:
-            # Bring what any rank has launched to its end, and drop it.
-            for bucket in self.buckets[self._num_launched : agreed.num_launched]:
-                gradients = {parameter: None for parameter in bucket if parameter in self._expected}
-                if gradients:
-                    self._pending.append(self._transport.start(gradients))
-            self._finish_pending(())
-            self._begin_step()
-            if most != fewest:
-                raise RuntimeError(
-                    f"{most} backward passes of this step have raised on some rank, and {fewest} on another: the ranks "
-                    "would add gradients of different batches. They can only leave out the same batch together; "
-                    "resume from a checkpoint"
-                )
+        if agreed.num_given_up:
+            self._drop_given_up(agreed)
             agreed = self._agree()
         # The mean over the ranks of what is equal on all ranks is the same again; other factors would change it.
         if agreed.resends and self._divisor != self._group.size:
@@ -210,15 +201,37 @@ class GradientReducer:
                 "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
                 "synchronizing passes, or run all but the last pass inside no_sync()."
             )
+        computed, left_over, kept = (
+            set(compress(self._parameters, flags)) for flags in (agreed.computed, agreed.left_over, agreed.kept)
+        )
         for index in range(self._num_launched, len(self.buckets)):
-            self._launch(index, self._expected if index < agreed.num_launched else agreed.computed)
+            self._launch(index, self._expected if index < agreed.num_launched else computed)
         for index in range(agreed.num_launched):
-            self._launch(index, agreed.left_over)
-        self._finish_pending(agreed.computed)
-        self._expected = agreed.computed or self._expected
+            self._launch(index, left_over)
+        self._finish_pending(computed)
+        self._expected = computed or self._expected
         self.launched = self._launched
         self._begin_step()
-        return None if self.step.is_stale else frozenset(agreed.computed | agreed.kept | self._transport.present)
+        return None if self.step.is_stale else frozenset(computed | kept | self._transport.present)
+
+    def _drop_given_up(self, agreed: _Facts) -> None:
+        """Bring what any rank has launched to its end, and drop it; raises if ranks have given up unequally often.
+
+        Collective as :meth:`finish` is.
+        """
+        for bucket in self.buckets[self._num_launched : agreed.num_launched]:
+            gradients = {parameter: None for parameter in bucket if parameter in self._expected}
+            if gradients:
+                self._pending.append(self._transport.start(gradients))
+        self._finish_pending(())
+        self._begin_step()
+        most, fewest = agreed.num_given_up, -agreed.minus_given_up
+        if most != fewest:
+            raise RuntimeError(
+                f"{most} backward passes of this step have raised on some rank, and {fewest} on another: the ranks "
+                "would add gradients of different batches. They can only leave out the same batch together; "
+                "resume from a checkpoint"
+            )
 
     def give_up(self) -> None:
         """A backward pass has raised, on all ranks: drop all gradients, and in :meth:`finish` what was sent. Local."""
@@ -268,7 +281,7 @@ class GradientReducer:
             # One after the other: the communications that follow must have the same order on all ranks too.
             self._num_advanced += 1
 
-    def _agree(self) -> _Agreed:
+    def _agree(self) -> _Facts:
         """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
         results = self._transport.results
         kept = [results.is_untouched(parameter) for parameter in self._parameters]
@@ -277,19 +290,20 @@ class GradientReducer:
             for parameter, is_kept in zip(self._parameters, kept, strict=True)
             if parameter.grad is not None and parameter.requires_grad and not is_kept
         }
-        computed = [parameter in has or parameter in self._sent for parameter in self._parameters]
-        left_over = [
-            parameter in has and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
-            for parameter in self._parameters
-        ]
-        resends = self._resends or any(map(results.holds, has))
-        given_up = [self._num_given_up, -self._num_given_up]
-        most, fewest, num_launched, resends, *flags = self.step.ask(
-            [*given_up, self._num_launched, resends, *computed, *left_over, *kept]
+        own = _Facts(
+            num_given_up=self._num_given_up,
+            minus_given_up=-self._num_given_up,
+            num_launched=self._num_launched,
+            resends=self._resends or any(map(results.holds, has)),
+            computed=[parameter in has or parameter in self._sent for parameter in self._parameters],
+            left_over=[
+                parameter in has
+                and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
+                for parameter in self._parameters
+            ],
+            kept=[*kept],
         )
-        count = len(self._parameters)
-        sets = [set(compress(self._parameters, flags[kind * count :])) for kind in range(3)]
-        return _Agreed((most, -fewest), num_launched, bool(resends), *sets)
+        return own.unpack(self.step.ask(own.pack()))
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:

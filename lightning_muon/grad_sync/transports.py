@@ -118,14 +118,14 @@ class ReduceScatterToOwners:
         own = [pieces[index] for index in to[first.rank]]
         others = [pieces[index] for rank, indices in enumerate(to) for index in indices if rank != first.rank]
         empty = pieces[0].new_empty(0)
-        legs = [
+        hops = [
             (group, [sum(parts.sizes[index] for index in indices) for indices in of_rank])
             for group, of_rank in parts.hops
         ]
         pending = PendingSum(
             torch.cat(own or [empty]),
             torch.cat(others or [empty]),
-            legs,
+            hops,
             replicate=self._replicate,
             side=self._side(empty.device),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import StepAgreement, are_equal, both_signs, maxima_over
+from lightning_muon.comm.agreement import Message, StepAgreement, are_equal, both_signs, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.grad_sync.clipping import local_norms
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
+from lightning_muon.optim.backward_prefetch import BackwardPrefetch, is_unreduced, is_unusable
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_word
 from lightning_muon.optim.step_plan import StepPlan
@@ -42,6 +42,27 @@ class GradientsHaveChanged(Exception):  # noqa: N818 - no error: the step is run
     """Since the ranks have agreed on their gradients, some rank has changed which there are; raised on all ranks."""
 
 
+@dataclass(kw_only=True)
+class _Flags(Message):
+    """What a rank knows of the parameters of one mesh; the maxima over the ranks are what any of them knows."""
+
+    # One for each parameter.
+    has: list[int]
+    lacks: list[int]
+    is_unusable: list[int]
+    is_unreduced: list[int]
+    is_nonfinite: list[int]
+    # One for each bucket that may have been sent early.
+    is_sent: list[int]
+    is_void: list[int]
+    # Of the optimizer.
+    is_stale: int
+    must_stop: int
+    backward_has_failed: int
+    may_lack_gradients: int
+    hyperparameters: list[int]  # A word in both signs.
+
+
 @dataclass
 class _Findings:
     """What the meshes looked at so far have found out; the next, larger mesh is told."""
@@ -57,6 +78,31 @@ class _Findings:
     partly: tuple[Tensor, ...] = ()
     unreduced: tuple[Tensor, ...] = ()
     unused: tuple[Tensor, ...] = ()
+
+    def add(
+        self, flags: _Flags, unused: Collection[Tensor], members: MeshMembers, keys: Sequence[str], plan: StepPlan
+    ) -> None:
+        """Take what any rank of a mesh knows, and the parameters that none of them has used; local."""
+        tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
+        partly = [
+            has and lacks and tensor not in unused
+            for tensor, has, lacks in zip(tensors, flags.has, flags.lacks, strict=True)
+        ]
+        # A partial sum is reduced by all ranks, or by none.
+        partial_sums = zip(flags.is_unusable, flags.is_unreduced, partly, strict=True)
+        unusable = [bad or (is_sum and some) for bad, is_sum, some in partial_sums]
+        self.unused += tuple(unused)
+        self.sent += tuple(compress(keys, flags.is_sent))
+        self.void += tuple(compress(keys, flags.is_void))
+        self.unusable += tuple(compress(names, unusable))
+        self.nonfinite += tuple(compress(names, flags.is_nonfinite))
+        self.partly += tuple(compress(tensors, partly))
+        self.unreduced += tuple(compress(tensors, flags.is_unreduced))
+        # Of other hyper-parameters on some rank a new plan names the difference.
+        self.is_stale |= bool(flags.is_stale) or not are_equal(flags.hyperparameters)
+        self.backward_has_failed = bool(flags.backward_has_failed)
+        self.may_lack_gradients = bool(flags.may_lack_gradients)
+        self.must_stop |= bool(flags.must_stop) or any(unusable) or any(flags.is_nonfinite)
 
 
 class LocalGradients(dict[Tensor, Any]):
@@ -112,7 +158,7 @@ def agree_on_gradients(
     valid = frozenset(findings.sent) - void
     deferred_check = None
     if not looks and not findings.must_stop and not findings.is_stale:
-        deferred_check = _deferred_check(
+        deferred_check = _DeferredCheck(
             plan,
             found,
             numbers,
@@ -120,7 +166,7 @@ def agree_on_gradients(
             valid=valid,
             check=error_if_nonfinite,
             nonfinite_elsewhere=nonfinite_elsewhere,
-        )
+        ).begun()
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -145,15 +191,17 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (_is_unusable(tensor) or _is_unreduced(tensor))
+        is_wrong = has and (is_unusable(tensor) or is_unreduced(tensor))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected:
             found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))
-    check = _deferred_check(
+    check = _DeferredCheck(
         plan, found, numbers, check=True, has_changed=has_changed, nonfinite_elsewhere=nonfinite_elsewhere
     )
-    return AgreedGradients(gradients=found, deferred_check=check, numbers=numbers, is_given_up=findings.is_stale)
+    return AgreedGradients(
+        gradients=found, deferred_check=check.begun(), numbers=numbers, is_given_up=findings.is_stale
+    )
 
 
 def _looks_at_once(device: torch.device) -> bool:
@@ -173,53 +221,56 @@ def _agree_on_mesh(
     looks: bool,
 ) -> None:
     """Add what the mesh knows to ``found`` and ``findings``. Collective over the mesh; every rank must call it."""
-    tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
-    have = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
-    unusable = [has and _is_unusable(tensor) for tensor, has in zip(tensors, have, strict=True)]
-    unreduced = [has and _is_unreduced(tensor) for tensor, has in zip(tensors, have, strict=True)]
-    found.update((tensor, None) for tensor, has, bad in zip(tensors, have, unusable, strict=True) if has and not bad)
-    nonfinite = [False] * len(tensors)
-    if check and looks:
-        (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
-    keys, sent, void = list[str](), list[bool](), list[bool]()
-    if early is not None:
-        keys = early.keys(set(tensors))
-        sent = [early.is_sent(key) for key in keys]
-        # A rank that needs a new plan may lack the state that it would have to compare.
-        compares = looks and not findings.is_stale
-        void = [early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
-    may_lack = findings.may_lack_gradients or any(have)
-    so_far = findings.is_stale, findings.must_stop, findings.backward_has_failed, may_lack
-
-    # Whether any rank of the mesh raises each flag, and the parameters that no rank has used.
-    flags = have, [not has for has in have], unusable, unreduced, nonfinite, sent, void, so_far
-    word = hyperparameter_word(plan.groups_of[members])
-    message = [*(flag for each in flags for flag in each), *both_signs([word])]
+    keys = early.keys(set(members.tensors)) if early is not None else []
+    own = _local_flags(members, keys, plan, found, findings, early=early, check=check and looks, looks=looks)
     unused: Collection[Tensor] = ()
     if step is not None and step.is_over(members.host):
-        maxima, unused = step.reduce(message)
+        maxima, unused = step.reduce(own.pack())
     else:
-        maxima = maxima_over(members.host, message)
-    raised = map(bool, maxima[:-2])
-    of_any_rank = [list(islice(raised, len(each))) for each in flags]
-    has_any, lacks_any, bad, partial, infinite, sent, void, (stale, stop, left, may_lack) = of_any_rank
+        maxima = maxima_over(members.host, own.pack())
     for tensor in unused:
         found.pop(tensor, None)
-    partly = [
-        has and lacks and tensor not in unused for tensor, has, lacks in zip(tensors, has_any, lacks_any, strict=True)
-    ]
-    # A partial sum is reduced by all ranks, or by none.
-    bad = [one or (is_sum and some) for one, is_sum, some in zip(bad, partial, partly, strict=True)]
-    findings.unused += tuple(unused)
-    findings.sent += tuple(compress(keys, sent))
-    findings.void += tuple(compress(keys, void))
-    findings.unusable += tuple(compress(names, bad))
-    findings.nonfinite += tuple(compress(names, infinite))
-    findings.partly += tuple(compress(tensors, partly))
-    findings.unreduced += tuple(compress(tensors, partial))
-    findings.is_stale |= stale or not are_equal(maxima[-2:])  # A new plan names the difference.
-    findings.backward_has_failed, findings.may_lack_gradients = left, may_lack
-    findings.must_stop |= stop or any(bad) or any(infinite)
+    findings.add(own.unpack(maxima), unused, members, keys, plan)
+
+
+def _local_flags(
+    members: MeshMembers,
+    keys: Sequence[str],
+    plan: StepPlan,
+    found: LocalGradients,
+    findings: _Findings,
+    *,
+    early: BackwardPrefetch | None,
+    check: bool,
+    looks: bool,
+) -> _Flags:
+    """What this rank knows; adds the gradients that it has to ``found``. Local."""
+    tensors = members.tensors
+    has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
+    present = list(compress(tensors, has))
+    unusable = set(filter(is_unusable, present))
+    found.update((tensor, None) for tensor in present if tensor not in unusable)
+    nonfinite: list[int] = [False] * len(tensors)
+    if check:
+        (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
+    # A rank that needs a new plan may lack the state that it would have to compare.
+    compares = looks and not findings.is_stale
+    return _Flags(
+        has=[*has],
+        lacks=[not each for each in has],
+        is_unusable=[tensor in unusable for tensor in tensors],
+        is_unreduced=[each and is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
+        is_nonfinite=nonfinite,
+        is_sent=[early.is_sent(key) for key in keys] if early is not None else [],
+        is_void=[early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
+        if early is not None
+        else [],
+        is_stale=findings.is_stale,
+        must_stop=findings.must_stop,
+        backward_has_failed=findings.backward_has_failed,
+        may_lack_gradients=findings.may_lack_gradients or any(has),
+        hyperparameters=both_signs([hyperparameter_word(plan.groups_of[members])]),
+    )
 
 
 def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
@@ -233,16 +284,6 @@ def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Lay
     return frozenset(findings.sent) & frozenset([*findings.void, *early.keys({*averaged, *findings.unused})])
 
 
-def _is_unusable(tensor: Tensor) -> bool:
-    return tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.is_complex())
-
-
-def _is_unreduced(tensor: Tensor) -> bool:
-    """Whether the gradient is a partial sum, for example, which needs a reduction on all ranks."""
-    grad = tensor.grad
-    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
-
-
 def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device) -> Tensor:
     """Whether each gradient of the calling rank has a NaN or an Inf, or a norm that overflows; bools on the device."""
     filled = [tensor for tensor in tensors if tensor in found and found[tensor].numel()]
@@ -252,78 +293,99 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device
     return torch.stack([norms.get(tensor, fine) for tensor in tensors]).isfinite().logical_not()
 
 
-def _deferred_check(
-    plan: StepPlan,
-    found: Gradients,
-    numbers: dict[Tensor, float],
-    *,
-    early: BackwardPrefetch | None = None,
-    valid: Collection[str] = (),
-    check: bool,
-    has_changed: bool = False,
-    nonfinite_elsewhere: Tensor | None = None,
-) -> Callable[[], None] | None:
-    """Finds out what the host does not know yet of gradients and ``valid`` early buckets: waits for it, and raises.
+class _DeferredCheck:
+    """Finds out what the host does not know yet of gradients and ``valid`` early buckets.
 
-    It also fills ``numbers``. ``None``, on all ranks, if there is nothing to find out. Collective over every mesh of
-    the parameters, now or, where gradients are on their way, when the result is called; every rank must call it.
+    :meth:`start` has the ranks put it together, where possible on the device; :meth:`conclude` waits for it, writes the
+    values of hyper-parameters on a device to ``numbers``, and raises.
     """
-    groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
-    options = [value for group in groups.values() for value in group.values()]
-    unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
-    keys_of = {
-        members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
-        for members in plan.meshes
-    }
-    if not (check or unknown or any(keys_of.values())):
-        return None
 
-    def start() -> Callable[[], None]:
-        results: list[Tensor] = []
-        stop = torch.zeros(1, dtype=torch.int32, device=plan.device)
-        changed = torch.ones_like(stop) if has_changed else stop
-        stop = stop if nonfinite_elsewhere is None else nonfinite_elsewhere.to(stop).reshape(1)
-        work: dist.Work | None = None
-        for members, keys in keys_of.items():
-            # 1 for each parameter whose gradient is not finite, and for each bucket that differs on this rank.
-            broken = _nonfinite(members.tensors, found if check else {}, plan.device)
-            differs = [early.differs(key, found).reshape(1) for key in keys] if early is not None else []
-            flags = torch.cat([torch.cat([broken, *differs]).int(), changed, stop])
-            axes = members.axes if flags.device.type != "cpu" else members.host
+    def __init__(
+        self,
+        plan: StepPlan,
+        found: Gradients,
+        numbers: dict[Tensor, float],
+        *,
+        early: BackwardPrefetch | None = None,
+        valid: Collection[str] = (),
+        check: bool,
+        has_changed: bool = False,
+        nonfinite_elsewhere: Tensor | None = None,
+    ) -> None:
+        self._plan, self._found, self._numbers, self._early, self._check = plan, found, numbers, early, check
+        self._has_changed, self._nonfinite_elsewhere = has_changed, nonfinite_elsewhere
+        groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
+        options = [value for group in groups.values() for value in group.values()]
+        self._unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
+        self._keys_of = {
+            members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
+            for members in plan.meshes
+        }
+        # For each mesh: how many ranks have found something, for each parameter, each bucket, and of the whole mesh.
+        self._counts: list[Tensor] = []
+        self._work: dist.Work | None = None
+        self._read: Callable[[], list[list[Any]]] | None = None
+
+    def begun(self) -> Callable[[], None] | None:
+        """What :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to find out.
+
+        Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
+        called; every rank must call it.
+        """
+        if not (self._check or self._unknown or any(self._keys_of.values())):
+            return None
+        if not self._plan.layout.arrives_late:
+            self.start()
+        return self.conclude
+
+    def start(self) -> None:
+        """Count over the ranks. Collective over every mesh of the parameters; every rank must call it."""
+        stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
+        changed = torch.ones_like(stop) if self._has_changed else stop
+        if self._nonfinite_elsewhere is not None:
+            stop = self._nonfinite_elsewhere.to(stop).reshape(1)
+        for number, members in enumerate(self._keys_of, start=1):
+            flags = torch.cat([self._found_by_this_rank(members), changed, stop])
+            is_on_host = flags.device.type == "cpu"
+            axes = members.host if is_on_host else members.axes
             work = None if axes.group is None else start_all_reduce_sum(flags, axes)
-            results.append(flags)
-            if work is not None and (flags.device.type != "cpu" or len(results) < len(keys_of)):
-                work.wait()
-                work = None
-            if work is None:
-                stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
-        read = start_reading([*results, *unknown]) if work is None else None
-
-        def conclude() -> None:
+            self._counts.append(flags)
+            if work is not None and is_on_host and number == len(self._keys_of):
+                self._work = work  # The host waits for the last one later.
+                return
             if work is not None:
                 work.wait()
-            values = (read or start_reading([*results, *unknown]))()
-            numbers.update((tensor, number) for tensor, (number,) in zip(unknown, values[len(results) :], strict=True))
-            _conclude(plan, keys_of, values)
+            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+        self._read = start_reading([*self._counts, *self._unknown])
 
-        return conclude
+    def _found_by_this_rank(self, members: MeshMembers) -> Tensor:
+        """1 for each parameter whose gradient is not finite, and for each bucket that differs; int32 on the device."""
+        broken = _nonfinite(members.tensors, self._found if self._check else {}, self._plan.device)
+        early, keys = self._early, self._keys_of[members]
+        differs = [early.differs(key, self._found).reshape(1) for key in keys] if early is not None else []
+        return torch.cat([broken, *differs]).int()
 
-    return (lambda: start()()) if plan.layout.arrives_late else start()
-
-
-def _conclude(plan: StepPlan, keys_of: Mapping[MeshMembers, Sequence[str]], values: Sequence[Sequence[float]]) -> None:
-    """Raise for what was found out on any rank of each mesh."""
-    findings = _Findings(is_stale=False)
-    for (members, keys), counts in zip(keys_of.items(), values, strict=False):
-        infinite, void = counts[: len(members.tensors)], counts[len(members.tensors) : -2]
-        findings.nonfinite += tuple(compress((plan.names[tensor] for tensor in members.tensors), infinite))
-        findings.void += tuple(compress(keys, void))
-        findings.must_stop |= any(infinite) or counts[-1] > 0
-        if counts[-2]:
-            raise GradientsHaveChanged
-    _raise_if_needed(findings)
-    if findings.void:
-        raise PrefetchIsVoid(frozenset(findings.void))
+    def conclude(self) -> None:
+        """Fill in ``numbers``, and raise for what any rank has found. Collective if it was not started before."""
+        if not self._counts:
+            self.start()
+        if self._work is not None:
+            self._work.wait()
+        read = self._read or start_reading([*self._counts, *self._unknown])
+        values = read()
+        counts, numbers = values[: len(self._counts)], values[len(self._counts) :]
+        self._numbers.update((tensor, value) for tensor, (value,) in zip(self._unknown, numbers, strict=True))
+        findings = _Findings(is_stale=False)
+        for (members, keys), (*of_each, has_changed, must_stop) in zip(self._keys_of.items(), counts, strict=True):
+            infinite, void = of_each[: len(members.tensors)], of_each[len(members.tensors) :]
+            findings.nonfinite += tuple(compress((self._plan.names[tensor] for tensor in members.tensors), infinite))
+            findings.void += tuple(compress(keys, void))
+            findings.must_stop |= any(infinite) or must_stop > 0
+            if has_changed:
+                raise GradientsHaveChanged
+        _raise_if_needed(findings)
+        if findings.void:
+            raise PrefetchIsVoid(frozenset(findings.void))
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:

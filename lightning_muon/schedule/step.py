@@ -35,8 +35,8 @@ class AddedOps:
     """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
 
     first: Sequence[Op] = ()  # In front of all others of their phase.
-    # Ops in their order, and the names of those that need them: each comes right in front of the first op that needs
-    # it, or one listed behind it.
+    # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
+    # op later in this list, so their order is kept.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
     # Name of an op of the step -> what follows it.
     after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
@@ -166,39 +166,62 @@ def _with_branches(
     canonical: Sequence[Op], issued: Sequence[Op], early: Collection[str], added: AddedOps, *, is_late: bool
 ) -> list[Op]:
     backward = [op for op in added.first if op.phase == IN_BACKWARD]
-    for op in canonical:
+    first = [op for op in added.first if op.phase == IN_STEP]
+    steps = _merged(_with_check(_conditional(issued, early), is_late=is_late), added)
+    return [*backward, *_early_ops(canonical, early), *first, *steps, *added.last]
+
+
+def _early_ops(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
+    """Momentum and gather of the ``early`` buckets, in the backward phase."""
+    copies: list[Op] = []
+    for op in ops:
         if op.key in early and op.kind in _EARLY_OF:
             deps = (f"{OpKind.EARLY_MOMENTUM}[{op.key}]",) if op.kind == OpKind.GATHER else ()
-            backward.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
-    ordered: list[Op] = []
-    for op in issued:
+            copies.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
+    return copies
+
+
+def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
+    """The ops of matrices run for buckets with gradients, momentum and gather only if what was sent early is void."""
+    marked: list[Op] = []
+    for op in ops:
         if op.kind != OpKind.ADAMW:
             op = replace(op, when=(Condition.GRADIENTS,))
-            if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
-                op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
-            elif op.key in early and op.kind in _EARLY_OF:
-                op = replace(op, unless=(Condition.VALID,))
-            ordered.append(op)
-        elif not is_late:
-            ordered.append(replace(op, unless=(Condition.DEFERRED,)))
-    adamw = [op for op in issued if op.kind == OpKind.ADAMW]
-    if not is_late:
-        adamw = [replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)) for op in adamw]
-    check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in issued[:1]]
-    first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
+        if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
+            op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
+        elif op.key in early and op.kind in _EARLY_OF:
+            op = replace(op, unless=(Condition.VALID,))
+        marked.append(op)
+    return marked
 
-    steps = [op for op in added.first if op.phase == IN_STEP]
+
+def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
+    """The ops with a ``check`` before the first one that changes anything, AdamW in its place or behind the check."""
+    adamw = [op for op in ops if op.kind == OpKind.ADAMW]
+    others = [op for op in ops if op.kind != OpKind.ADAMW]
+    if is_late:
+        ordered, behind = others, adamw
+    else:
+        ordered = [replace(op, unless=(Condition.DEFERRED,)) if op.kind == OpKind.ADAMW else op for op in ops]
+        behind = [replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)) for op in adamw]
+    check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in ops[:1]]
+    first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
+    return [*ordered[:first], *check, *behind, *ordered[first:]]
+
+
+def _merged(ops: Sequence[Op], added: AddedOps) -> list[Op]:
+    """The ops of a step with those of ``added.needed`` before, and of ``added.after`` behind the ones they are for."""
+    merged: list[Op] = []
     needed, after = list(added.needed), dict(added.after)
-    for op in (*ordered[:first], *check, *adamw, *ordered[first:]):
-        # Behind what it needs and what is listed before that, and in front of what follows it.
+    for op in ops:
         num_needed = max((number for number, (_, names) in enumerate(needed, 1) if op.name in names), default=0)
-        steps += [each for each, _ in needed[:num_needed]]
+        merged += [each for each, _ in needed[:num_needed]]
         del needed[:num_needed]
-        steps.append(op)
+        merged.append(op)
         # Ops that only run without a deferred check have a copy behind it.
-        steps += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
+        merged += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
     for op, names in needed:
         raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")
     for name in after:
         raise ValueError(f"ops were added behind {name}, which is not in the step, or may be in two places")
-    return [*backward, *steps, *added.last]
+    return merged

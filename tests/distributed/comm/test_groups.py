@@ -290,8 +290,8 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    legs, side = [(group, counts)], SideStream(torch.device("cpu"))
-    return PendingSum(parts[group.rank].clone(), others, legs, replicate=ALONE, side=side)
+    hops, side = [(group, counts)], SideStream(torch.device("cpu"))
+    return PendingSum(parts[group.rank].clone(), others, hops, replicate=ALONE, side=side)
 
 
 def _sum_in_order() -> Tensor:
