@@ -346,10 +346,7 @@ class MatrixStep:
         """Decay and update the local pieces of a bucket's parameters, and their momentum if that is still to do."""
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
-            for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
-                buffers = self._momenta.read(jobs, self._states)
-                foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
-                self._momenta.write(jobs, buffers, self._states)
+            self._catch_up_momentum(transfer)
         update_of = self._arrived.pop(op.key, None) or transfer.updates()
         for job, neurons in transfer.moments.items():
             if neurons in update_of:
@@ -362,21 +359,32 @@ class MatrixStep:
         for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(others, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
-            if is_cautious:
-                decay_cautiously_(views, [update_of[job] for job in jobs], lr * weight_decay)
-            elif self._pool.device.type == "cpu":
-                for view in views:
-                    # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
-                    view.mul_(1 - lr * weight_decay)
-            else:
-                foreach.mul_(views, 1 - lr * weight_decay)
+            updates = [update_of[job] for job in jobs]
+            self._decay(views, updates, lr * weight_decay, is_cautious=is_cautious)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
                 by_scale.setdefault(lr_scale_of(job.matrix, *of_scale), []).append(index)
             for scale, members in by_scale.items():
-                updates = [update_of[jobs[index]] for index in members]
-                add_scaled_([views[index] for index in members], updates, -(lr * scale))
+                add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         return ()
+
+    def _catch_up_momentum(self, transfer: Transfer) -> None:
+        """Change the momentum in the state, of which only a copy has changed while the step could still stop."""
+        for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
+            buffers = self._momenta.read(jobs, self._states)
+            foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
+            self._momenta.write(jobs, buffers, self._states)
+
+    def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
+        """Make the weights of ``views`` smaller by this part of them."""
+        if is_cautious:
+            decay_cautiously_(views, updates, amount)
+        elif self._pool.device.type == "cpu":
+            for view in views:
+                # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
+                view.mul_(1 - amount)
+        else:
+            foreach.mul_(views, 1 - amount)
 
     def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
         """Sums over the local pieces, for each rank of the replica."""

@@ -375,56 +375,61 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
-        options = self._options
         meshes = parameters.group_by_mesh(self._all_parameters(), self._layout)
-
-        def check() -> list[BoundParameter]:
-            self._checked_groups.check(self.param_groups)
-            bound = self._bind_parameters()
-            # A user who sends every group to AdamW means it.
-            if self.needs_matrices and any(group["algorithm"] != "adamw" for group in self.param_groups):
-                require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
-            self._completion.complete(bound, self._existing_state)
-            return bound
-
-        bound = together(check, [members.axes for members in meshes])
+        bound = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
         device = self._layout.local(bound[0].tensor).device
         arithmetic = together(lambda: self.arithmetic(device), [members.axes for members in meshes])
-        wire_dtype = _DTYPES.get(options.wire_dtype, arithmetic.dtype)
-        if options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
-            wire_dtype = torch.bfloat16
-        plan_options = from_arguments(
-            PlanOptions,
-            vars(options)
-            | {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
-            | {"offloads_momentum": momentum.offloads(options, device)},
-        )
-        dtypes = f"wire_dtype={wire_dtype} momentum_dtype={options.momentum_dtype}"
-        settings = f"{dtypes} {self._settings()} {plan_options}"
-        require_equal_parameters(bound, meshes, settings)
+        wire_dtype, options = self._plan_options(device, arithmetic)
+        dtypes = f"wire_dtype={wire_dtype} momentum_dtype={self._options.momentum_dtype}"
+        require_equal_parameters(bound, meshes, f"{dtypes} {self._settings()} {options}")
 
         if self._bound is not None and self._bound.early is not None:
             self._bound.early.close()
-        if self._stop_watching is not None:
-            self._stop_watching()
-        tensors = [parameter.tensor for parameter in bound]
-        self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
-        self._is_reached = None  # Nobody has watched until now.
-        self._layout.watch(tensors)
+        self._watch([parameter.tensor for parameter in bound])
         self._completion.agree(bound, meshes, self._existing_state)
         self._prepare(bound)
-        plan = make_step_plan(bound, meshes, self._private_groups, options=plan_options, make_part=self._step_part)
+        plan = make_step_plan(bound, meshes, self._private_groups, options=options, make_part=self._step_part)
         require_norms(plan)
         step = MatrixStep(
             plan,
-            look_ahead=0 if plan_options.overlap == "off" else plan_options.look_ahead,
+            look_ahead=0 if options.overlap == "off" else options.look_ahead,
             wire_dtype=wire_dtype,
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,
         )
         self._bound = Bound(self._key(), plan, step, self._prefetch(plan, step))
         return self._bound
+
+    def _checked_parameters(self) -> list[BoundParameter]:
+        """The parameters, with the state of each; raises for wrong hyper-parameters and without a matrix. Local."""
+        self._checked_groups.check(self.param_groups)
+        bound = self._bind_parameters()
+        # A user who sends every group to AdamW means it.
+        if self.needs_matrices and any(group["algorithm"] != "adamw" for group in self.param_groups):
+            require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
+        self._completion.complete(bound, self._existing_state)
+        return bound
+
+    def _plan_options(self, device: torch.device, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
+        """The dtype in which matrices travel, and what a plan is made by; local."""
+        wire_dtype = _DTYPES.get(self._options.wire_dtype, arithmetic.dtype)
+        if self._options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
+            wire_dtype = torch.bfloat16
+        found = {
+            "itemsize": wire_dtype.itemsize,
+            "arithmetic": arithmetic,
+            "offloads_momentum": momentum.offloads(self._options, device),
+        }
+        return wire_dtype, from_arguments(PlanOptions, vars(self._options) | found)
+
+    def _watch(self, tensors: Sequence[Tensor]) -> None:
+        """Notice gradients of these parameters, and of no others; local."""
+        if self._stop_watching is not None:
+            self._stop_watching()
+        self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
+        self._is_reached = None  # Nobody has watched until now.
+        self._layout.watch(tensors)
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> AgreedGradients | None:
         given = self._all_parameters()

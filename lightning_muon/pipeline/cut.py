@@ -274,7 +274,7 @@ def untie(parts: Sequence[Part]) -> list[list[tuple[Part, nn.Module, str]]]:
     return tied
 
 
-def remove(parts: Collection[Part]) -> None:
+def free(parts: Collection[Part]) -> None:
     """Free the parts of other ranks. Names of what is left do not change; local."""
     for part in parts:
         for parent, name in part.places:

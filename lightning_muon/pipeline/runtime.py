@@ -19,7 +19,7 @@ from lightning_muon.config import from_arguments
 from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Result
 from lightning_muon.pipeline.batches import BatchComparison
-from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, remove, untie
+from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, free, untie
 from lightning_muon.pipeline.messages import Link
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
@@ -77,34 +77,37 @@ class PipelineRuntime:
         stages = choose_stages(model, pipeline.num_stages, options.pipeline_split)
         check_parameters(module, model.parts)
         keep_routes(module)
-        stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
         # Of parameters that several stages have: the stages, and the places of the copies of this rank.
         self.tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
-        names = {id(child): name for name, child in module.named_modules()}
         self.copied_names: dict[str, str] = {}  # Of each copy on this rank -> of what it is a copy.
-        for places in untie([part for parts in stages for part in parts]):
-            of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
-            if len(of_stage) < len(places):
-                shared = " and ".join(f"{names[id(holder)]}.{name}" for _, holder, name in places)
-                raise ValueError(
-                    f"{shared} are one parameter, and more than one of these parts is in a stage, where their "
-                    "gradients would not be added; let pipeline_split put each into a stage of its own, or share it "
-                    "inside of one part"
-                )
-            own = {stage: place for stage, place in of_stage.items() if self._is_own(stage)}
-            self.tied.append((tuple(of_stage), own))
-            first, *copies = ((f"{names[id(holder)]}.{name}", stage_of[id(part)]) for part, holder, name in places)
-            self.copied_names |= {copy: first[0] for copy, stage in copies if self._is_own(stage)}
+        self._copy_tied_parameters(module, stages)
         self.stages: Mapping[int, list[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
         }
-        remove([part for stage, parts in enumerate(stages) if stage not in self.stages for part in parts])
+        free([part for stage, parts in enumerate(stages) if stage not in self.stages for part in parts])
         self.last_stage = pipeline.num_stages - 1
         self.links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
         self.has_lost_messages = False  # Sent by a batch that an exception has ended, and taken by nobody.
         self.batches = BatchComparison(group, self._require_equal_copies)
         self._are_trained: list[bool] = []  # The parameters of this rank, in the batch before.
+
+    def _copy_tied_parameters(self, module: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
+        """Give each stage a copy of its own of what it shares with others; raises for one that would need two."""
+        stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
+        names = {id(child): name for name, child in module.named_modules()}
+        for places in untie([part for parts in stages for part in parts]):
+            of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
+            full_names = [f"{names[id(holder)]}.{name}" for _, holder, name in places]
+            if len(of_stage) < len(places):
+                raise ValueError(
+                    f"{' and '.join(full_names)} are one parameter, and more than one of these parts is in a stage, "
+                    "where their gradients would not be added; let pipeline_split put each into a stage of its own, or "
+                    "share it inside of one part"
+                )
+            self.tied.append((tuple(of_stage), {s: place for s, place in of_stage.items() if self._is_own(s)}))
+            copies = zip(full_names[1:], list(of_stage)[1:], strict=True)
+            self.copied_names |= {copy: full_names[0] for copy, stage in copies if self._is_own(stage)}
 
     def _is_own(self, stage: int) -> bool:
         return self.rank_of[stage] == self.group.rank
