@@ -29,6 +29,7 @@ from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, 
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
 from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
 from lightning_muon.sharding.shard_model import original_class
@@ -190,7 +191,7 @@ def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> 
 def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the parameters, in the order of the param groups."""
     names = {parameter: clean_name(name) for name, parameter in module.named_parameters()}
-    return [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    return [names[parameter] for parameter in parameters_of(optimizer)]
 
 
 def write_checkpoint(

@@ -17,6 +17,7 @@ from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.routing import lora_factor, require_muon
 from lightning_muon.schedule.shapes import Route
 
@@ -132,10 +133,9 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
     for optimizer in (each.optimizer for each in conversions):
         if not isinstance(optimizer, PlannedOptimizer):
             continue
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         found = [
             route.name
-            for parameter, route in zip(parameters, optimizer.routes, strict=True)
+            for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
             if parameter in pretrained and parameter.requires_grad
             if route.algorithm == "muon" and not lora_factor(route.name)
         ]

@@ -19,7 +19,6 @@ from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
-from lightning_muon.engine.clip_groups import clip_norm_of, clipped, parameters_of
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
@@ -37,7 +36,8 @@ from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCoun
 from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.parameters import compared
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
+from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.fsdp_call_log import CLIP, STEP
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -328,13 +328,7 @@ class TrainingEngine:
         with self.explaining():
             self.finish_gradients()
             self._mark(CLIP)
-            norm = clip_norm_of(
-                parameters,
-                max_norm,
-                optimizers=self.optimizers,
-                mode=self.mode,
-                clip_groups=self.options.clip_groups,
-            )
+            norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
         if recorder is not None:
@@ -347,8 +341,14 @@ class TrainingEngine:
         with self.explaining():
             self.finish_gradients()
             self._mark(CLIP)
-            parameters = clipped(parameters, self.optimizers, self.options.clip_groups)
-            clip_value_(parameters, max_value, layout=self.mode.layout)
+            clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
+
+    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Those of ``parameters`` that are clipped; local."""
+        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
+        # during backward need not wait for the norm.
+        is_all = self.options.clip_groups == "all"
+        return parameters if is_all else without_matrices(parameters, self.optimizers)
 
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None

@@ -48,7 +48,7 @@ from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter, StateCompletion
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, StepPart
+from lightning_muon.params.layout import Layout, StepPart, parameters_of
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
@@ -230,7 +230,7 @@ class FlexDeMo(PlannedOptimizer):
         self._require_mesh()
         self._sync.finish_in_flight(self._existing_state)
         packed = super().state_dict()
-        for number, parameter in enumerate(self._all_parameters()):
+        for number, parameter in enumerate(parameters_of(self)):
             packed["state"][number] |= self._sync.saved(parameter, self._existing_state[parameter])
         return packed
 
@@ -252,7 +252,7 @@ class FlexDeMo(PlannedOptimizer):
             group.update(of_base)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         with torch.no_grad():
-            for number, parameter in zip(numbers, self._all_parameters(), strict=True):
+            for number, parameter in zip(numbers, parameters_of(self), strict=True):
                 sync.load(parameter, self._existing_state[parameter], state_dict["state"].get(number, {}))
         self._weights_have_changed()
 
@@ -267,7 +267,7 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.finish_in_flight(self._existing_state)
         early = None if self._bound is None else self._bound.early
         if early is not None and self._mesh is not None:
-            keys = early.keys(set(self._all_parameters()))
+            keys = early.keys(set(parameters_of(self)))
             is_sent = maxima_over(host_group(axis_group(self._mesh, (0, 1))), [early.is_sent(key) for key in keys])
             sent = [key for key, is_of_any in zip(keys, is_sent, strict=True) if is_of_any]
             early.settle(sent, sent, {})
@@ -295,7 +295,7 @@ class FlexDeMo(PlannedOptimizer):
             )
 
     def _trained(self) -> Trained:
-        return Trained(self._all_parameters(), self._existing_state)
+        return Trained(parameters_of(self), self._existing_state)
 
     def _own_completion(self) -> StateCompletion:
         return self._sync
@@ -343,7 +343,7 @@ class FlexDeMo(PlannedOptimizer):
         is_due = every > 0 and (count % every == 0 or self._checked is not bound)
         if is_due and self._mesh is not None:
             names, common = bound.plan.names, self._sync.common(self._trained())
-            named = [(names[p], tensor) for p, tensor in zip(self._all_parameters(), common, strict=False)]
+            named = [(names[p], tensor) for p, tensor in zip(parameters_of(self), common, strict=False)]
             check_equal(named, host_group(axis_group(self._mesh, (0, 1))))
             self._checked = bound
 

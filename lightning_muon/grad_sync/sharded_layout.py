@@ -61,6 +61,10 @@ class ShardedLayout(Layout):
         return self._gradients.reduced(parameter)
 
     @override
+    def were_read(self, parameters: Collection[Tensor]) -> None:
+        self.arrives_late = self.arrives_late and not self._gradients.present.issubset(parameters)
+
+    @override
     def forget(self, parameters: Collection[Tensor]) -> None:
         self._gradients.forget(parameters)
 

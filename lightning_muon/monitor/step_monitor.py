@@ -28,7 +28,7 @@ from lightning_muon.monitor.timeline import WHOLE_STEP, TimelineRecorder, write_
 from lightning_muon.optim.matrix_step import lr_scale_of
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.step_plan import MatrixJob
-from lightning_muon.params.layout import Decoupled, Layout
+from lightning_muon.params.layout import Decoupled, Layout, parameters_of
 from lightning_muon.params.uses import parameter_uses
 from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
@@ -169,8 +169,7 @@ class StepMonitor:
 
     @property
     def _device(self) -> torch.device:
-        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+        return next((parameter.device for parameter in parameters_of(self.optimizer)), torch.device("cpu"))
 
     # ---- around a step
 

@@ -28,7 +28,7 @@ from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, Matri
 from lightning_muon.optim.parameters import BoundParameter
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, StepPart, local_tensor
+from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 from lightning_muon.params.logical import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 
@@ -167,7 +167,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     agreed = replace(agreed, valid=frozenset(), deferred_check=None)
             self._end_step(bound, agreed)
         except gradients.GradientsAreNotFinite as found:
-            self._layout.forget(self._all_parameters())
+            self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
         else:
             self.finite_check.observe(())
@@ -191,8 +191,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that live outside of the tensors."""
         super().zero_grad(set_to_none)
-        self._layout.forget(self._all_parameters())
-        drop_unreduced_gradients_of(self._all_parameters())
+        self._layout.forget(parameters_of(self))
+        drop_unreduced_gradients_of(parameters_of(self))
 
     def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
         """Plan, anew if any rank needs that, and gradients. Collective as :meth:`step` is; every rank must call it."""
@@ -227,7 +227,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _can_make_state(self) -> bool:
         """Whether some parameters have no state, and all are such that it can be laid out like them; local."""
-        given = self._all_parameters()
+        given = parameters_of(self)
         return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """
         self._complete_state()
         packed = super().state_dict()
-        given, layout = dict(enumerate(self._all_parameters())), self._layout
+        given, layout = dict(enumerate(parameters_of(self))), self._layout
         states: dict[int, dict[str, Any]] = {
             number: self._completion.as_tensors(given[number], state, layout)
             for number, state in packed["state"].items()
@@ -269,7 +269,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "state": others, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
-        given, states = self._all_parameters(), self._existing_state
+        given, states = parameters_of(self), self._existing_state
         for number, parameter in zip(chain.from_iterable(group["params"] for group in groups), given, strict=True):
             if number in kept:
                 states[parameter].update(kept[number])
@@ -284,7 +284,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         groups = [group for group in self.param_groups for _ in group["params"]]
         missing: list[str] = []
-        for number, parameter, group in zip(numbers, self._all_parameters(), groups, strict=True):
+        for number, parameter, group in zip(numbers, parameters_of(self), groups, strict=True):
             saved = state_dict["state"].get(number, {})
             algorithm = "muon" if "momentum_buffer" in saved else "adamw"
             needed = parameters.neuron_state_keys(algorithm, group)
@@ -338,9 +338,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Updates the parameters that are no matrices."""
         return adamw_step_
 
-    def _all_parameters(self) -> list[nn.Parameter]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""
         bound = self._bind_parameters()
@@ -349,7 +346,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _bind_parameters(self) -> list[BoundParameter]:
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
         if self._routes.update(self.param_groups, self._module, self._existing_state):
-            for parameter in self._all_parameters():
+            for parameter in parameters_of(self):
                 # Raise if it lies where the groups of its mesh cannot take it from.
                 mesh, _ = self._layout.mesh_and_placements(parameter)
                 local = local_tensor(parameter.detach())
@@ -375,7 +372,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _bind(self) -> Bound:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
-        meshes = parameters.group_by_mesh(self._all_parameters(), self._layout)
+        meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
         bound = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(bound, has_module=self._module is not None)
         device = self._layout.local(bound[0].tensor).device
@@ -432,7 +429,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout.watch(tensors)
 
     def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> AgreedGradients | None:
-        given = self._all_parameters()
+        given = parameters_of(self)
         return agree_on_gradients(
             bound.plan,
             bound.early,
@@ -462,6 +459,18 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True
+
+
+def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    """Those of ``parameters`` that none of ``optimizers`` orthogonalizes; local."""
+    matrices = {
+        parameter
+        for optimizer in optimizers
+        if isinstance(optimizer, PlannedOptimizer)
+        for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
+        if route.algorithm != "adamw"
+    }
+    return [parameter for parameter in parameters if parameter not in matrices]
 
 
 def arithmetic_of(config: OptimizerConfig, device: torch.device) -> Arithmetic:

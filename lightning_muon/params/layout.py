@@ -99,6 +99,9 @@ class Layout:
         """Gradient of :meth:`local`, whose shape it has; waits until it is there. Shares memory."""
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
+    def were_read(self, parameters: Collection[Tensor]) -> None:
+        """All ranks have waited for the gradients of these parameters; local, alike on all ranks."""
+
     def forget(self, parameters: Collection[Tensor]) -> None:
         """These gradients are not wanted any more; local."""
 
@@ -169,6 +172,11 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def local_tensor(tensor: Tensor) -> Tensor:
     """The calling rank's part of a DTensor, or the tensor itself. Shares memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All parameters of the param groups, in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:

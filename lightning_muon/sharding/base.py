@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -143,16 +142,11 @@ class ShardingMode(ABC):
     def finish_parameters(self) -> None:  # noqa: B027
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
 
-    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Clip the gradients of an optimizer by one norm after :meth:`finish_gradients`; returns the norm before."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = self.clip_norm_(parameters, max_norm)
-        # Whoever has the norm has waited for all gradients.
-        self.layout.arrives_late = False
-        return norm
-
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
+        """Clip gradients by one norm after :meth:`finish_gradients`; returns the norm before.
+
+        The ``parameters`` are in the same order on all ranks.
+        """
         # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R decoupled nodes bounds the norm of the mean gradient from above, and
         # equals it if the nodes have equal gradients. The squares of the stages of a pipeline are added up, too.
         axes, across, device = (0,) if self.options.decoupled_nodes else (), ALONE, None
@@ -163,7 +157,9 @@ class ShardingMode(ABC):
         elif axes:
             across = axis_group(self.mesh, axes)
         max_norm, layout, copies = max_norm * root, self.layout, self.copies
-        return clip_norm_(parameters, max_norm, layout=layout, across=across, device=device, copies=copies) / root
+        norm = clip_norm_(parameters, max_norm, layout=layout, across=across, device=device, copies=copies)
+        layout.were_read(parameters)
+        return norm / root
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
         """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each.

@@ -18,13 +18,13 @@ from lightning_muon.checkpoint.urls import place
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
-from lightning_muon.engine.clip_groups import parameters_of
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.params.layout import parameters_of
 
 
 @takes_options(Options, ELSEWHERE)

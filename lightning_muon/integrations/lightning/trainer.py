@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
-from lightning_muon.engine.clip_groups import parameters_of
 from lightning_muon.engine.model_setup import SUPPORTED
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
@@ -25,6 +24,7 @@ from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.integrations.lightning.first_callback import AT_ENDS
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.modes import MODES
 
 _AVERAGE_INSTEAD = (
