@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, zip_longest
@@ -97,6 +98,12 @@ def on_first_rank(action: Callable[[], Any], everyone: AxisGroup | None = None) 
     ``everyone`` is a group of all ranks to agree over, in place of the default one.
     """
     together(action if dist.get_rank() == 0 else lambda: None, (everyone,))
+
+
+def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
+    """``warnings.warn`` on rank 0, or on the only rank, with a ``stacklevel`` that counts from the caller; local."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 class StepAgreement:

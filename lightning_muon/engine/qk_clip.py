@@ -24,6 +24,7 @@ from lightning_muon.comm.collectives import start_all_reduce_max, start_reading
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.torch import is_in_backward
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.grad_sync.parameter_all_gather import ModuleHook
 from lightning_muon.math.attention_logits import clip_factors, max_logits
 from lightning_muon.params.attention import (
     WHAT_TO_PASS,
@@ -79,7 +80,10 @@ class QKClipper:
         self._hooks = ExitStack()
         for watched in self._watched.values():
             module = watched.attention.module
-            begin, end = _Hook(partial(self._begin_forward, watched)), _Hook(partial(self._end_forward, watched))
+            begin, end = (
+                ModuleHook(partial(self._begin_forward, watched)),
+                ModuleHook(partial(self._end_forward, watched)),
+            )
             self._hooks.enter_context(module.register_forward_pre_hook(begin))
             self._hooks.enter_context(module.register_forward_hook(end, always_call=True))
         engine.after_step.append(self.step_has_ended)
@@ -173,20 +177,6 @@ class QKClipper:
         return mesh_device(self._engine.mesh)
 
 
-class _Hook:
-    """Calls ``action``; does nothing in a copied model."""
-
-    def __init__(self, action: Callable[..., None] | None = None) -> None:
-        self._action = action
-
-    def __call__(self, *args: Any) -> None:
-        if self._action is not None:
-            self._action(*args)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
-
-
 class _Watched:
     """One attention module, and the largest logits of its heads since the last step."""
 
@@ -216,7 +206,7 @@ class _Watched:
         self._is_observed = False
         for projection in () if self._is_checked else {self.attention.query, self.attention.key}:
             if projection.module is not None:
-                hook = _Hook(partial(self._keep, projection))
+                hook = ModuleHook(partial(self._keep, projection))
                 self._hooks.enter_context(projection.module.register_forward_hook(hook))
 
     def _keep(self, projection: Projection, _module: nn.Module, _inputs: Any, output: Any) -> None:

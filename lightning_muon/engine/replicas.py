@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
+from lightning_muon.config import listed
 from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
@@ -60,11 +61,10 @@ class ReplicaCheck:
         # Updates first: a wrong one makes weights differ, too.
         everywhere = [each for kind in zip(*found, strict=True) for each in sorted(set(chain.from_iterable(kind)))]
         if everywhere:
-            more = f" and {len(everywhere) - 5} more" if len(everywhere) > 5 else ""
             raise RuntimeError(
                 f"silent corruption: what several ranks must have alike differs after step {num_steps}: "
-                f"{'; '.join(everywhere[:5])}{more}. Something has changed bits on some ranks only: broken memory, a "
-                "broken device, or a program that changes weights on one rank. Load a checkpoint from before, and "
+                f"{listed(everywhere, separator='; ')}. Something has changed bits on some ranks only: broken memory, "
+                "a broken device, or a program that changes weights on one rank. Load a checkpoint from before, and "
                 "leave out the machine if it is named again"
             )
 

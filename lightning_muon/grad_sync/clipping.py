@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
+from lightning_muon.comm.collectives import start_all_reduce_max, start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
+from lightning_muon.config import listed
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.params.layout import Layout, sharded_axes
 
@@ -106,14 +107,14 @@ def find_nonfinite(
     own = {parameter: part for parameter in dict.fromkeys(parameters) for part in _gradients([parameter], layout)}
     broken = _stacked(local_norms(list(own.values())), _common_device(sets)).isfinite().logical_not()
     num_knowing = broken.any()
-    word = zlib.crc32(repr(settings).encode()) >> 16  # Its square, times many ranks, is an int64.
+    word = zlib.crc32(repr(settings).encode())
     for each in sets:
-        filled = [torch.full((), number, dtype=torch.int64, device=each.device) for number in (word, word * word)]
-        sums = torch.stack([(num_knowing > 0).long().to(each.device), *filled])
+        filled = [torch.full((), number, dtype=torch.int64, device=each.device) for number in (word, -word)]
+        maxima = torch.stack([(num_knowing > 0).long().to(each.device), *filled])
         if each.group.group is not None:
-            start_all_reduce_sum(sums, each.group).wait()
-        # Words are equal where the mean of their squares is the square of their mean (Cauchy and Schwarz).
-        num_knowing = sums[0] + (sums[1].square() != each.group.size * sums[2])
+            start_all_reduce_max(maxima, each.group).wait()
+        # Words are equal if the largest is the smallest.
+        num_knowing = maxima[0] + (maxima[1] != -maxima[2])
     if across.group is not None:
         num_knowing = (num_knowing > 0).int().to(device or num_knowing.device)
         start_all_reduce_sum(num_knowing, across).wait()
@@ -157,12 +158,11 @@ class FiniteCheck:
             self._in_a_row += 1
             self.skipped_steps += 1
             return True
-        more = len(nonfinite_names) - 5
-        listed = ", ".join(nonfinite_names[:5]) + (f" and {more} more" if more > 0 else "")
+        names = listed(nonfinite_names)
         if self._in_a_row:
-            listed += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
+            names += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
         raise NonFiniteGradientError(
-            f"NaN or Inf in the norm of the gradient of {listed}. The step was not taken: weights and "
+            f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
             "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
             f"batch; max_skipped_steps={self._max_skipped_steps} says how many such steps in a row may be skipped."
         )

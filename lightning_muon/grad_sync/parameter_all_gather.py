@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from lightning_muon.comm.groups import Hop
 from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.compat import foreach
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
+
+Compiled = Literal["trace", "call", "nothing"]
 
 
 class ParameterAllGather:
@@ -113,10 +115,11 @@ class ParameterAllGather:
             for module in unit.modules():
                 if module not in units:
                     indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
-        wait_all = _Hook(self.wait_all)
+        # A compiled forward would burn in which buckets are on their way.
+        wait_all = ModuleHook(lambda *_: self.wait_all(), "nothing")
         for module, mine in indices.items():
             if mine:
-                hook = _Hook(partial(self._wait, mine), in_graph=module in units)
+                hook = ModuleHook(lambda *_, mine=mine: self._wait(mine), "call" if module in units else "nothing")
                 self._hooks.enter_context(module.register_forward_pre_hook(hook, prepend=True))
         for module in everything:
             self._hooks.enter_context(module.register_state_dict_pre_hook(wait_all))
@@ -126,28 +129,31 @@ class ParameterAllGather:
         return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}
 
 
-class _Hook:
-    """Calls ``action``, under ``torch.compile`` only with ``in_graph``; does nothing in a copied model."""
+class ModuleHook:
+    """Calls ``action`` with the arguments of a module's hook; does nothing in a copied model.
 
-    def __init__(self, action: Callable[[], None] | None = None, *, in_graph: bool = False) -> None:
-        self._action, self._in_graph = action, in_graph
+    ``compiled``: what a compiled forward does: the same, ``"trace"``; call ``action``, but not as a part of the graph,
+    ``"call"``; or nothing.
+    """
 
-    def __call__(self, *_: Any) -> None:
+    def __init__(self, action: Callable[..., object] | None = None, compiled: Compiled = "trace") -> None:
+        self._action, self._compiled = action, compiled
+
+    def __call__(self, *args: Any) -> None:  # noqa: D102
         if self._action is None:
             return
-        if not torch.compiler.is_compiling():
-            self._action()
-        elif self._in_graph:
-            _outside_of_graph(self._action)
+        if self._compiled == "trace" or not torch.compiler.is_compiling():
+            self._action(*args)
+        elif self._compiled == "call":
+            _outside_of_graph(self._action, *args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
-        return _Hook, ()
+    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
+        return ModuleHook, ()
 
 
-# A compiled forward would burn in which buckets are on their way.
 @torch.compiler.disable
-def _outside_of_graph(action: Callable[[], None]) -> None:
-    action()
+def _outside_of_graph(action: Callable[..., object], *args: Any) -> None:
+    action(*args)
 
 
 class _Travelling:

@@ -94,8 +94,8 @@ class NewtonSchulzOptions:
     def of(cls, group: Mapping[str, Any]) -> NewtonSchulzOptions:
         """Those of a param group."""
         return cls(
-            _tuples(group["ns_quality"]),
-            _tuples(group["ns_coefficients"]),
+            as_tuples(group["ns_quality"]),
+            as_tuples(group["ns_coefficients"]),
             group["ns_steps"],
             group["muon_eq"],
             group["muon_plus"],
@@ -118,9 +118,9 @@ class NewtonSchulzOptions:
         return int(self.choice(rows, cols, arithmetic).flops(rows, cols))
 
 
-def _tuples(value: Any) -> Any:
-    """Tuples in the place of the lists that configuration files have."""
-    return tuple(map(_tuples, cast("list[Any]", value))) if isinstance(value, list | tuple) else value
+def as_tuples(value: Any) -> Any:
+    """Lists as tuples, inner ones too: files of configs and checkpoints do not tell them apart."""
+    return tuple(map(as_tuples, cast("list[Any]", value))) if isinstance(value, list | tuple) else value
 
 
 def _cheapest(allowed: tuple[float, float], rows: int, cols: int, arithmetic: Arithmetic) -> NewtonSchulz:

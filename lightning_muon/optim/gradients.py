@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import Message, StepAgreement, are_equal, both_signs, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.config import listed
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, is_unreduced, is_unusable
 from lightning_muon.optim.matrix_step import AgreedGradients
@@ -410,12 +411,11 @@ def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
 
 
 def _raise_if_needed(findings: _Findings) -> None:
-    names = findings.unusable
-    if names:
-        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    if findings.unusable:
         raise TypeError(
-            f"the gradient of {listed} is sparse or complex, or a partial sum that only some ranks have; ParallelMuon "
-            "takes dense real ones, and partial sums only from all ranks. For an embedding, set sparse=False"
+            f"the gradient of {listed(findings.unusable)} is sparse or complex, or a partial sum that only some ranks "
+            "have; ParallelMuon takes dense real ones, and partial sums only from all ranks. For an embedding, set "
+            "sparse=False"
         )
     if findings.must_stop:
         raise GradientsAreNotFinite(findings.nonfinite or ("a parameter of another mesh or stage, or in the loss",))

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters
+from lightning_muon.math.methods import as_tuples
 from lightning_muon.params.layout import Layout, PlacedState
 from lightning_muon.params.logical import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
@@ -62,8 +61,8 @@ def neuron_state_keys(algorithm: str, group: ParamGroup) -> frozenset[str]:
 def warn_of_new_neuron_state(missing: Iterable[str]) -> None:
     """Say on rank 0 what becomes of these entries, which a loaded state does not have."""
     keys = sorted(set(missing))
-    if keys and (not dist.is_initialized() or dist.get_rank() == 0):
-        warnings.warn(
+    if keys:
+        warn_on_first_rank(
             f"the loaded state has no {' and no '.join(keys)}: second moments begin with zeros, and the norms that "
             "matrices keep are those that they have now",
             stacklevel=3,
@@ -153,7 +152,7 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
         _check_loaded_group_(group, before)
         for key in (key for key in _FAMILY if key in before):
             is_own = key in _NEURON_STATE_OF.values()
-            if _as_tuples(given.get(key, before[key]) if is_own else group[key]) != _as_tuples(before[key]):
+            if as_tuples(given.get(key, before[key]) if is_own else group[key]) != as_tuples(before[key]):
                 counts, other = (before, given) if is_own else (group, before)
                 found = from_own if is_own else from_saved
                 found.setdefault(key, f"{key}={counts[key]!r} (not {other[key]!r})")
@@ -167,7 +166,7 @@ def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
         check_group_(group)
     except ValueError as error:
         named = [key for key in COMPARED if key in re.findall(r"\w+", str(error)) and key in own]
-        loaded = [f"{key}={group[key]!r}" for key in named if _as_tuples(group[key]) != _as_tuples(own[key])]
+        loaded = [f"{key}={group[key]!r}" for key in named if as_tuples(group[key]) != as_tuples(own[key])]
         if not loaded:
             raise
         raise ValueError(
@@ -178,18 +177,11 @@ def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
 
 def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str]) -> None:
     """Say on rank 0 which of two values count."""
-    if not (from_saved or from_own) or (dist.is_initialized() and dist.get_rank() != 0):
+    if not (from_saved or from_own):
         return
     parts = [f"the loaded state outweighs the program: {', '.join(from_saved.values())}"] if from_saved else []
     parts += [f"the program outweighs the loaded state: {', '.join(from_own.values())}"] if from_own else []
-    warnings.warn(f"{'; '.join([*parts, *([_SET_OPTIONS] if from_saved else [])])}", stacklevel=5)
-
-
-def _as_tuples(value: Any) -> Any:
-    """Lists as tuples, inner ones too: files of configs and checkpoints do not tell them apart."""
-    return (
-        tuple(_as_tuples(each) for each in cast("Sequence[Any]", value)) if isinstance(value, list | tuple) else value
-    )
+    warn_on_first_rank("; ".join([*parts, *([_SET_OPTIONS] if from_saved else [])]), stacklevel=5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,18 +306,16 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
 
 def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool) -> None:
     """Say once per plan, on rank 0, what a user may not expect of gradients and routes."""
-    if dist.is_initialized() and dist.get_rank() != 0:
-        return
     guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
     if guessed and not has_module:
-        warnings.warn(
+        warn_on_first_rank(
             f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
             "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
             stacklevel=4,
         )
     frozen = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
     if frozen:
-        warnings.warn(
+        warn_on_first_rank(
             f"{len(frozen)} parameters ({frozen[0]}, ...) have requires_grad=False and a gradient, which is not "
             "applied; set requires_grad=True to train them, or grad=None",
             stacklevel=4,
@@ -420,8 +410,8 @@ class StateCompletion:
         self.complete(parameters, states)
         self._made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
-        if lost and dist.get_rank() == 0:
-            warnings.warn(
+        if lost:
+            warn_on_first_rank(
                 f"some ranks had no optimizer state for {len(lost)} parameters ({names[next(iter(lost))]}, ...), so "
                 "all ranks begin with zeros for them; clear or load state on all ranks alike",
                 stacklevel=2,

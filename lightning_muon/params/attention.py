@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.compat.torch import is_compiled
+from lightning_muon.config import listed
 from lightning_muon.params.layers import is_transposed_linear
 from lightning_muon.params.uses import Path, clean_name, walk
 
@@ -244,9 +245,8 @@ def _looks_like_attention(module: nn.Module) -> bool:
 
 def _require_told(problems: Mapping[str, str], found: Mapping[nn.Module, AttentionModule]) -> None:
     if problems:
-        listed = [f"{name or 'the model'}: {problem}" for name, problem in problems.items()]
-        more = f" (and {len(listed) - 5} more)" if len(listed) > 5 else ""
-        raise ValueError(f"QKClip cannot clip the logits of {'; '.join(listed[:5])}{more}. {WHAT_TO_PASS}")
+        found_out = [f"{name or 'the model'}: {problem}" for name, problem in problems.items()]
+        raise ValueError(f"QKClip cannot clip the logits of {listed(found_out, separator='; ')}. {WHAT_TO_PASS}")
     if not found:
         raise ValueError(f"QKClip finds no attention in the model. {WHAT_TO_PASS}, or leave QKClip out")
     users: dict[nn.Parameter, str] = {}
