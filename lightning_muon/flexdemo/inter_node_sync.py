@@ -1,4 +1,4 @@
-"""What FlexDeMo asks of the ways in which nodes are kept in step, with those that train by themselves for ever."""
+"""How nodes are kept in step: what FlexDeMo asks of every way, and nodes that never are."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class InterNodeSync(StateCompletion):
         self.early: EarlyExchanges | None = None  # What the plan sends during backward.
         self.wire: FlexDeMoConfig | None = None  # How nodes exchange something, if they do: after each `period` steps.
         self.period = 1
-        # Weights of this node while its parameters show the common ones.
-        self._own: dict[Tensor, Tensor] = {}
-        self._is_for_good = False
+        # Weights of this node while its parameters show the common ones, and whether they do for good.
+        self.own_weights: dict[Tensor, Tensor] = {}
+        self.is_for_good = False
 
     @cached_property
     def groups(self) -> Sequence[AxisGroup]:
@@ -140,7 +140,7 @@ class InterNodeSync(StateCompletion):
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """What a checkpoint has beside the state of a parameter, or in its place; local."""
-        own = {"node_weights": self._own.get(parameter, parameter.detach())}
+        own = {"node_weights": self.own_weights.get(parameter, parameter.detach())}
         own |= {key: state[key] for key in MOMENTS if key in state}
         copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
         return {key: self.of_all_nodes(parameter, copy) for key, copy in copies.items()}
@@ -164,7 +164,7 @@ class InterNodeSync(StateCompletion):
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
         """Take ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
-        self._own.pop(parameter, None)
+        self.own_weights.pop(parameter, None)
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
             local_tensor(parameter.detach()).copy_(weights)
@@ -176,32 +176,6 @@ class InterNodeSync(StateCompletion):
                 elif key not in _FLAGS:
                     value = part_of(value, parameter)
                 local_tensor(state[key]).copy_(value)
-
-    def show_common(self, trained: Trained, *, for_good: bool) -> bool:
-        """Let the parameters be :meth:`common`, if there are such weights; whether they were not. Local."""
-        if self._own:  # They are there already.
-            self._is_for_good |= for_good
-            return False
-        self._is_for_good = for_good
-        for parameter, weights in zip(trained.parameters, self.common(trained), strict=False):
-            if weights is not parameter:
-                local = local_tensor(parameter.detach())
-                self._own[parameter] = local.to("cpu" if for_good else local.device, copy=True)
-                local.copy_(local_tensor(weights))
-        return bool(self._own)
-
-    def show_own(self) -> bool:
-        """Undo :meth:`show_common`, unless it was for good; whether there was something to undo. Local."""
-        if self._is_for_good or not self._own:
-            return False
-        for parameter, weights in self._own.items():
-            local_tensor(parameter.detach()).copy_(weights)
-        self.forget_own()
-        return True
-
-    def forget_own(self) -> None:
-        """The parameters are those to go on with; local."""
-        self._own = {}
 
     def bucket_plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
         """What nodes exchange for these parameters; local."""

@@ -48,7 +48,7 @@ from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import BoundParameter, StateCompletion
 from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, StepPart, parameters_of
+from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
@@ -200,17 +200,31 @@ class FlexDeMo(PlannedOptimizer):
 
         A saved state still has the weights of the node. Local.
         """
-        with torch.no_grad():
-            return self._weights_have_changed(self._sync.show_common(self._trained(), for_good=for_good))
+        sync, own = self._sync, self._sync.own_weights
+        if own:  # They are there already.
+            sync.is_for_good |= for_good
+            return False
+        sync.is_for_good = for_good
+        for parameter, weights in zip(parameters_of(self), sync.common(self._trained()), strict=False):
+            if weights is not parameter:
+                local = local_tensor(parameter.detach())
+                own[parameter] = local.to("cpu" if for_good else local.device, copy=True)
+                local.copy_(local_tensor(weights.detach()))
+        return self._weights_have_changed(bool(own))
 
     def show_own_weights(self) -> bool:
         """Undo :meth:`show_common_weights`, unless it was for good; whether parameters have changed. Local."""
-        with torch.no_grad():
-            return self._weights_have_changed(self._sync.show_own())
+        sync = self._sync
+        if sync.is_for_good or not sync.own_weights:
+            return False
+        for parameter, weights in sync.own_weights.items():
+            local_tensor(parameter.detach()).copy_(weights)
+        self.forget_own_weights()
+        return self._weights_have_changed()
 
     def forget_own_weights(self) -> None:
         """Go on with the parameters as they are, whatever :meth:`show_common_weights` has done; local."""
-        self._sync.forget_own()
+        self._sync.own_weights = {}
 
     def summary(self) -> str:
         """What applies the updates, what travels between nodes, and the table of parameters."""
