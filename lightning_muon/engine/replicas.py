@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.config import listed
-from lightning_muon.flexdemo.node_state import checksums
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.math.methods import NewtonSchulz
 from lightning_muon.optim.matrix_step import BatchSample, OrthogonalizedBatch
 from lightning_muon.optim.momentum import StoredMomentum
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.weights import mesh_device, names_of
 
@@ -86,7 +86,7 @@ class ReplicaCheck:
         for ((mesh, axes), _), named in copies.items():
             if axes:
                 group = axis_group(mesh, axes)
-                everyone = gather(checksums([tensor for _, tensor in named]).tolist(), host_group(group))
+                everyone = gather(checksums([local_tensor(tensor) for _, tensor in named]).tolist(), host_group(group))
                 for (name, _), values in zip(named, zip(*everyone, strict=True), strict=True):
                     found += _odd_ones(name, values, group)
         return found

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 
@@ -21,8 +21,6 @@ _NOT_SHARDED = (
     ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
     "before step(), over the ranks of each node"
 )
-_ELEMENTS = 2**24  # That are looked at together: 128 MiB of integers.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NodeLayout(Layout):
@@ -119,7 +117,7 @@ def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> N
     """
     if everyone.size == 1 or not tensors:
         return
-    sums = torch.stack(gather(checksums([tensor for _, tensor in tensors]).cpu(), everyone))
+    sums = torch.stack(gather(checksums([local_tensor(tensor) for _, tensor in tensors]).cpu(), everyone))
     # Shards are compared with those of the first node, and what FSDP2 does not shard with the first rank.
     ranks = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
     is_sharded = torch.tensor([isinstance(tensor, DTensor) for _, tensor in tensors])
@@ -141,18 +139,3 @@ def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> N
             "it be the same on all ranks, and load the last checkpoint"
             + (_NOT_SHARDED if differs[~is_sharded].any() else "")
         )
-
-
-def checksums(parameters: Sequence[Tensor]) -> Tensor:
-    """Sum of the bits of each local shard, read as integers, times odd numbers: (num_parameters,) int64."""
-    sums: list[Tensor] = []
-    for parameter in parameters:
-        local = local_tensor(parameter).detach().reshape(-1)
-        total = torch.zeros((), dtype=torch.int64, device=local.device)
-        for number, piece in enumerate(local.view(_INTEGERS[local.element_size()]).split(_ELEMENTS)):
-            # A factor for each place, so that elements that have changed places show.
-            first = 2 * number * _ELEMENTS + 1
-            places = torch.arange(first, first + 2 * piece.numel(), 2, device=piece.device)
-            total += places.mul_(piece).sum()
-        sums.append(total)
-    return torch.stack(sums) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.agreement import fail_together, gather
+from lightning_muon.comm.agreement import checksum, fail_together, gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")
 _NUM_COMPARED = 3  # Numbers of a batch: whether there is an error, shapes, and contents.
-_BLOCK = 1 << 16  # Words that are multiplied by weights of their own, drawn once.
+_LEVEL = 8  # Other weights than those of the tensors: elements that change places between tensors must show.
 
 
 class BatchComparison:
@@ -118,32 +117,7 @@ class BatchComparison:
         self._begun = work, words
 
 
-@torch.no_grad()
 def _fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """A number, int64 on their device, that differs between different contents but for one case in 2^60 or so.
-
-    The sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place.
-    """
+    """A number, int64 on their device, that differs between different contents but for one case in 2^60 or so."""
     device = next((each.device for each in tensors if each.device.type != "cpu"), tensors[0].device)
-    sums = torch.stack([_sum(_words(each), level=1).to(device) for each in tensors])
-    return _sum(sums, level=0)
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """Its memory as int64, filled up with zeros."""
-    octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return torch.cat([octets, octets.new_zeros(-octets.numel() % 8)]).view(torch.int64)
-
-
-def _sum(words: Tensor, *, level: int) -> Tensor:
-    weights = _weights(words.device, level)
-    if words.numel() <= _BLOCK:
-        return (words * weights[: words.numel()]).sum()
-    rows = torch.cat([words, words.new_zeros(-words.numel() % _BLOCK)]).view(-1, _BLOCK)
-    return _sum((rows * weights).sum(1), level=level + 1)
-
-
-@cache
-def _weights(device: torch.device, level: int) -> Tensor:
-    drawn = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=torch.Generator().manual_seed(level))
-    return (2 * drawn + 1).to(device)  # Odd: no bit of a word is lost.
+    return checksum(torch.stack([checksum(each).to(device) for each in tensors]), level=_LEVEL)

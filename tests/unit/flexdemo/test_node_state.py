@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from lightning_muon import FlexDeMoConfig, NoReplication
+from lightning_muon.comm.agreement import checksums
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync
-from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, checksums, local_of_nodes
+from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, local_of_nodes
 from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
 
@@ -147,6 +148,8 @@ def test_elements_that_have_changed_places_and_signs_are_noticed(dtype: torch.dt
     sums = {int(checksums([w])[0]) for w in (weight, swapped, flipped, neighbours)}
     assert len(sums) == 4
     assert not torch.equal(checksums([torch.zeros(1)]), checksums([-torch.zeros(1)]))
+    blocks = torch.arange(3 * 8 * 2**16 + 5).to(torch.uint8).view(-1)
+    assert not torch.equal(checksums([blocks]), checksums([torch.cat([blocks[8 * 2**16 :], blocks[: 8 * 2**16]])]))
 
 
 NAMES = ("layer.weight", "layer.bias", "head.weight")
