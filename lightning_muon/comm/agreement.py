@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -101,6 +102,15 @@ def on_first_rank(action: Callable[[], Any], everyone: AxisGroup | None = None) 
     ``everyone`` is a group of all ranks to agree over, in place of the default one.
     """
     together(action if dist.get_rank() == 0 else lambda: None, (everyone,))
+
+
+def missing_at(store: dist.Store, keys: Sequence[str], seconds: float) -> list[str]:
+    """Those of ``keys`` that nobody has set within so many seconds; local."""
+    deadline = time.monotonic() + seconds
+    # Not store.wait(), during which no other thread of this process can use the store.
+    while not store.check(list(keys)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [key for key in keys if not store.check([key])]
 
 
 def warn_on_first_rank(text: str, *, stacklevel: int) -> None:

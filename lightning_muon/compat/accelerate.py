@@ -32,11 +32,13 @@ def in_place_of_states(
 ) -> Generator[None]:
     """Let ``action`` do what ``save_state`` or ``load_state`` does for models and optimizers; local.
 
-    With FSDP both deal with models and optimizers, then call hooks with an empty list, then deal with everything else.
-    Without, they call hooks with a list of weights (save) or models (load), from which hooks take what they have dealt
-    with, then deal with what is left, and with everything else. Inside this context they find no model and no
-    optimizer. ``action`` takes the directory, and whether hooks have left all of what ``offer`` puts into their list;
-    if that is nothing, it comes before them, else after. The hooks of the user find ``accelerator._models`` as it was.
+    Accelerate's own order: with FSDP models and optimizers, then the hooks of the user with an empty list, then all
+    else. Without FSDP the hooks come first, with a list of weights (save) or models (load); they take out what they
+    have dealt with themselves, and Accelerate deals with the rest.
+
+    Inside this context Accelerate finds no models and no optimizers, and hooks find ``accelerator._models`` as it was.
+    If ``offer`` returns nothing, ``action(directory, True)`` runs before the hooks, as with FSDP. Else the hooks get
+    that list, and ``action(directory, is_whole)`` runs behind them; ``is_whole``: they took nothing out of the list.
     """
     models, optimizers = accelerator._models, accelerator._optimizers
 

@@ -330,7 +330,10 @@ def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, ne
 
 
 class OptimizerProxy:
-    """Lets the given optimizer go on as a handle on the learning rates of the used one, for schedulers that hold it."""
+    """Keeps the user's original optimizer object alive, since schedulers hold it and write learning rates to it.
+
+    Its param groups are those of the optimizer that really steps; ``step()`` of the old one is refused.
+    """
 
     def __init__(self, given: torch.optim.Optimizer, used: torch.optim.Optimizer) -> None:
         self.given, self.used = given, used

@@ -108,7 +108,8 @@ class MomentumSync(InterNodeSync):
         self._residuals: dict[Tensor, Tensor] = {}
         # Of the step that is being taken.
         self._gradients: Gradients = {}
-        # By parameter; before the op `decode` of one that is exchanged its update of before, or nothing.
+        # Update to apply, by parameter. For exchanged ones op `decode` fills it in; until then it is a late update of
+        # an earlier step, to which that is added, or None.
         self._updates: dict[Tensor, Any] = {}
         # Exchanges by bucket: begun, to be applied by this step, and (with delay=1) by the next one.
         self._in_flight: dict[str, Exchange] = {}

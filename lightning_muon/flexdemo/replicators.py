@@ -110,7 +110,7 @@ class Replicator(ABC):
 
 
 class LocalSteps:
-    """Every node applies its own momentum; no part of a step travels, so there is nothing to encode."""
+    """Every node takes steps by its own gradients; nothing of a step is sent to other nodes."""
 
     def bits_per_parameter(self) -> float:
         """Bits that a node sends for each parameter, on average over the steps."""

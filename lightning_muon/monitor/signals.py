@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_muon.comm.agreement import missing_at
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.processes import describe_process, is_gone, is_parent
 
@@ -132,15 +133,12 @@ class SharedSignals:
 
     def _batches_of_ranks(self) -> list[int]:
         keys = [f"signal{self._num_answered} batch{rank}" for rank in range(self._size)]
-        deadline = time.monotonic() + _SECONDS_TO_ANSWER
-        while not self._store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
-                raise RuntimeError(
-                    f"a signal has told the run to end or to save; rank {', '.join(missing)} has not said for "
-                    f"{_SECONDS_TO_ANSWER:.0f} s which batch it is in, and may have died"
-                )
-            time.sleep(self._interval / 10)
+        missing = [str(keys.index(key)) for key in missing_at(self._store, keys, _SECONDS_TO_ANSWER)]
+        if missing:
+            raise RuntimeError(
+                f"a signal has told the run to end or to save; rank {', '.join(missing)} has not said for "
+                f"{_SECONDS_TO_ANSWER:.0f} s which batch it is in, and may have died"
+            )
         return [int(text) for text in self._store.multi_get(keys)]
 
 

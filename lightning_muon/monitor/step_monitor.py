@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 from lightning_muon.comm import collectives
-from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.comm.groups import AxisGroup, backends
-from lightning_muon.compat.torch import let_gloo_finish_at_exit
+from lightning_muon.comm.agreement import gather, require_equal, together
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import check_whole
 from lightning_muon.monitor.timeline import WHOLE_STEP, TimelineRecorder, write_part
 from lightning_muon.optim.matrix_step import lr_scale_of
@@ -238,7 +237,7 @@ class StepMonitor:
             own |= self._measurements(measured, spans)
         except Exception as problem:  # The other ranks must not wait for this one.
             error, own["failed"] = problem, 1.0
-        rows = self._gather(own)
+        rows = gather(own, None)
         if error is not None:
             raise error
         failed = [rank for rank, row in enumerate(rows) if row["failed"]]
@@ -286,19 +285,6 @@ class StepMonitor:
         for name, squares in sizes.items():
             found[f"updates/{name}"], found[f"weights/{name}"] = torch.stack(squares).sum(0).tolist()
         return found
-
-    def _gather(self, own: Mapping[str, float]) -> list[dict[str, float]]:
-        """What every rank has. Collective over all ranks; every rank must call it."""
-        if self._num_ranks == 1:
-            return [dict(own)]
-        world = dist.group.WORLD
-        assert world is not None
-        device = self._device if self._device.type in backends(world) else torch.device("cpu")
-        sent = torch.tensor(list(own.values()), dtype=torch.float64, device=device)
-        received = [torch.empty_like(sent) for _ in range(self._num_ranks)]
-        let_gloo_finish_at_exit()
-        dist.all_gather(received, sent)
-        return [dict(zip(own, row, strict=True)) for row in torch.stack(received).tolist()]
 
     def _summary(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """The numbers by the names that loggers get."""
@@ -380,11 +366,11 @@ class StepMonitor:
 
 
 class _Part(NamedTuple):
-    """Elements of a parameter, each of which stands for ``weight`` of all ranks' elements."""
+    """A sample of this rank's elements of a parameter, for sums over all ranks."""
 
     name: str  # Param group, and whether Muon updates it.
     values: Tensor  # 1-D
-    weight: float
+    weight: float  # How many elements of the model each one stands for: less than 1 where ranks hold copies.
 
 
 @dataclass(eq=False)

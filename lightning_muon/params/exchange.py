@@ -256,7 +256,8 @@ class _ParameterShards:
     def neurons(self, matrix: LogicalMatrix, shape: tuple[int, ...], width: int) -> Pieces:
         """Where the values of its neurons lie, ``width`` elements of the wire each, in a tensor of ``shape``.
 
-        They lie like the neurons of the parameter, also on ranks that have none of its inputs.
+        They are sharded like the parameter's output dimension; a rank that holds only some inputs of its neurons still
+        holds their values.
         """
         key = matrix.box, width
         if key not in self._known_neurons:

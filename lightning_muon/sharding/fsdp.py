@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import StepAgreement
+from lightning_muon.comm.agreement import StepAgreement, missing_at
 from lightning_muon.comm.groups import axis_group, host_group, shard_axis
 from lightning_muon.compat.pipelining import finish_reducing, start_reducing, unreduced_gradients
 from lightning_muon.compat.torch import (
@@ -314,10 +313,8 @@ class Fsdp(ShardingMode):
         of_all = f"{words[:NUM_WORDS]} {replicas}"
         of_shards = f"{[word for word in words[NUM_WORDS:] if word != NO_WORD]} {shards}"
         store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
-        try:
-            store.wait([str(rank) for rank in log.ranks], timedelta(seconds=_SECONDS_TO_FAIL_TOGETHER))
-        except RuntimeError:
-            missing = [str(rank) for rank in log.ranks if not store.check([str(rank)])]
+        missing = missing_at(store, list(map(str, log.ranks)), _SECONDS_TO_FAIL_TOGETHER)
+        if missing:
             return f"not on rank {', '.join(missing)} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
         others: list[str] = []
         for rank in log.ranks:

@@ -119,9 +119,9 @@ class FsdpCallLog:
         self._replica = next(index for index, row in enumerate(rows) if dist.get_rank() in row)
         # The ranks that hold one copy of the weights together, this rank among them.
         self.shard_ranks = tuple(sorted(rows[self._replica]))
-        # Called before communication when this call did not follow the one before it the last time: ranks with equal
-        # logs expect the same call, so if they differ, at least one of them calls this. It waits for the other ranks,
-        # since messages of different sizes would end a process that uses gloo.
+        # Called before a collective that is not the one recorded after the previous call. If two ranks diverge, at
+        # least one of them sees such a surprise; it then waits here for the others instead of starting messages that do
+        # not match, on which gloo aborts.
         self.barrier: Callable[[Barrier], None] | None = None
         # Unit -> what to call when its backward pass begins, before FSDP2 knows.
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.nodes import forget_own
+from lightning_muon.comm.agreement import missing_at
 from lightning_muon.compat.torch import default_store
 from lightning_muon.engine.training import TrainingEngine
 
@@ -63,13 +63,12 @@ def require_all_ranks(trainer: Any, stop_reason: str) -> None:
         return
     if stop_reason:
         raise RuntimeError(stop_reason)
-    store, key = default_store(), f"lightning_muon/interrupted/{trainer.global_step}"
-    num_ranks, deadline = store.add(key, 1), time.monotonic() + _SECONDS_TO_FAIL_TOGETHER
-    while num_ranks < dist.get_world_size() and time.monotonic() < deadline:
-        time.sleep(0.05)
-        num_ranks = store.add(key, 0)
-    if num_ranks < dist.get_world_size():
+    store, num_ranks = default_store(), dist.get_world_size()
+    keys = [f"lightning_muon/interrupted/{trainer.global_step}/{rank}" for rank in range(num_ranks)]
+    store.set(keys[dist.get_rank()], "")
+    num_failed = num_ranks - len(missing_at(store, keys, _SECONDS_TO_FAIL_TOGETHER))
+    if num_failed < num_ranks:
         raise RuntimeError(
-            f"no checkpoint is saved after the exception: it needs the shards of all {dist.get_world_size()} ranks, "
-            f"but only {num_ranks} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from an earlier one"
+            f"no checkpoint is saved after the exception: it needs the shards of all {num_ranks} ranks, "
+            f"but only {num_failed} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from an earlier one"
         )
