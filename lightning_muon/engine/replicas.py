@@ -24,7 +24,7 @@ from lightning_muon.math.methods import NewtonSchulz
 from lightning_muon.optim.matrix_step import BatchSample, OrthogonalizedBatch
 from lightning_muon.optim.momentum import StoredMomentum
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.layout import local_tensor, replicated_axes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.weights import mesh_device, names_of
 
@@ -131,13 +131,13 @@ class ReplicaCheck:
         if self._mode.options.decoupled_nodes and isinstance(parameter, DTensor):
             return mesh, (0,) if mesh.size(0) > 1 else ()
         if isinstance(parameter, DTensor):
-            return _replicas(parameter.device_mesh, parameter.placements)
-        return _replicas(mesh, [Replicate()] * mesh.ndim)
+            return parameter.device_mesh, replicated_axes(parameter.device_mesh, parameter.placements)
+        return mesh, replicated_axes(mesh, [Replicate()] * mesh.ndim)
 
     def _ranks_of_state(self, parameter: Tensor) -> _Ranks:
         """The ranks with the same part of the optimizer's state; local."""
         mesh, placements = self._mode.layout.mesh_and_placements(parameter)
-        return self._ranks_of_weights(parameter) if mesh is None else _replicas(mesh, placements)
+        return self._ranks_of_weights(parameter) if mesh is None else (mesh, replicated_axes(mesh, placements))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,12 +179,6 @@ def _machine(device_type: str) -> object:
 def _trains_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether each node has weights of its own."""
     return isinstance(optimizer, FlexDeMo) and isinstance(optimizer.config.replicator, LocalSteps)
-
-
-def _replicas(mesh: DeviceMesh, placements: Sequence[object]) -> _Ranks:
-    """The ranks of a mesh with the same part; local."""
-    axes = [axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate)]
-    return mesh, tuple(axis for axis in axes if mesh.size(axis) > 1)
 
 
 def _odd_ones(name: str, values: Sequence[Hashable], group: AxisGroup) -> list[str]:

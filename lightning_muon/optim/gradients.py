@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import Message, StepAgreement, are_equal, both_signs, maxima_over
@@ -22,7 +22,7 @@ from lightning_muon.optim.backward_prefetch import BackwardPrefetch, is_unreduce
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_word
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, local_tensor
+from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
 
 
 @dataclass(eq=False)
@@ -154,20 +154,22 @@ def agree_on_gradients(
     nonfinite_elsewhere = nonfinite_elsewhere if error_if_nonfinite else None
     findings.must_stop = looks and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
     for members in plan.meshes:
-        _agree_on_mesh(members, plan, found, findings, step, early=early, check=error_if_nonfinite, looks=looks)
+        keys = early.keys(set(members.tensors)) if early is not None else []
+        own = _local_flags(members, keys, plan, found, findings, early=early, check=error_if_nonfinite, looks=looks)
+        unused: Collection[Tensor] = ()
+        if step is not None and step.is_over(members.host):
+            maxima, unused = step.reduce(own.pack())
+        else:
+            maxima = maxima_over(members.host, own.pack())
+        for tensor in unused:
+            found.pop(tensor, None)
+        findings.add(own.unpack(maxima), unused, members, keys, plan)
     void = _void_early(findings, early, layout)
     valid = frozenset(findings.sent) - void
     deferred_check = None
     if not looks and not findings.must_stop and not findings.is_stale:
-        deferred_check = _DeferredCheck(
-            plan,
-            found,
-            numbers,
-            early=early,
-            valid=valid,
-            check=error_if_nonfinite,
-            nonfinite_elsewhere=nonfinite_elsewhere,
-        ).begun()
+        check = _DeferredCheck(plan, found, numbers, error_if_nonfinite, nonfinite_elsewhere, early=early, valid=valid)
+        deferred_check = check.begun()
     if early is not None:
         early.settle(findings.sent, void, found)
     _raise_if_needed(findings)
@@ -197,9 +199,7 @@ def _with_known_gradients(
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected:
             found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))
-    check = _DeferredCheck(
-        plan, found, numbers, check=True, has_changed=has_changed, nonfinite_elsewhere=nonfinite_elsewhere
-    )
+    check = _DeferredCheck(plan, found, numbers, True, nonfinite_elsewhere, has_changed=has_changed)
     return AgreedGradients(
         gradients=found, deferred_check=check.begun(), numbers=numbers, is_given_up=findings.is_stale
     )
@@ -208,30 +208,6 @@ def _with_known_gradients(
 def _looks_at_once(device: torch.device) -> bool:
     """Whether looking at gradients does not make the host wait."""
     return device.type == "cpu"
-
-
-def _agree_on_mesh(
-    members: MeshMembers,
-    plan: StepPlan,
-    found: LocalGradients,
-    findings: _Findings,
-    step: StepAgreement | None,
-    *,
-    early: BackwardPrefetch | None,
-    check: bool,
-    looks: bool,
-) -> None:
-    """Add what the mesh knows to ``found`` and ``findings``. Collective over the mesh; every rank must call it."""
-    keys = early.keys(set(members.tensors)) if early is not None else []
-    own = _local_flags(members, keys, plan, found, findings, early=early, check=check and looks, looks=looks)
-    unused: Collection[Tensor] = ()
-    if step is not None and step.is_over(members.host):
-        maxima, unused = step.reduce(own.pack())
-    else:
-        maxima = maxima_over(members.host, own.pack())
-    for tensor in unused:
-        found.pop(tensor, None)
-    findings.add(own.unpack(maxima), unused, members, keys, plan)
 
 
 def _local_flags(
@@ -252,7 +228,7 @@ def _local_flags(
     unusable = set(filter(is_unusable, present))
     found.update((tensor, None) for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
-    if check:
+    if check and looks:
         (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
     # A rank that needs a new plan may lack the state that it would have to compare.
     compares = looks and not findings.is_stale
@@ -294,38 +270,33 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device
     return torch.stack([norms.get(tensor, fine) for tensor in tensors]).isfinite().logical_not()
 
 
+@dataclass(eq=False)
 class _DeferredCheck:
     """Finds out what the host does not know yet of gradients and ``valid`` early buckets.
 
-    :meth:`start` has the ranks put it together, where possible on the device; :meth:`conclude` waits for it, writes the
-    values of hyper-parameters on a device to ``numbers``, and raises.
+    :meth:`start` has the ranks put it together, where possible on the device; :meth:`conclude` waits, and raises.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        found: Gradients,
-        numbers: dict[Tensor, float],
-        *,
-        early: BackwardPrefetch | None = None,
-        valid: Collection[str] = (),
-        check: bool,
-        has_changed: bool = False,
-        nonfinite_elsewhere: Tensor | None = None,
-    ) -> None:
-        self._plan, self._found, self._numbers, self._early, self._check = plan, found, numbers, early, check
-        self._has_changed, self._nonfinite_elsewhere = has_changed, nonfinite_elsewhere
-        groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
+    plan: StepPlan
+    found: Gradients
+    numbers: dict[Tensor, float]  # Gets the values of hyper-parameters that are on a device.
+    checks: bool  # Whether gradients must be finite.
+    nonfinite_elsewhere: Tensor | None
+    early: BackwardPrefetch | None = None
+    valid: Collection[str] = ()
+    has_changed: bool = False  # Whether this rank knows that the gradients are not those that were agreed upon.
+    # For each mesh: how many ranks have found something, for each parameter, each bucket, and of the whole mesh.
+    _counts: list[Tensor] = field(default_factory=list[Tensor])
+    _work: dist.Work | None = None
+    _read: Callable[[], list[list[Any]]] | None = None
+
+    def __post_init__(self) -> None:
+        groups = {id(parameter.group): parameter.group for parameter in self.plan.parameters}
         options = [value for group in groups.values() for value in group.values()]
         self._unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
-        self._keys_of = {
-            members: [key for key in early.keys(set(members.tensors)) if key in valid] if early is not None else []
-            for members in plan.meshes
-        }
-        # For each mesh: how many ranks have found something, for each parameter, each bucket, and of the whole mesh.
-        self._counts: list[Tensor] = []
-        self._work: dist.Work | None = None
-        self._read: Callable[[], list[list[Any]]] | None = None
+        keys = [self.early.keys(set(each.tensors)) if self.early is not None else [] for each in self.plan.meshes]
+        valid = [[key for key in of_mesh if key in self.valid] for of_mesh in keys]
+        self._keys_of = dict(zip(self.plan.meshes, valid, strict=True))
 
     def begun(self) -> Callable[[], None] | None:
         """What :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to find out.
@@ -333,18 +304,18 @@ class _DeferredCheck:
         Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
         called; every rank must call it.
         """
-        if not (self._check or self._unknown or any(self._keys_of.values())):
+        if not (self.checks or self._unknown or any(self._keys_of.values())):
             return None
-        if not self._plan.layout.arrives_late:
+        if not self.plan.layout.arrives_late:
             self.start()
         return self.conclude
 
     def start(self) -> None:
         """Count over the ranks. Collective over every mesh of the parameters; every rank must call it."""
-        stop = torch.zeros(1, dtype=torch.int32, device=self._plan.device)
-        changed = torch.ones_like(stop) if self._has_changed else stop
-        if self._nonfinite_elsewhere is not None:
-            stop = self._nonfinite_elsewhere.to(stop).reshape(1)
+        stop = torch.zeros(1, dtype=torch.int32, device=self.plan.device)
+        changed = torch.ones_like(stop) if self.has_changed else stop
+        if self.nonfinite_elsewhere is not None:
+            stop = self.nonfinite_elsewhere.to(stop).reshape(1)
         for number, members in enumerate(self._keys_of, start=1):
             flags = torch.cat([self._found_by_this_rank(members), changed, stop])
             is_on_host = flags.device.type == "cpu"
@@ -361,9 +332,9 @@ class _DeferredCheck:
 
     def _found_by_this_rank(self, members: MeshMembers) -> Tensor:
         """1 for each parameter whose gradient is not finite, and for each bucket that differs; int32 on the device."""
-        broken = _nonfinite(members.tensors, self._found if self._check else {}, self._plan.device)
-        early, keys = self._early, self._keys_of[members]
-        differs = [early.differs(key, self._found).reshape(1) for key in keys] if early is not None else []
+        broken = _nonfinite(members.tensors, self.found if self.checks else {}, self.plan.device)
+        early, keys = self.early, self._keys_of[members]
+        differs = [early.differs(key, self.found).reshape(1) for key in keys] if early is not None else []
         return torch.cat([broken, *differs]).int()
 
     def conclude(self) -> None:
@@ -375,11 +346,11 @@ class _DeferredCheck:
         read = self._read or start_reading([*self._counts, *self._unknown])
         values = read()
         counts, numbers = values[: len(self._counts)], values[len(self._counts) :]
-        self._numbers.update((tensor, value) for tensor, (value,) in zip(self._unknown, numbers, strict=True))
+        self.numbers.update((tensor, value) for tensor, (value,) in zip(self._unknown, numbers, strict=True))
         findings = _Findings(is_stale=False)
         for (members, keys), (*of_each, has_changed, must_stop) in zip(self._keys_of.items(), counts, strict=True):
             infinite, void = of_each[: len(members.tensors)], of_each[len(members.tensors) :]
-            findings.nonfinite += tuple(compress((self._plan.names[tensor] for tensor in members.tensors), infinite))
+            findings.nonfinite += tuple(compress((self.plan.names[tensor] for tensor in members.tensors), infinite))
             findings.void += tuple(compress(keys, void))
             findings.must_stop |= any(infinite) or must_stop > 0
             if has_changed:
@@ -392,11 +363,8 @@ class _DeferredCheck:
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
     """The ranks with the same part of a parameter, if several; collective the first time, every rank must call it."""
     mesh, placements = layout.mesh_and_placements(tensor)
-    replicated = tuple(axis for axis, placement in enumerate(placements) if isinstance(placement, Replicate))
-    if mesh is None or not replicated:
-        return None
-    replicas = axis_group(mesh, replicated)
-    return replicas if replicas.group is not None else None
+    axes = () if mesh is None else replicated_axes(mesh, placements)
+    return axis_group(mesh, axes) if mesh is not None and axes else None
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:

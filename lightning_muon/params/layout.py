@@ -179,6 +179,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def replicated_axes(mesh: DeviceMesh, placements: Sequence[AxisPlacement]) -> tuple[int, ...]:
+    """Indices of the mesh axes, of more than one rank, whose ranks hold equal parts of a tensor."""
+    return tuple(axis for axis, each in enumerate(placements) if isinstance(each, Replicate) and mesh.size(axis) > 1)
+
+
 def sharded_axes(placements: Sequence[AxisPlacement], mesh_shape: Sequence[int], name: str) -> tuple[int, ...]:
     """Indices of the mesh axes, of more than one rank, over which a tensor is sharded."""
     for placement in placements:
