@@ -197,13 +197,15 @@ def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
 
 def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
     """The ops with a ``check`` before the first one that changes anything, AdamW in its place or behind the check."""
-    adamw = [op for op in ops if op.kind == OpKind.ADAMW]
-    others = [op for op in ops if op.kind != OpKind.ADAMW]
-    if is_late:
-        ordered, behind = others, adamw
-    else:
-        ordered = [replace(op, unless=(Condition.DEFERRED,)) if op.kind == OpKind.ADAMW else op for op in ops]
-        behind = [replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)) for op in adamw]
+    ordered, behind = list[Op](), list[Op]()
+    for op in ops:
+        if op.kind != OpKind.ADAMW:
+            ordered.append(op)
+        elif is_late:
+            behind.append(op)
+        else:
+            ordered.append(replace(op, unless=(Condition.DEFERRED,)))
+            behind.append(replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)))
     check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in ops[:1]]
     first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
     return [*ordered[:first], *check, *behind, *ordered[first:]]
