@@ -173,21 +173,21 @@ def filled(tensors: Sequence[Tensor], gradients: Gradients) -> Gradients:
     }
 
 
-def is_unusable(tensor: Tensor) -> bool:
-    """Whether the gradient is of a kind that no step takes."""
-    return tensor.grad is not None and (tensor.grad.is_sparse or tensor.grad.is_complex())
+def is_unusable(grad: Tensor | None) -> bool:
+    """Whether a gradient is of a kind that no step takes."""
+    return grad is not None and (grad.is_complex() or grad.is_sparse)
 
 
-def is_unreduced(tensor: Tensor) -> bool:
-    """Whether the gradient is a partial sum, for example, which needs a reduction on all ranks."""
-    grad = tensor.grad
+def is_unreduced(tensor: Tensor, grad: Tensor | None) -> bool:
+    """Whether its gradient is a partial sum, for example, which needs a reduction on all ranks."""
     return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
 def _can_be_sent(tensor: Tensor) -> bool:
     """Whether the gradient is there, laid out like the parameter, and of a kind that the step takes."""
-    is_alike = tensor.grad is not None and isinstance(tensor.grad, DTensor) == isinstance(tensor, DTensor)
-    return is_alike and not is_unusable(tensor) and not is_unreduced(tensor)
+    grad = tensor.grad
+    is_alike = grad is not None and isinstance(grad, DTensor) == isinstance(tensor, DTensor)
+    return is_alike and not is_unusable(grad) and not is_unreduced(tensor, grad)
 
 
 class GatherPrefetch(BackwardPrefetch):

@@ -194,7 +194,7 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (is_unusable(tensor) or is_unreduced(tensor))
+        is_wrong = has and (is_unusable(tensor.grad) or is_unreduced(tensor, tensor.grad))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected:
@@ -225,7 +225,7 @@ def _local_flags(
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
-    unusable = set(filter(is_unusable, present))
+    unusable = {tensor for tensor in present if is_unusable(tensor.grad)}
     found.update((tensor, None) for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
     if check and looks:
@@ -236,7 +236,7 @@ def _local_flags(
         has=[*has],
         lacks=[not each for each in has],
         is_unusable=[tensor in unusable for tensor in tensors],
-        is_unreduced=[each and is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
+        is_unreduced=[each and is_unreduced(tensor, tensor.grad) for tensor, each in zip(tensors, has, strict=True)],
         is_nonfinite=nonfinite,
         is_sent=[early.is_sent(key) for key in keys] if early is not None else [],
         is_void=[early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
