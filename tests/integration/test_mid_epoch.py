@@ -6,7 +6,7 @@ import random
 import warnings
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,8 @@ def _run(
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    torch.manual_seed(100 + int(resume is not None))  # Another process begins with other random states.
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(100 + int(resume is not None))  # Another process begins with other random states.
     when = {"every_n_train_steps": 1, "save_on_train_epoch_end": False} if num_steps == -1 else {"every_n_epochs": 1}
     callback = Checkpoints(dirpath=directory, filename="{step}", save_top_k=-1, **when)
     fitter = training.trainer(
@@ -138,6 +139,8 @@ def _run(
     loader = _loader(kind)
     kind_of_loader = type(loader)
     fitter.fit(Model(), loader, ckpt_path=resume, weights_only=False)
+    if num_steps != -1:
+        fitter.save_checkpoint(f"{directory}/end.ckpt")
     assert type(loader) is kind_of_loader and not hasattr(loader, "_muon_order")
     return seen
 
@@ -191,6 +194,19 @@ def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_pat
     whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, **options)
     resumed = gloo.run(_run, str(tmp_path / "rest"), "random", f"{tmp_path}/whole/step={_NUM_BATCHES}.ckpt", **options)
     assert resumed == [each[_NUM_BATCHES:] for each in whole]
+
+
+@pytest.mark.parametrize("kind", ["plain", "random"])
+def test_a_run_that_ended_in_mid_epoch_is_extended(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
+    """Lightning counts the epoch as ended, and shuffles as in the next one."""
+    options, ends = {"num_epochs": -1, "world_size": 2}, [4, _NUM_BATCHES + 3, 2 * _NUM_BATCHES + 1]
+    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, num_steps=ends[-1], **options)
+    for first, last in pairwise([0, *ends]):
+        # Saved at the end of the epoch, or by the program after the end of the run.
+        for name in ("step={}.ckpt", "end.ckpt"):
+            checkpoint = f"{tmp_path}/{first}/{name.format(first)}" if first else None
+            found = gloo.run(_run, f"{tmp_path}/{last}", kind, checkpoint, num_steps=last, **options)
+            assert found == [each[first:last] for each in whole], f"{name} of step {first}"
 
 
 def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ would be seen twice, and as many others never.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import warnings
@@ -29,6 +30,7 @@ class TrainingData:
 
     def __init__(self) -> None:
         self._loaders: list[Any] = []
+        self._orders_of_ended_run: list[dict[str, Any]] = []
         self._epoch = -1  # In which the loaders came.
         self._resumption: _Resumption | None = None
         self.epoch_of_batch: int | None = None  # That of the last batch of this run.
@@ -45,7 +47,7 @@ class TrainingData:
 
     def state(self, num_data_ranks: int, trainer: Any) -> dict[str, Any]:
         """What a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
-        own = {"now": random_state(), "loaders": [loader._muon_order.state() for loader in self._loaders]}
+        own = {"now": random_state(), "loaders": self._orders()}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)
         # In a run that began at the end of an epoch Lightning counts one too few as ready.
@@ -64,6 +66,10 @@ class TrainingData:
             return
         progress, num_read = loops["epoch_loop.batch_progress"], 0
         if not progress["is_last_batch"]:
+            if loops["epoch_progress"]["current"]["processed"] > saved.get("epoch", math.inf):
+                # The run was told to stop in the middle of its epoch, which Lightning then took for ended.
+                _set_epochs_begun(loops, saved["epoch"] + 1)
+                _put_before_end_of_epoch(loops)
             current, before = progress["current"], saved["num_data_ranks"]
             is_ending = current["processed"] - current["completed"]  # 1 in on_train_batch_end.
             num_read, num_again = divmod(current["processed"] * before, num_data_ranks)
@@ -77,8 +83,7 @@ class TrainingData:
             current["completed"] = num_read - is_ending
         self._resumed_epoch = saved.get("epoch")
         if progress["is_last_batch"] and "epoch" in saved:
-            for counts in loops["epoch_progress"].values():
-                counts |= dict.fromkeys(("ready", "started"), saved["epoch"])
+            _set_epochs_begun(loops, saved["epoch"])
             if by_steps and loops["epoch_progress"]["current"]["processed"] == saved["epoch"]:
                 _put_before_end_of_epoch(loops)
         is_as_before = len(saved["random"]) == dist.get_world_size()
@@ -113,8 +118,12 @@ class TrainingData:
         if self._resumption is not None:
             self._resumption.restore_random_state()
 
+    def _orders(self) -> list[dict[str, Any]]:
+        return [loader._muon_order.state() for loader in self._loaders] or self._orders_of_ended_run
+
     def release(self) -> None:
         """Leave the loaders as they were; local."""
+        self._orders_of_ended_run = self._orders()
         for loader in self._loaders:
             _leave(loader)
         self._loaders, self._resumption = [], None
@@ -134,8 +143,13 @@ def _warn_of_lost_order(loader: Any) -> None:
         )
 
 
+def _set_epochs_begun(loops: dict[str, Any], number: int) -> None:
+    for counts in loops["epoch_progress"].values():
+        counts |= dict.fromkeys(("ready", "started"), number)
+
+
 def _put_before_end_of_epoch(loops: dict[str, Any]) -> None:
-    """Make the progress that of a checkpoint saved after the last batch of the epoch, before the hooks of its end.
+    """Make the progress that of a checkpoint saved after the last batch, before the hooks of the end of the epoch.
 
     With ``max_steps`` Lightning 2.6 takes one from behind them for one in the middle of the epoch: it trains with one
     batch more, and then begins the next epoch (``FitLoop.restarting``). Local.
