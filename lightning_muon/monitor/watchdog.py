@@ -288,7 +288,8 @@ class Watchdog:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
                 self._store.set(f"quiet{self._rank}", "")
-                # A launcher kills the others as soon as this process ends.
+                # A launcher may kill the others as soon as this process ends.
+                self._store.set("failure", "")
                 self._wait_until_quiet(_SECONDS_TO_READ, or_read=True)
         if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
             error.args = (self.stop_reason,)
@@ -518,10 +519,10 @@ class Watchdog:
         self._store.compare_set("stop", "", message.encode(errors="backslashreplace").decode())
 
     def _log_reason(self) -> None:
-        """Log once why all ranks have to stop, as this one may be killed before it raises."""
-        if not self._has_read and (message := self._told()):
+        """Log once what a rank has failed with that waits for this line: this one may be killed before it raises."""
+        if not self._has_read and self._store.check(["failure"]):
             self._has_read = True
-            _log.error("rank %d learns: %s", self._rank, message)
+            _log.error("rank %d learns: %s", self._rank, self._told())
             self._store.set(f"read{self._rank}", "")
 
     def _obey(self) -> bool:
