@@ -34,7 +34,13 @@ from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.parameters import NEURON_STATE, of_version_0_1, warn_of_new_neuron_state
+from lightning_muon.optim.parameters import (
+    ADAMW_STATE,
+    MUON_STATE,
+    NEURON_STATE,
+    of_version_0_1,
+    warn_of_new_neuron_state,
+)
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.sharding.shard_model import original_class
@@ -212,7 +218,12 @@ class Checkpoint:
         # The names of a group are those of one stage.
         names_of_groups = [group.pop("params") for group in groups_of_now]
         state[key]["state"] = _without_new_neuron_state(entries, state[key]["state"])
-        _check_entries(entries, state[key]["state"])
+        to_muon, to_adamw = _moved(entries, state[key]["state"])
+        _check_entries(entries, {n: own for n, own in state[key]["state"].items() if n not in {*to_muon, *to_adamw}})
+        for name in to_muon:
+            state[key]["state"][name] = {"exp_avg": state[key]["state"][name]["momentum_buffer"]}
+        for name in to_adamw:
+            state[key]["state"][name] = {k: torch.zeros_like(v) for k, v in state[key]["state"][name].items()}
         for name, own in state[key]["state"].items():
             for entry in own.keys() & _of_nodes(optimizer):
                 size = saved[f"{of_state}{name}.{entry}"].size
@@ -225,6 +236,8 @@ class Checkpoint:
         for group, names in zip(state[key]["param_groups"], names_of_groups, strict=True):
             group["params"] = names
         loaded = state[key]["state"]
+        for name in to_muon:
+            loaded[name] = {"momentum_buffer": loaded[name]["exp_avg"]}
         state[key]["state"] = {
             name: _cloned(loaded[renamed[name]]) if name in renamed else loaded[name] for name in states
         }
@@ -238,6 +251,13 @@ class Checkpoint:
         # What the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
         if state is not whole:
+            _begin_others(named["state"], own)
+        to_muon, to_adamw = _moved(named["state"], own)
+        for name in to_muon:
+            named["state"][name] = {"momentum_buffer": named["state"][name]["exp_avg"]}
+        for name in to_adamw:
+            del named["state"][name]
+        if to_adamw:
             _begin_others(named["state"], own)
         _begin_neuron_state(named["state"], own)
         _check_entries(named["state"], own)
@@ -354,6 +374,26 @@ def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, A
             states[name] = {**states[name], **{entry: torch.zeros(state[entry].shape) for entry in entries}}
         missing += entries
     warn_of_new_neuron_state(missing)
+
+
+def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+    """Matrices that ran on AdamW when they were saved and run on Muon now, and the other way round, with a warning."""
+    to_muon: list[str] = []
+    to_adamw: list[str] = []
+    for name, state in own.items():
+        was, now = set(saved.get(name, ())) - {*NEURON_STATE}, state.keys() - {*NEURON_STATE}
+        if was == ADAMW_STATE and now == MUON_STATE:
+            to_muon.append(name)
+        elif was == MUON_STATE and now == ADAMW_STATE:
+            to_adamw.append(name)
+    texts = {
+        "from AdamW to Muon: their first moments go on as momenta": to_muon,
+        "from Muon to AdamW: their moments begin with zeros": to_adamw,
+    }
+    for text, names in texts.items():
+        if names and dist.get_rank() == 0:
+            warnings.warn(f"{len(names)} matrices ({names[0]}, ...) moved {text}", stacklevel=3)
+    return to_muon, to_adamw
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:

@@ -77,6 +77,7 @@ class TrainingEngine:
         info: Callable[[str], None],  # Takes lines for the log, on every rank.
         warn: Callable[[str], None],
         saves: BackgroundSaves | None = None,  # Of this training, if there are such.
+        watchdog: Watchdog | None = None,  # That has run until now; the engine closes it.
         sharding: Sharding | None = None,  # In place of `options.sharding`.
         is_only_module: bool = True,  # Every backward pass of the program goes through this module.
         is_loop_of_user: bool = True,  # The user calls backward and step, and may use the optimizers that he has made.
@@ -103,7 +104,7 @@ class TrainingEngine:
         self._names: dict[Tensor, str] = {}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
         self._guard: SingleReductionGuard | None = None
-        self._watchdog: Watchdog | None = None
+        self._watchdog = watchdog
         self._replica_check: ReplicaCheck | None = None
         self._hooks = ExitStack()
         # Of the backward passes of now, of the last one, and of the gradients there are.
@@ -500,8 +501,10 @@ class TrainingEngine:
 
     def _watch(self) -> None:
         self.mode.watch(self.module)
-        if self._watchdog is None:
-            assert self.mode.call_log is not None
+        assert self.mode.call_log is not None
+        if self._watchdog is not None:
+            self._watchdog.follow(self.mode.call_log)
+        else:
             drain = None if self._saves is None else self._saves.wait
             self._watchdog = Watchdog(self.mode.call_log, silence=self.options.max_silence, drain=drain)
             self._watchdog.start()

@@ -22,6 +22,7 @@ from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import ClipGroups, LossScaling, Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
+from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 from lightning_muon.sharding.base import BucketBytes
 from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.shard_model import WrapPolicy
@@ -75,6 +76,7 @@ class MuonStrategy:
         self.options = from_arguments(Options, locals())
         self._meshes: Meshes | None = None
         self._saves: BackgroundSaves | None = None
+        self._watchdog: Watchdog | None = None  # Until the first engine has it.
         of_lightning = ("save_distributed_checkpoint", "process_group_backend", "timeout")
         self._begin(**{name: getattr(self.options, name) for name in of_lightning})
 
@@ -107,6 +109,9 @@ class MuonStrategy:
             self._meshes = self.options.make(self.root_device.type, by_nodes=by_nodes, **layout)
             if self.options.async_save:
                 self._saves = BackgroundSaves(PrivateGroups().of_everyone())
+        if self._watchdog is None:
+            drain = None if self._saves is None else self._saves.wait
+            self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)
         return self._meshes
 
     def finish_saving(self) -> None:
@@ -129,12 +134,14 @@ class MuonStrategy:
             shard_root=shard_root,
             wait_for_parameters=wait_for_parameters,
         )
+        watchdog, self._watchdog = self._watchdog, None
         return TrainingEngine(
             module,
             self.options,
             self._meshes,
             mode_options=mode_options,
             saves=self._saves,
+            watchdog=watchdog,
             info=rank_zero.rank_zero_info,
             warn=rank_zero.rank_zero_warn,
             **arguments,

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.compat.torch import collective_counts, default_store, gloo_endpoints, process_groups
 from lightning_muon.monitor.processes import (
@@ -36,6 +39,7 @@ from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Ta
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_DRAIN = 60.0
+_SECONDS_TO_READ = 2.5  # For the others, before a rank that has failed goes on to its end.
 _SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
@@ -163,6 +167,7 @@ class Watchdog:
         self.stop_reason = ""  # Why communication was broken off on this rank.
         self._has_failed = False
         self._has_left = False
+        self._has_read = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
 
     def start(self) -> None:
@@ -183,9 +188,9 @@ class Watchdog:
             )
         self._store.set(f"process{self._rank}", describe_process())
         self._store.set(f"alive{self._rank}", "starts")
-        self._num_barriers = Counter({self._call_log.all_calls.name: 0, self._call_log.crossing.name: 0})
         self._barrier: Barrier | None = None
         self._barrier_keys: dict[str, str] = {}
+        self._num_barriers = Counter[str]()
         self._heard: dict[int, tuple[bytes, float, float]] = {}
         self._processes: list[str] = []
         self._num_waits, self._warned = 0, set[str]()
@@ -193,9 +198,17 @@ class Watchdog:
         self._signals = signal_pipe()
         self._thread = threading.Thread(target=self._watch, name="lightning_muon_watchdog", daemon=True)
         self._thread.start()
+        self.follow(self._call_log)
+
+    def follow(self, call_log: FsdpCallLog) -> None:
+        """Compare the calls of another log from now on; local, alike on all ranks."""
+        if call_log.barrier is not None:
+            return
+        self._num_barriers = Counter({call_log.all_calls.name: 0, call_log.crossing.name: 0})
+        self._call_log = call_log
         # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
-        if self._call_log.uses_gloo:
-            self._call_log.barrier = self._wait_for_all
+        if call_log.uses_gloo and self._thread is not None:
+            call_log.barrier = self._wait_for_all
 
     def close(self) -> None:
         """Stop watching; the others learn that this rank waits for nobody any more; local.
@@ -235,6 +248,11 @@ class Watchdog:
             if self.stop_reason and printed != (self.stop_reason,):
                 self._write_message()
 
+    def end_with_program(self) -> None:
+        """:meth:`program_ends` and :meth:`close`; local."""
+        self.program_ends()
+        self.close()
+
     def _write_message(self) -> None:
         sys.stderr.write(f"lightning_muon: {self.stop_reason}\n")
         sys.stderr.flush()
@@ -270,21 +288,27 @@ class Watchdog:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
             if not asks:
                 self._store.set(f"quiet{self._rank}", "")
+                # A launcher may kill the others as soon as this process ends.
+                self._store.set("failure", "")
+                self._wait_until_quiet(_SECONDS_TO_READ, or_read=True)
         if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
             error.args = (self.stop_reason,)
         self._stop_watching()
 
-    def _wait_until_quiet(self, *, or_told: bool = False) -> None:
-        """Wait some seconds at most for all ranks to have nothing more to tell."""
-        deadline = time.monotonic() + self._patience + 6 * self._interval
+    def _wait_until_quiet(self, seconds: float | None = None, *, or_told: bool = False, or_read: bool = False) -> None:
+        """Wait some seconds at most for all ranks to have nothing more to tell, or to have logged why all stop."""
+        deadline = time.monotonic() + (self._patience + 6 * self._interval if seconds is None else seconds)
+        signs = ["quiet", "read"] if or_read else ["quiet"]
         while time.monotonic() < deadline:
             dead = self._dead()
-            talking = [rank for rank in range(self._size) if not self._store.check([f"quiet{rank}"])]
+            talking = [
+                rank for rank in range(self._size) if not any(self._store.check([f"{sign}{rank}"]) for sign in signs)
+            ]
             if or_told and dead:
                 self._tell(_death_of(dead))
             if set(talking) <= set(dead) or (or_told and self._told()):
                 break
-            time.sleep(self._interval / 2)
+            time.sleep(self._interval / 10 if or_read else self._interval / 2)
 
     def _told(self) -> str:
         """Why all ranks have to stop; empty if nobody has said so."""
@@ -356,6 +380,7 @@ class Watchdog:
                     self._store.set(f"alive{self._rank}", str(num_looks))
                     self._connections.record()
                 num_looks += 1
+                self._log_reason()
                 told_to_end = told_to_end or self._time_of_signal()
                 if now != last:
                     last, since, beat, problem, told_to_end = now, time.monotonic(), 0, None, None
@@ -493,6 +518,13 @@ class Watchdog:
         # File names that are no UTF-8 are text that cannot be encoded.
         self._store.compare_set("stop", "", message.encode(errors="backslashreplace").decode())
 
+    def _log_reason(self) -> None:
+        """Log once what a rank has failed with that waits for this line: this one may be killed before it raises."""
+        if not self._has_read and self._store.check(["failure"]):
+            self._has_read = True
+            _log.error("rank %d learns: %s", self._rank, self._told())
+            self._store.set(f"read{self._rank}", "")
+
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""
         message = self._told()
@@ -517,6 +549,19 @@ class Watchdog:
                 _log.error("rank %d ends: %s outlives its timeout of %.0f s", self._rank, place.kind, self._timeout)
                 os._exit(1)
         return True
+
+
+def watch_setup(owner: object, *, silence: timedelta | None, drain: Callable[[float], None] | None = None) -> Watchdog:
+    """A watchdog for the time before there is a model whose calls it can compare. Collective over all ranks.
+
+    At the end of ``owner``, or of the program, the other ranks hear of an exception.
+    """
+    group: Any = dist.group.WORLD
+    call_log = FsdpCallLog(nn.Module(), DeviceMesh.from_group(group, "cpu"))
+    watchdog = Watchdog(call_log, silence=silence, drain=drain)
+    watchdog.start()
+    weakref.finalize(owner, watchdog.end_with_program)
+    return watchdog
 
 
 def _death_of(ranks: Iterable[int]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import T5Config, T5ForConditionalGeneration
 
+from lightning_muon.comm.agreement import together
 from recipes.t5_summarization.data import IGNORED_LABEL, Batch
 from recipes.t5_summarization.files import save_with_run, write_atomically
 from recipes.t5_summarization.metrics import rouge
@@ -185,8 +186,9 @@ class T5Summarizer(LightningModule):
         if dist.is_initialized():
             found = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(found, self.predictions)
-        if not self.trainer.is_global_zero:
-            return
+        together(lambda: self._write(found) if self.trainer.is_global_zero else None)
+
+    def _write(self, found: Sequence[Mapping[int, str]]) -> None:
         texts = {number: text for each in found for number, text in each.items()}  # Some rows were given to two ranks.
         lines = list[str]()
         for number, text in sorted(texts.items()):

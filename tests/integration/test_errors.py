@@ -48,8 +48,10 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
     model = language_model(pl)
 
     def fail(*_: Any) -> None:
-        if dist.get_rank() != 1 or model.trainer.global_step != 1:
+        if dist.get_rank() != 1 or (model.trainer.global_step != 1 and where != "setup"):
             return
+        if fault == "stop":
+            raise StopIteration("row 7")
         if fault != "worker":
             raise OSError("file 4") if fault == "file" else MemoryError("5 GiB")
         worker, *_ = multiprocessing.active_children()
@@ -58,7 +60,7 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
 
     class GetsSigterm(pl.Callback):
         def on_exception(self, *_: Any) -> None:
-            if dist.get_rank() == 0:
+            if dist.get_rank() == 0 and where != "setup":  # Where SIGTERM has no handler yet.
                 os.kill(os.getpid(), signal.SIGTERM)
 
         def teardown(self, *_: Any) -> None:
@@ -67,7 +69,8 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
     if where == "backward":
         model.network.head.register_full_backward_hook(fail)
     else:
-        setattr(type(model), where, fail)
+        own = getattr(type(model), where)
+        setattr(type(model), where, lambda *args, **kwargs: fail() or own(*args, **kwargs))
     overlap = "backward" if sharding == "fsdp" else "step"
     strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig(overlap=overlap))
     # It cannot save alone.
@@ -91,6 +94,8 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
         ("zero2", "on_train_batch_start", "memory", "MemoryError: 5 GiB"),
         ("fsdp", "on_before_optimizer_step", "worker", r"RuntimeError: DataLoader worker \(pid"),
         ("ddp", "on_before_optimizer_step", "file", "OSError: file 4"),
+        ("fsdp", "setup", "memory", "MemoryError: 5 GiB"),
+        ("fsdp", "training_step", "stop", "RuntimeError: training_step raised StopIteration: row 7"),
     ],
 )
 def test_the_error_of_the_first_rank_is_the_last_one_of_all(

@@ -102,6 +102,10 @@ def _fit_and_predict(folder: str, articles: str) -> None:
     fitter.fit(model, datamodule=data)
     fitter.save_checkpoint(f"{folder}/run/checkpoints/last.ckpt")
     fitter.predict(model, datamodule=data)
+    model.hparams.predictions = f"{folder}/rows.csv/predictions.jsonl"
+    kind, text = (OSError, "") if fitter.is_global_zero else (RuntimeError, "rank 0 of the group failed.*")
+    with pytest.raises(kind, match=rf"{text}rows\.csv"):
+        fitter.predict(model, datamodule=data)
 
 
 def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: ProcessPool, tmp_path: Path) -> None:

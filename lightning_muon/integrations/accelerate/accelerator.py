@@ -13,6 +13,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from lightning_muon.integrations.accelerate.settings import (
     sharding_of,
 )
 from lightning_muon.integrations.accelerate.stages import draw_alike
+from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
@@ -102,6 +104,9 @@ class Accelerator(accelerate.Accelerator):
         self.options = together(lambda: self._checked(read_options(options)))
         require_equal(self.options.lines, None, "the options of lightning_muon")
         self._engines: list[TrainingEngine] = []
+        self._watchdog: Watchdog | None = None  # Until the first engine has it.
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._watchdog = watch_setup(self, silence=self.options.max_silence)
         # An Accelerator has no end; the other ranks should know when this one has come to it.
         weakref.finalize(self, close_all, self._engines, is_end=True)
 
@@ -135,7 +140,8 @@ class Accelerator(accelerate.Accelerator):
         if models:
             self._meshes = self._meshes or make_meshes(self.state, self.options)
             module = self.unwrap_model(models[0], keep_torch_compile=False)
-            self._engines.append(shard(self, module, self._meshes))
+            watchdog, self._watchdog = self._watchdog, None
+            self._engines.append(shard(self, module, self._meshes, watchdog))
         if optimizers:
             engine = self._engines[0]
             if engine.optimizers:

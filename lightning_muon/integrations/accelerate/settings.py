@@ -23,6 +23,7 @@ from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.shard_model import WrapPolicy
@@ -179,7 +180,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
     return sizes.make(state.device.type, by_nodes=options.has_nodes, **layout)
 
 
-def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine:
+def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdog | None) -> TrainingEngine:
     """Give all ranks the weights of the first one, and shard the model. Collective; every rank must call it."""
     options: Options = accelerator.options
     state = accelerator.state
@@ -208,6 +209,7 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes) -> TrainingEngine
         meshes,
         sharding=sharding_of(state, options),
         mode_options=mode_options(state, options, module),
+        watchdog=watchdog,
         info=_log.info,
         warn=_log.warning,
     )

@@ -226,6 +226,9 @@ class FabricStrategy(MuonStrategy):
         """Remove all hooks; modules stay sharded."""
         self.finish_saving()
         close_all(self._engines)
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         self.precision.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()

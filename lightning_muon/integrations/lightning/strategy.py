@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -218,7 +219,13 @@ class TrainerStrategy(MuonStrategy):
             return loss
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
-        output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        try:
+            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        except StopIteration as error:
+            if "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters:
+                raise  # Its iterator has come to its end.
+            # Lightning would take it for the end of the data, on this rank only.
+            raise RuntimeError(f"training_step raised StopIteration: {error}") from error
         if output is None:
             free_unsharded(self.lightning_module)
         return output
@@ -283,6 +290,8 @@ class TrainerStrategy(MuonStrategy):
         told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
         if self._engine is not None and not isinstance(exception, told_to_end):
             self._engine.failed(exception)
+        if self._watchdog is not None:  # Setup has failed.
+            self._watchdog.failed(exception)
         if self._saves is not None:  # The others, who know by now, let it end.
             self._saves.give_up()
         super().on_exception(exception)  # type: ignore[misc]
@@ -300,6 +309,9 @@ class TrainerStrategy(MuonStrategy):
         if self._engine is not None:
             self._engine.show_own_weights()
             self._engine.close()
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
         self._data.release()
         self._first_callback = self.precision_plugin.engine = None
         super().teardown()  # type: ignore[misc]

@@ -311,6 +311,27 @@ def test_a_rank_whose_connection_is_closed_learns_why_at_once(gloo: ProcessPool)
     assert seconds < 3
 
 
+def _fail_under_a_launcher() -> float:
+    """Rank 1 fails while rank 0 computes, which the launcher kills as soon as rank 1 ends."""
+    _, agreement = sharded(make_mesh((1, 2)), ["Layer"])
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    watchdog = Watchdog(agreement.call_log)
+    watchdog.start()
+    if dist.get_rank() == 0:
+        time.sleep(20.0)
+    start = time.monotonic()
+    watchdog.failed(OSError("file 4"))
+    os.kill(pids[0], signal.SIGKILL)
+    return time.monotonic() - start
+
+
+def test_a_failed_rank_ends_once_the_others_have_logged_why(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="rank 0 learns: rank 1 has failed: OSError: file 4") as raised:
+        gloo.run_fresh(_fail_under_a_launcher, world_size=2, timeout=40.0)
+    assert raised.value.results[1] < 2.0
+
+
 def _fail_in_collectives() -> None:
     """Each rank fails in torch.distributed; nobody can say why."""
     _, agreement = sharded(make_mesh((1, 2)), ["Layer"])

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_muon import ParallelMuon
-from tests.integration.training import EXACT, full_weights, load, max_difference, strategy_class, trainer
+from lightning_muon import MuonConfig, ParallelMuon
+from tests.integration.training import (
+    EXACT,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
 from tests.reference.muon import orthogonalized
 from tests.reference.other_muons import DionMuon, KellerJordanMuon
 from tests.support.processes import ProcessPool
@@ -158,3 +170,39 @@ def test_a_state_that_is_not_known_is_an_error_on_all_ranks(gloo: ProcessPool, t
     torch.save(content, path)
     match = r"network.up.weight runs on muon here.* that of dion, has \['Q', 'momentum'\]"
     gloo.expect_error_on_all_ranks(_after, str(tmp_path), ["dion"], exception=RuntimeError, match=match, world_size=2)
+
+
+def _resume_with_other_routes(folder: str, is_sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Two matrices of blocks swap Muon and AdamW: their states before, after, and the warnings."""
+    pl = load()
+    states: list[dict[str, Tensor]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for on_adamw in (0, 1):
+            model = language_model(pl)
+            config = MuonConfig(adamw_patterns=(f"*blocks.{on_adamw}.up.weight",))
+            strategy = strategy_class()(optimizer=config, save_distributed_checkpoint=is_sharded)
+            fitter = trainer(pl, strategy=strategy, max_steps=2)
+            fitter.fit(model, loader(), ckpt_path=f"{folder}/one.ckpt" if on_adamw else None, weights_only=False)
+            fitter.save_checkpoint(f"{folder}/one.ckpt")
+            state = fitter.optimizers[0].state
+            weights = [block.up.weight for block in model.network.blocks]
+            states.append({
+                f"{number} {key}": value.full_tensor() if isinstance(value, DTensor) else value
+                for number, weight in enumerate(weights)
+                for key, value in state[weight].items()
+            })  # fmt: skip
+    return states[0], states[1], [str(each.message) for each in caught if "moved from" in str(each.message)]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_matrices_that_swap_their_algorithms_go_on(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
+    before, after, texts = gloo.run(_resume_with_other_routes, str(tmp_path), is_sharded, world_size=2)[0]
+    assert before["0 exp_avg"].count_nonzero() and torch.equal(after["0 momentum_buffer"], before["0 exp_avg"])
+    assert before["1 momentum_buffer"].count_nonzero() and after["1 step"] == 0
+    assert not after["1 exp_avg"].count_nonzero() and not after["1 exp_avg_sq"].count_nonzero()
+    assert [text.split(" moved ")[1] for text in texts] == [
+        "from AdamW to Muon: their first moments go on as momenta",
+        "from Muon to AdamW: their moments begin with zeros",
+    ]
+    assert "network.blocks.0.up.weight" in texts[0] and "network.blocks.1.up.weight" in texts[1]
