@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
@@ -165,6 +166,8 @@ def convert_optimizer(
         raise ValueError(
             "a FlexDeMo needs nodes; set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
         )
+    if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
+        raise ValueError("LBFGS joins all gradients in one vector, and shards have a part of it; use another optimizer")
     if choice == "keep":
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
 

@@ -21,6 +21,11 @@ SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
+def of_float16(precision: str) -> str:
+    """Why a precision is refused, behind "is not supported"; empty if it has no float16."""
+    return " (float16 needs loss scaling)" if "16" in precision and "bf16" not in precision else ""
+
+
 def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionPolicy:
     """What FSDP2 gathers and reduces in; ``precision`` is one of :data:`SUPPORTED`.
 

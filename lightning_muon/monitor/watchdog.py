@@ -46,7 +46,8 @@ _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 _SHARE_OF_TIMEOUT = 0.8
 _ON_EVERY_RANK = (
     "Call the model (a sample, generate, an evaluation) and clip gradients on every rank, outside of conditions such "
-    "as is_global_zero, and leave only what comes after it, as to print or to save, to one rank."
+    "as is_global_zero, and leave only what comes after it, as to print or to save, to one rank. Ranks that may have "
+    "different numbers of batches (an IterableDataset) need a limit that all reach, such as limit_train_batches."
 )
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 

@@ -27,7 +27,7 @@ from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.estimates import Grid, ShardExchange, node_grid, shard_exchanges
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.shard_model import agree_on_units, check_meta, find_units, units_of
+from lightning_muon.sharding.shard_model import agree_on_units, check_layers, check_meta, find_units, units_of
 from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 
@@ -95,6 +95,7 @@ class Ddp(ShardingMode):
     @override
     def prepare(self, module: nn.Module) -> None:
         def check() -> list[nn.Module]:
+            check_layers(module)
             check_meta(module)
             for name, parameter in names_of(module).items():
                 if isinstance(parameter, DTensor):

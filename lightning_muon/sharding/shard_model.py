@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
@@ -89,6 +90,7 @@ def agree_on_units(
 
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
     """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local."""
+    check_layers(module)
     check_meta(module)
     if isinstance(module, FSDPModule):
         return []
@@ -306,6 +308,20 @@ def check_meta(module: nn.Module) -> None:
                 f"{clean_name(name) or type(child).__name__}: {', '.join(on_meta)} on the meta device, but "
                 f"{', '.join(others)} not; create all tensors of a module on the same side"
             )
+
+
+def check_layers(module: nn.Module) -> None:
+    """Raise ``ValueError`` for layers whose weights or gradients ranks cannot share; local, equal on all ranks."""
+    for name, child in module.named_modules():
+        layer = f"{clean_name(name) or 'the model'} ({type(child).__name__})"
+        if any(map(is_lazy, child.parameters(recurse=False))):
+            raise ValueError(
+                f"{layer} does not know the shape of its weights yet; run a batch through the model before, or give "
+                "the layer its number of inputs"
+            )
+        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if is_table and child.sparse and child.weight.requires_grad:
+            raise ValueError(f"{layer} has sparse gradients, which ranks cannot sum; make it with sparse=False")
 
 
 def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -20,7 +20,7 @@ from lightning_muon.comm.agreement import together
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.model_setup import mixed_precision_policy, of_float16
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.monitor.watchdog import Watchdog
@@ -55,10 +55,9 @@ def check_kind(state: Any) -> None:
         )
     if kind == DistributedType.FSDP and not state.is_fsdp2:
         raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
-    if state.mixed_precision not in ("no", "bf16"):
-        raise ValueError(
-            f"mixed_precision: {state.mixed_precision} is not supported (float16 needs loss scaling); use bf16 or no"
-        )
+    precision = state.mixed_precision
+    if precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision: {precision} is not supported{of_float16(precision)}; use bf16 or no")
 
 
 def check_state(state: Any, options: Options) -> None:

@@ -19,7 +19,7 @@ from lightning_muon.compat.lightning import metadata_filename, set_no_backward_s
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
-from lightning_muon.engine.model_setup import SUPPORTED
+from lightning_muon.engine.model_setup import SUPPORTED, of_float16
 from lightning_muon.engine.options import ELSEWHERE, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
@@ -63,9 +63,7 @@ class FabricStrategy(MuonStrategy):
     def precision(self, plugin: Any) -> None:
         name = str(getattr(plugin, "precision", SUPPORTED[0]))
         if name not in SUPPORTED:
-            raise ValueError(
-                f"Fabric(precision={name!r}) is not supported (float16 needs loss scaling); use one of {SUPPORTED}"
-            )
+            raise ValueError(f"Fabric(precision={name!r}) is not supported{of_float16(name)}; use one of {SUPPORTED}")
         super(FabricStrategy, type(self)).precision.fset(self, plugin)  # type: ignore[attr-defined]
 
     @property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
-from lightning_muon.engine.model_setup import SUPPORTED
+from lightning_muon.engine.model_setup import SUPPORTED, of_float16
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -213,7 +213,7 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
     supported = ((plugins.MixedPrecision, "bf16-mixed"), (plugins.HalfPrecision, "bf16-true"))
     if kind is not plugins.Precision and (kind, precision) not in supported:
         raise ValueError(
-            f"precision={precision!r} ({kind.__name__}) is not supported (float16 needs loss scaling); set Trainer("
+            f"precision={precision!r} ({kind.__name__}) is not supported{of_float16(precision)}; set Trainer("
             f"precision=...) to one of {SUPPORTED}, and pass no precision plugin"
         )
     # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
