@@ -50,6 +50,13 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
+def listed(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
+    """The first ``most`` of ``names``, and how many more there are."""
+    shown = list(names)[:most]
+    more = len(names) - len(shown)
+    return separator.join([*shown, *([f"and {more} more"] if more else [])])
+
+
 def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
     """What to say of an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from torch import Tensor
 from lightning_muon.checkpoint.manifest import hash_files, write_manifest
 from lightning_muon.checkpoint.saving import MODELS
 from lightning_muon.cli.model_card import Source, model_card
+from lightning_muon.config import listed
 from lightning_muon.params.uses import clean_name
 
 _CONFIG, _TOKENIZER, _IMAGES = "config.json", "tokenizer_config.json", "preprocessor_config.json"
-_MOST_NAMES = 6
 _CONFIG_FROM = """model whose config.json (and tokenizer) belongs to the weights: a folder, or a name on the hub.
 Default: what the run has saved with the weights, or the config.json beside them"""
 _TOKENIZER_FROM = """folder or name on the hub of the tokenizer. Default: --config-from, the folder of SOURCE or of the
@@ -132,7 +132,7 @@ def _prefix_of(names: Collection[str], expected: Collection[str]) -> str:
     best = found.most_common(2)
     if not best:
         raise ValueError(
-            f"no weight of the checkpoint is one of the model: it has {_listed(names)}; the model {_listed(expected)}"
+            f"no weight of the checkpoint is one of the model: it has {listed(names)}; the model {listed(expected)}"
         )
     if len(best) == 2 and best[0][1] == best[1][1]:
         raise ValueError(f"the weights of the model are there twice: --prefix {best[0][0]!r} or {best[1][0]!r}")
@@ -143,7 +143,7 @@ def _own_weights(weights: Mapping[str, Tensor], prefix: str, *, is_given: bool) 
     others = [name for name in weights if not name.startswith(prefix)]
     if others and not is_given:
         raise ValueError(
-            f"{_listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
+            f"{listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
             f"--prefix {prefix!r} leaves them out"
         )
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -163,9 +163,9 @@ def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
         for name, value in expected.items()
         if name in weights and weights[name].shape != value.shape
     ]
-    problems = [f"the checkpoint lacks {_listed(missing)}"] if missing else []
-    problems += [f"the model has no {_listed(extra)}"] if extra else []
-    problems += [_listed(shapes)] if shapes else []
+    problems = [f"the checkpoint lacks {listed(missing)}"] if missing else []
+    problems += [f"the model has no {listed(extra)}"] if extra else []
+    problems += [listed(shapes)] if shapes else []
     if problems:
         raise ValueError(f"{type(model).__name__} of this config does not fit: {'; '.join(problems)}")
     model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False, assign=True)
@@ -195,9 +195,3 @@ def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
         if found:
             return AutoTokenizer.from_pretrained(found[0])
         return None  # A model without a tokenizer, of images for instance.
-
-
-def _listed(names: Collection[str] | Sequence[str]) -> str:
-    first = list(names)[:_MOST_NAMES]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
