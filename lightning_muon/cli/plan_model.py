@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import math
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -109,6 +110,11 @@ def positive(text: str) -> float:
     if not 0 < value < math.inf:
         raise ArgumentTypeError(f"must be finite and above 0, got {value}")
     return value
+
+
+def memory_of_host() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:

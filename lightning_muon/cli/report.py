@@ -250,7 +250,7 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
     if cost is None:
         rates, of_rates = PRESETS["cpu" if device_type == "cpu" else "reference"], "preset"
     else:
-        rates, of_rates = CostModel.from_dict(json.loads(cost.read_text(encoding="utf-8"))), str(cost)
+        rates, of_rates = CostModel.read(cost), str(cost)
     planned = predict(recording, rates, device_type=device_type)
     pictures: list[str] = []
     spans = recording.timeline.makespan, planned.makespan

@@ -31,10 +31,10 @@ from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import StageCosts
 from lightning_muon.schedule.shapes import ParameterShape
 
-Way = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
+Sharding = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
 """``sharding`` of a strategy, or FlexDeMo, which shards with FSDP2 inside of each node."""
-Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+TrainingMode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
+TRAINING_MODES: tuple[TrainingMode, ...] = get_args(TrainingMode)
 
 
 # Tensors of the size of the parameters that a FlexDeMo reads and writes to choose and to decode: counted in
@@ -79,14 +79,19 @@ class Split:
     replicate: int
     shard: int
     node_ranks: int
-    sharding: Way = "fsdp"
+    sharding: Sharding = "fsdp"
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> TrainingMode:
         """By the name of its row."""
         if self.sharding != "fsdp":
             return self.sharding
         return "pipeline" if self.pipeline > 1 else "hsdp" if self.replicate > 1 else "fsdp"
+
+    @property
+    def sizes(self) -> str:
+        """For tables."""
+        return f"{self.pipeline} x {self.replicate} x {self.shard}"
 
     @property
     def shards_of_weights(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli import trace_pipeline
-from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
+from lightning_muon.cli.plan_model import add_model_arguments, count, memory_of_host, read_model
 from lightning_muon.math.product_costs import MeasuredCosts
 from lightning_muon.monitor.calibrate import ARITHMETIC, Comparison, compare, run_on_ranks, this_device
 from lightning_muon.monitor.measure_products import measure_costs, model_matrices
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
         # All ranks are on this machine, with all of the model in each replica.
         numel = sum(math.prod(parameter.shape) for parameter in model.parameters if not parameter.frozen)
         needed = numel * _BYTES_PER_ELEMENT * mesh.replicate
-        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        present = memory_of_host()
         if needed > present:
             raise ValueError(
                 f"{model.name} with its gradients and states takes {needed / 2**30:.0f} GiB, and this machine has "
