@@ -50,13 +50,6 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
-def listed(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
-    """The first ``most`` of ``names``, and how many more there are."""
-    shown = list(names)[:most]
-    more = len(names) - len(shown)
-    return separator.join([*shown, *([f"and {more} more"] if more else [])])
-
-
 def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
     """What to say of an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
 
@@ -400,9 +393,10 @@ def check_one_of(key: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{key} must be one of {allowed}, got {value!r}")
 
 
-def listed(names: Sequence[str], most: int = 5, *, separator: str = ", ") -> str:
+def listed(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
     """The first ``most`` of some names, and how many more there are."""
-    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return separator.join([*list(names)[:most], *more])
 
 
 def _is_number(value: object) -> bool:
