@@ -17,7 +17,7 @@ from rich.console import Console, RenderableType
 
 from lightning_muon.cli import plan_modes, plan_pipeline
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
-from lightning_muon.cli.plan_html import step_section, table_section, write_page
+from lightning_muon.cli.plan_html import step_section, table_section
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
@@ -33,6 +33,7 @@ from lightning_muon.cli.plan_model import (
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.monitor import html
 from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
@@ -372,14 +373,11 @@ def _write_page(
     rows = [(each.name, *(value(each.numbers) for *_, value in _COLUMNS)) for each in outcomes]
     chosen = None if asked is None else names.index(asked)
     head = list(map(str, _head(setting, outcomes[names.index(PIPELINE)])))
-    write_page(
-        path,
-        title,
-        [
-            table_section("Strategies", columns, rows, chosen, head),
-            step_section(f"Predicted optimizer step: {shown.name}", shown),
-        ],
-    )
+    sections = [
+        table_section("Strategies", columns, rows, chosen, head),
+        step_section(f"Predicted optimizer step: {shown.name}", shown),
+    ]
+    path.write_text(html.page(title, sections), encoding="utf-8")
 
 
 def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from lightning_muon.cli.plan_model import cells_of
 from lightning_muon.cli.plan_strategies import Outcome
 from lightning_muon.config import listed
 from lightning_muon.monitor import html
@@ -22,11 +22,7 @@ def table_section(
     heading: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]], chosen: int | None, notes: Sequence[str]
 ) -> Section:
     """A table; ``columns`` are titles with the formats of their values, ``chosen`` is the row that stands out."""
-    cells = [
-        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
-        for row in rows
-    ]
-    return heading, html.table(list(columns), cells, chosen) + html.paragraphs(notes)
+    return heading, html.table(list(columns), cells_of(columns, rows), chosen) + html.paragraphs(notes)
 
 
 def step_section(heading: str, outcome: Outcome) -> Section:
@@ -71,8 +67,3 @@ def _about_matrices(outcome: Outcome) -> Callable[[int, Op], str]:
         return title + "\n" + listed(lines, _MOST_MATRICES, separator="\n")
 
     return about
-
-
-def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """A page that loads nothing."""
-    path.write_text(html.page(title, sections), encoding="utf-8")

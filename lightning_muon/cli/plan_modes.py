@@ -19,7 +19,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section, write_page
+from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section
 from lightning_muon.cli.plan_model import PlannedModel, count, memory_of_host, positive, table
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
@@ -37,6 +37,7 @@ from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.monitor import html
 from lightning_muon.schedule.pipeline import SCHEDULES
 from lightning_muon.sharding.modes import MODES
 
@@ -319,7 +320,7 @@ def write_html(path: Path, comparison: RankedSplits) -> None:
     if step is not None:
         where = f"{split.mode}, first stage" if schedule is not None else split.mode
         sections.append(step_section(f"Planned optimizer step: {where}", step))
-    write_page(path, first, sections)
+    path.write_text(html.page(first, sections), encoding="utf-8")
 
 
 def write_config(arguments: Namespace, comparison: RankedSplits) -> None:

@@ -22,7 +22,7 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting,
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES, make_buckets
-from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.schedule.cost import CostModel
@@ -150,9 +150,10 @@ def zero2_owners(job: Job, split: Split) -> dict[str, int]:
     """Name of each matrix that one rank of the shard axis has whole with ZeRO-2 -> that rank, as in a run."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     whole = [each for each in trained if each.kind in ("matrix", "convolution")]
-    num_steps = job.setting.config.ns_steps
+    options = NewtonSchulzOptions.of(vars(job.setting.config))
+    arithmetic = Arithmetic("cpu" if job.setting.is_cpu else "cuda", torch.bfloat16)
     costs = [
-        sum(newton_schulz_flops(one.rows, one.cols, num_steps) for one in logical_matrices(each.shape, each))
+        sum(options.flops(one.rows, one.cols, arithmetic) for one in logical_matrices(each.shape, each))
         for each in whole
     ]
     sizes = [job.itemsize * math.prod(each.shape) for each in whole]

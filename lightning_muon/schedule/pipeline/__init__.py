@@ -28,7 +28,7 @@ from lightning_muon.schedule.pipeline.nodes import (
     placement,
 )
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
-from lightning_muon.schedule.pipeline.registry import SCHEDULES, make_order, register_schedule
+from lightning_muon.schedule.pipeline.registry import SCHEDULES, find_schedule, make_order, register_schedule
 
 __all__ = [
     # What a schedule is made for, and what it is.
@@ -43,6 +43,7 @@ __all__ = [
     # Schedules.
     "SCHEDULES",
     "register_schedule",
+    "find_schedule",
     "make_order",
     "forward_only",
     "auto",

@@ -5,24 +5,29 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan_memory import memory_of_stages
 from lightning_muon.cli.plan_model import Mesh, PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, stage_costs
+from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, stage_costs, zero2_owners
 from lightning_muon.config import MuonConfig
+from lightning_muon.grad_sync.shard_map import place_shards
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.params.layout import OwnedBy
 from lightning_muon.params.routing import route_module
 from lightning_muon.pipeline.cut import choose_stages, measure_flops
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.pipeline import F, I, W, peak_activations
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
+from lightning_muon.sharding.modes import _flops_of_whole_matrices
 from tests.unit.cli.tiny_shapes import LENGTH, SHAPES, WIDTH, WORDS
 
 # Embedding, four layers, norm and head: a stage of 544 elements and one of 264, with 256 elements of matrices each.
@@ -260,3 +265,24 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     memory = memory_of_stages(job, split, nodes, stages, OptimizerStep(SplitTraffic()), number=2, recompute=True)
     loss = 4 * WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
     assert memory.activations == 2 * LENGTH * (2 * (WORDS + WIDTH) + loss + 2 * WORDS) + LENGTH * loss
+
+
+@pytest.mark.parametrize("quality", ["reference", "fast"])
+def test_owners_of_zero2_are_those_of_a_run(quality: Literal["reference", "fast"]) -> None:
+    shapes = [(32, 32), (16, 64), (16, 128), (64, 32)]  # Loads differ with the quality, and so do the owners.
+    module = nn.ParameterDict({str(index): torch.empty(shape) for index, shape in enumerate(shapes)})
+    optimizer = ParallelMuon(module.named_parameters(), ns_quality=quality)
+    run = place_shards(list(module.values()), _flops_of_whole_matrices([optimizer]), 2)
+    expected = {name: run[parameter] for name, parameter in module.items()}
+
+    parameters = tuple(ParameterShape(name=str(i), shape=each, kind="matrix") for i, each in enumerate(shapes))
+    model = ModelShapes(name="four", source="", parameters=parameters)
+    cost = CostModel(flops_per_second=_FLOPS, memory_bytes_per_second=1e12, bandwidth=(_WITHIN,))
+    config = MuonConfig(ns_quality=quality)
+    setting = Setting(model=model, mesh=Mesh(1, 1), config=config, wire_itemsize=2, cost=cost, is_cpu=True)
+    parts = PlannedParts(PlannedModel(shapes=model), model, width=8, itemsize=4)
+    sizes = {"itemsize": 4, "gathered_itemsize": 4, "reduced_itemsize": 4, "flops_per_second": _FLOPS}
+    job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=LENGTH, **sizes)
+    split = Split(pipeline=1, replicate=1, shard=2, node_ranks=8, sharding="zero2")
+    assert {name: OwnedBy(rank) for name, rank in zero2_owners(job, split).items()} == expected
+    assert (zero2_owners(job, split)["1"] == 0) == (quality == "reference")
