@@ -34,7 +34,7 @@ class MuonStrategy:
     """A strategy for one package of Lightning, whose ``ModelParallelStrategy`` is the class beside it."""
 
     package: ClassVar[LightningPackage]
-    user: ClassVar[str]  # Who takes such a strategy.
+    user: ClassVar[str]  # Who takes such a strategy; `{}` stands for the name of the package.
     options: Options
     # Of the class beside it.
     root_device: torch.device
@@ -89,7 +89,8 @@ class MuonStrategy:
     def __repr__(self) -> str:
         # A Trainer, or a Fabric of the other package, quotes it when it refuses the strategy.
         names = " and ".join(map(repr, STRATEGIES))
-        return f"<{type(self).__name__} for {self.user}; the names {names} find the right class for each package>"
+        user = self.user.format(self.package.name)
+        return f"<{type(self).__name__} for {user}; the names {names} find the right class for each package>"
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
