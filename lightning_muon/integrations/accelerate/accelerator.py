@@ -37,7 +37,6 @@ from lightning_muon.integrations.accelerate.settings import (
 )
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 
-
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
 
