@@ -30,9 +30,9 @@ import torch.distributed as dist
 from pipeline_link import Training
 from plan_splits import GIVES_MEMORY_BACK, asked_of_plan, measured_flops, peak_bytes, planned_llama
 
-from lightning_muon.cli.plan_splits import strategy_options
-from lightning_muon.cli.split_rules import MODES
-from lightning_muon.cli.split_search import plan_modes
+from lightning_muon.cli.plan_modes import strategy_options
+from lightning_muon.cli.split_rules import TRAINING_MODES
+from lightning_muon.cli.split_search import find_splits
 from lightning_muon.monitor.calibrate import Comparison, calibrate, compare, run_on_ranks
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
@@ -154,9 +154,9 @@ def train_all(arguments: argparse.Namespace) -> None:
     dist.all_reduce(flops)
     flops_per_second = float(flops) / num_ranks
     asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=num_ranks, flops=flops_per_second)
-    modes = ["none"] if num_ranks == 1 else [mode for mode in MODES if mode != "none"]
+    modes = ["none"] if num_ranks == 1 else [mode for mode in TRAINING_MODES if mode != "none"]
     found: dict[str, list[list[float]]] = {}
-    for each in plan_modes(asked, job, modes)[0]:
+    for each in find_splits(asked, job, modes)[0]:
         options = strategy_options(each.way)
         if each.way.split.mode == "flexdemo":
             options["optimizer"] = job.flexdemo

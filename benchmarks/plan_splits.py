@@ -29,10 +29,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_muon.cli.plan_model import Mesh, PlannedModel
-from lightning_muon.cli.plan_splits import make_job, strategy_options
+from lightning_muon.cli.plan_modes import SPLIT_MODES, make_job, strategy_options
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import Job
-from lightning_muon.cli.split_search import PlannedSplit, plan_splits
+from lightning_muon.cli.split_search import PlannedSplit, find_splits
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import MuonConfig
 from lightning_muon.params.routing import route_module
@@ -78,7 +78,7 @@ def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:
         asked, job = asked_of_plan(
             arguments, planned, cost, schedule, num_ranks=NUM_NODES * arguments.ranks_per_node, flops=flops_per_second
         )
-        splits, _ = plan_splits(asked, job)
+        splits, _ = find_splits(asked, job, SPLIT_MODES, every_split=True)
         found += [each for each in splits if each.way.schedule or schedule == SCHEDULES[0]]
     return sorted(found, key=lambda each: each.step_seconds)
 

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_muon import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
-from lightning_muon.integrations.registry import auto_resume_class, strategy_class
+from lightning_muon.integrations.registry import make, strategy_class
 from tests.support.processes import ProcessPool, RanksFailedError
 
 _SPARSE = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=2))
@@ -138,7 +138,7 @@ def train(folder: str, mode: str, num_steps: int, kill: Kill | None) -> tuple[in
         enable_model_summary=False,
         callbacks=[
             _write_losses(Path(folder)),
-            auto_resume_class("lightning.pytorch")(f"{folder}/checkpoints", every_n_train_steps=2),
+            make("AutoResume", "lightning.pytorch")(f"{folder}/checkpoints", every_n_train_steps=2),
         ],
     )
     data = TensorDataset(tokens, (3 * tokens + 1) % 23)

@@ -393,9 +393,10 @@ def check_one_of(key: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{key} must be one of {allowed}, got {value!r}")
 
 
-def listed(names: Sequence[str], most: int = 5, *, separator: str = ", ") -> str:
+def listed(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
     """The first ``most`` of some names, and how many more there are."""
-    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return separator.join([*list(names)[:most], *more])
 
 
 def _is_number(value: object) -> bool:

@@ -1,7 +1,375 @@
-"""For users of ``transformers.Trainer``: ``Trainer(optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4))``."""
+"""For users of ``transformers.Trainer``: ``Trainer(optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4))``.
 
-from lightning_muon.integrations.transformers.monitor import MuonMonitor
-from lightning_muon.integrations.transformers.optimizer import optimizer
-from lightning_muon.integrations.transformers.trainer import Trainer
+The optimizer that a Trainer gets for its model, a callback that measures its steps, and a Trainer that saves and
+resumes what ``from_pretrained(distributed_config=...)`` has sharded.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import fields, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
+
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.saving import State, save
+from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.monitor.step_monitor import StepMonitor
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.routing import route_module, routing_table
 
 __all__ = ["MuonMonitor", "Trainer", "optimizer"]
+_log = logging.getLogger(__name__)
+Config = MuonConfig | FlexDeMoConfig
+_DEFAULT = MuonConfig()
+# Option of ours -> what TrainingArguments calls it.
+_THEIRS = {
+    "lr": ("learning_rate",),
+    "weight_decay": ("weight_decay",),
+    "betas": ("adam_beta1", "adam_beta2"),
+    "adamw_eps": ("adam_epsilon",),
+}
+
+
+class LazyState(PlannedOptimizer):
+    """Has no state before its parameters are sharded, or its first step, like the optimizers of torch.
+
+    ``Accelerator.prepare`` asks the optimizer of a Trainer for its ``state_dict``, and loads that back, before it
+    shards the model. State that was made then would be that of whole parameters, and keep them alive.
+    """
+
+    def _can_make_state(self) -> bool:
+        is_sharded = any(isinstance(param, DTensor) for group in self.param_groups for param in group["params"])
+        return is_sharded and super()._can_make_state()
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self._existing_state else torch.optim.Optimizer.state_dict(self)
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self._existing_state or state_dict["state"]:
+            super().load_state_dict(state_dict)
+        else:
+            torch.optim.Optimizer.load_state_dict(self, state_dict)
+
+
+class TrainerMuon(LazyState, ParallelMuon):
+    """The :class:`~lightning_muon.ParallelMuon` of a Trainer."""
+
+
+class TrainerFlexDeMo(LazyState, FlexDeMo):
+    """The :class:`~lightning_muon.FlexDeMo` of a Trainer."""
+
+    def _require_mesh(self) -> None:
+        try:
+            super()._require_mesh()
+        except ValueError:
+            raise ValueError(
+                "this Accelerator averages gradients over all ranks; give FlexDeMo nodes by `lightning-muon launch "
+                "--config_file FILE`, with `optimizer: {class_path: lightning_muon.FlexDeMoConfig}` in it"
+            ) from None
+
+
+class OptimizerFactory:
+    """Makes the optimizer of a Trainer: ``OptimizerFactory()(model, config=config)``, as the Trainer calls it."""
+
+    def __call__(
+        self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
+    ) -> PlannedOptimizer:
+        """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
+        config = _with_arguments(config, _calling_arguments(), given, has_config=has_config)
+        require_one_sharding(model)
+        mesh = _mesh_of_replicas(config)
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        decayed = decayed_names(model)
+        groups: list[dict[str, Any]] = [
+            {"params": [parameter for name, parameter in named if name in decayed]},
+            {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        groups = [group for group in groups if group["params"]]
+        if isinstance(config, FlexDeMoConfig):
+            optimizer: PlannedOptimizer = TrainerFlexDeMo.from_config(groups, config)
+        else:
+            optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
+                table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
+                _log.info("%s", table)
+        # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
+        optimizer.route(model)
+        return optimizer
+
+
+def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[OptimizerFactory], dict[str, Any]]:
+    """ParallelMuon (or FlexDeMo) for a ``transformers.Trainer``.
+
+    Example::
+
+        import lightning_muon.hf
+
+        trainer = Trainer(
+            model,
+            TrainingArguments("out"),
+            train_dataset=dataset,
+            optimizer_cls_and_kwargs=lightning_muon.hf.optimizer(lr=3e-4, weight_decay=0.1),
+        )
+
+    ``TrainingArguments`` count; ``learning_rate``, ``weight_decay`` and ``adam_*`` do where they are not given here. A
+    warning names what is given in both places, and an ``optim`` that is not the default.
+
+    Args:
+        config: A :class:`~lightning_muon.MuonConfig`, or a :class:`~lightning_muon.FlexDeMoConfig`.
+        **options: Fields of the config to change.
+
+    Raises:
+        TypeError: For an option that the config does not have.
+    """
+    if not isinstance(config, MuonConfig | FlexDeMoConfig):
+        raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
+    defaults = type(config)()
+    own = {field.name for field in fields(config) if getattr(config, field.name) != getattr(defaults, field.name)}
+    return OptimizerFactory, {
+        "config": replace(config, **options),
+        "given": own | options.keys(),
+        "has_config": config is not _DEFAULT,
+    }
+
+
+def decayed_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that a ``Trainer`` decays: all but biases and what belongs to a norm."""
+    no_trainer: Any = None  # The method reads the model alone.
+    return set(transformers.Trainer.get_decay_parameter_names(no_trainer, model))
+
+
+def _calling_arguments() -> dict[str, tuple[Any, bool]]:
+    """``TrainingArguments`` of the ``Trainer`` whose method calls the caller: name -> (value, whether the user set it).
+
+    A Trainer passes an optimizer factory the model alone. Empty for any other caller.
+    """
+    trainer = sys._getframe(2).f_locals.get("self")
+    if not isinstance(trainer, transformers.Trainer):
+        return {}
+    defaults = {field.name: field.default for field in fields(transformers.TrainingArguments)}
+    values = {name: getattr(trainer.args, name) for name in ("optim", *chain.from_iterable(_THEIRS.values()))}
+    return {name: (value, value != defaults[name]) for name, value in values.items()}
+
+
+def _with_arguments(
+    config: Config, arguments: Mapping[str, tuple[Any, bool]], given: Collection[str], *, has_config: bool
+) -> Config:
+    """The config with ``arguments`` of the Trainer in place of what the user has not given; warns on rank 0."""
+    taken, ignored = dict[str, Any](), list[str]()
+    for name, theirs in _THEIRS.items() if arguments else ():
+        values: tuple[Any, ...] = tuple(arguments[key][0] for key in theirs)
+        value = values[0] if name != "betas" else values
+        is_set = any(arguments[key][1] for key in theirs)
+        if name in given and is_set and value != getattr(config, name):
+            said = ", ".join(f"{key}={each!r}" for key, each in zip(theirs, values, strict=True))
+            ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
+        elif name not in given and (is_set or not has_config):
+            taken[name] = value
+    optim, is_set = arguments.get("optim", ("", False))
+    if is_set:
+        ignored.append(f"optim={str(getattr(optim, 'value', optim))!r}: the optimizer is that of hf.optimizer")
+    if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
+        text = f"TrainingArguments have values without effect; leave one of both out. {'; '.join(ignored)}"
+        warnings.warn(text, stacklevel=3)
+    return replace(config, **taken)
+
+
+def require_one_sharding(model: Any) -> None:
+    """Raise if both transformers and Accelerate shard the model; local, alike on all ranks."""
+    from accelerate.utils import parse_flag_from_env  # accelerate is an optional extra.
+
+    is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+    if is_sharded and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        raise ValueError(
+            "from_pretrained(distributed_config=...) has sharded the model, and Accelerate is to shard it again; start "
+            "the program with torchrun, or accelerate launch without FSDP (or leave out distributed_config)"
+        )
+
+
+def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
+    """All ranks if they divide the work, having averaged gradients (DDP). Then collective; every rank must call it."""
+    from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
+
+    from lightning_muon.integrations.accelerate.settings import check_kind
+
+    state = AcceleratorState()
+    check_kind(state)
+    if state.distributed_type in (DistributedType.NO, DistributedType.FSDP):
+        return None
+    if isinstance(config, FlexDeMoConfig) and state.num_processes > 1:
+        raise ValueError(
+            "DDP averages gradients over all ranks and leaves FlexDeMo nothing; use `lightning-muon launch`, FSDP2"
+        )
+    return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))
+
+
+class MuonMonitor(transformers.TrainerCallback):
+    """Measures every n-th optimizer step of a ``Trainer``, and logs what it found with the Trainer's ``log``.
+
+    docs/monitor.md says what each number means. ``TrainingArguments(include_num_input_tokens_seen="all")`` makes
+    the Trainer count tokens; throughput and FLOPs of the model need it. Files for ``lightning-muon report`` are written
+    to ``muon_monitor/`` in ``output_dir``.
+
+    Args:
+        trainer: The Trainer that gets the callback.
+        every_n_steps: Measure every so many optimizer steps.
+        flops_per_token: FLOPs of forward and backward for a token; 0 takes 6 for each weight that is multiplied.
+        peak_flops: FLOP/s of a device for ``mfu/``; 0 leaves that out.
+
+    Example::
+
+        trainer = Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=lightning_muon.hf.optimizer())
+        trainer.add_callback(lightning_muon.hf.MuonMonitor(trainer))
+    """
+
+    def __init__(
+        self, trainer: Any, every_n_steps: int = 50, *, flops_per_token: float = 0.0, peak_flops: float = 0.0
+    ) -> None:
+        self._trainer, self._every_n_steps = trainer, every_n_steps
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._monitor: StepMonitor | None = None
+        self._tokens = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
+        """Begin. Collective over all ranks; every rank must call it."""
+        self._tokens = state.num_input_tokens_seen
+        self._monitor = StepMonitor(
+            of_trainer["optimizer"],
+            of_trainer["model"],
+            every_n_steps=self._every_n_steps,
+            flops_per_token=self._flops_per_token,
+            peak_flops=self._peak_flops,
+            first_step=state.global_step,
+            folder=args.output_dir,
+        )
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count tokens, which the Trainer has summed over the ranks; local."""
+        if self._monitor is not None:
+            new, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
+            self._monitor.count(new / (dist.get_world_size() if dist.is_initialized() else 1))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log what the step has given, if it was measured."""
+        if self._monitor is not None and (values := self._monitor.take()):
+            should_log = control.should_log
+            self._trainer.log(values)
+            control.should_log = should_log  # Or the loss of this step would not be logged any more.
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        """Stop the clock, in an evaluation."""
+        if self._monitor is not None:
+            self._monitor.pause()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Go on."""
+        if self._monitor is not None:
+            self._monitor.resume()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Measure no more."""
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+
+
+_FOLDER, _METADATA = "sharded", "meta.pt"  # In a folder checkpoint-N, beside the whole weights.
+_MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "scheduler"
+
+
+class Trainer(transformers.Trainer):
+    """A ``transformers.Trainer`` that saves the state of the optimizer also for models sharded at load time.
+
+    ``from_pretrained(distributed_config=...)`` shards a model as it loads it (FSDP2, HSDP, tensor parallel), and the
+    Trainer of transformers then refuses to save the optimizer and to resume. This one writes model and optimizer as
+    shards to ``checkpoint-N/sharded``, with hashes, and ``train(resume_from_checkpoint=...)`` reads them on any number
+    of ranks and any mesh. ``checkpoint-N`` itself still is a folder for ``from_pretrained``. Any other model is saved
+    as transformers does it. Arguments are those of ``transformers.Trainer``.
+
+    Example::
+
+        model = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(fsdp_size=8))
+        muon = lightning_muon.hf.optimizer()
+        trainer = lightning_muon.hf.Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=muon)
+        trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        require_one_sharding(model)
+        # The refusal is in the constructor, and asks for this option.
+        is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
+        refused = args if is_sharded and args is not None and not args.save_only_model else None
+        if refused is not None:
+            refused.save_only_model = True
+        super().__init__(model, args, *more, **options)
+        if refused is not None:
+            refused.save_only_model = False
+
+    @property
+    def _sharded_model(self) -> Any:
+        """The model, if it was sharded at load time."""
+        return self.model if getattr(self, "is_distributed_loading_by_transformers", False) else None
+
+    def _state_of(self, model: nn.Module) -> State:
+        free_unsharded(model)  # An evaluation leaves the root whole.
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
+        state = State(optimizers={_OPTIMIZER: (model, optimizer)}, modules={_MODEL: (model, [optimizer])})
+        if isinstance(optimizer, PlannedOptimizer):
+            state.checks[_OPTIMIZER] = optimizer.finite_check
+        return state
+
+    @override
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        model, scheduler = self._sharded_model, self.lr_scheduler
+        if model is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = self._state_of(model)
+        state.rest[_SCHEDULER] = cast("Any", scheduler).state_dict()
+        save(Path(output_dir) / _FOLDER, state, model._device_mesh, filters={}, metadata_name=_METADATA)
+
+    @override
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        own = self._sharded_model
+        if own is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        free_unsharded(own)
+        self._open(resume_from_checkpoint).load_weights(_MODEL, own, strict=True)
+
+    @override
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        model = self._sharded_model
+        if model is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        saved, state = self._open(checkpoint), self._state_of(model)
+        saved.load_optimizer(_OPTIMIZER, *state.optimizers[_OPTIMIZER])
+        saved.load_skipped_steps(state.checks)
+        cast("Any", self.lr_scheduler).load_state_dict(saved.content[_SCHEDULER])
+
+    def _open(self, checkpoint: str) -> Checkpoint:
+        """Collective; every rank must call it."""
+        found = Checkpoint.open(Path(checkpoint) / _FOLDER, metadata_name=_METADATA, weights_only=True)
+        found.state_advice = "load the weights with from_pretrained, and train without resume_from_checkpoint"
+        return found

@@ -327,9 +327,15 @@ def _comment_of(path: Path) -> bytes | None:
 
 def _parsed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        return dict(json.loads(text))
+        found = dict(json.loads(text))
     except (ValueError, TypeError) as problem:  # Also bytes that are no text, and other values than a mapping.
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
+    if found.get("format", _FORMAT) > _FORMAT:
+        raise ValueError(
+            f"{path} was written by a later version of lightning-muon, in format {found['format']}; this one reads "
+            f"formats up to {_FORMAT}: install that version"
+        )
+    return found
 
 
 def _hash_of(manifest: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from lightning_muon.checkpoint.saving import NAMES, describe_save, numbered_opti
 from lightning_muon.checkpoint.staging import last_written, replacing
 from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.cli import convert_hf
-from lightning_muon.cli.model_card import Source, find_run
+from lightning_muon.cli.convert_hf import Source, find_run
 from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.errors import DamagedCheckpointError

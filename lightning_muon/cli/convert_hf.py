@@ -1,6 +1,7 @@
 """``lightning-muon convert SOURCE TARGET --to hf``: a folder that ``from_pretrained`` of transformers loads.
 
-transformers itself makes the model, without memory for its weights, gets those of the checkpoint, and saves it.
+transformers itself makes the model, without memory for its weights, gets those of the checkpoint, and saves it. The
+README.md beside it says what the model is, how it was trained, and what the last figures of the run were.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_muon.checkpoint.manifest import hash_files, write_manifest
-from lightning_muon.checkpoint.saving import MODELS
-from lightning_muon.cli.model_card import Source, model_card
+from lightning_muon.checkpoint.saving import MODELS, NAMES
+from lightning_muon.cli.report import LoggedRun, is_of_optimizer
+from lightning_muon.config import listed
 from lightning_muon.params.uses import clean_name
 
 _CONFIG, _TOKENIZER, _IMAGES = "config.json", "tokenizer_config.json", "preprocessor_config.json"
-_MOST_NAMES = 6
 _CONFIG_FROM = """model whose config.json (and tokenizer) belongs to the weights: a folder, or a name on the hub.
 Default: what the run has saved with the weights, or the config.json beside them"""
 _TOKENIZER_FROM = """folder or name on the hub of the tokenizer. Default: --config-from, the folder of SOURCE or of the
@@ -132,7 +135,7 @@ def _prefix_of(names: Collection[str], expected: Collection[str]) -> str:
     best = found.most_common(2)
     if not best:
         raise ValueError(
-            f"no weight of the checkpoint is one of the model: it has {_listed(names)}; the model {_listed(expected)}"
+            f"no weight of the checkpoint is one of the model: it has {listed(names)}; the model {listed(expected)}"
         )
     if len(best) == 2 and best[0][1] == best[1][1]:
         raise ValueError(f"the weights of the model are there twice: --prefix {best[0][0]!r} or {best[1][0]!r}")
@@ -143,7 +146,7 @@ def _own_weights(weights: Mapping[str, Tensor], prefix: str, *, is_given: bool) 
     others = [name for name in weights if not name.startswith(prefix)]
     if others and not is_given:
         raise ValueError(
-            f"{_listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
+            f"{listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
             f"--prefix {prefix!r} leaves them out"
         )
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
@@ -163,9 +166,9 @@ def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
         for name, value in expected.items()
         if name in weights and weights[name].shape != value.shape
     ]
-    problems = [f"the checkpoint lacks {_listed(missing)}"] if missing else []
-    problems += [f"the model has no {_listed(extra)}"] if extra else []
-    problems += [_listed(shapes)] if shapes else []
+    problems = [f"the checkpoint lacks {listed(missing)}"] if missing else []
+    problems += [f"the model has no {listed(extra)}"] if extra else []
+    problems += [listed(shapes)] if shapes else []
     if problems:
         raise ValueError(f"{type(model).__name__} of this config does not fit: {'; '.join(problems)}")
     model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False, assign=True)
@@ -197,7 +200,119 @@ def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
         return None  # A model without a tokenizer, of images for instance.
 
 
-def _listed(names: Collection[str] | Sequence[str]) -> str:
-    first = list(names)[:_MOST_NAMES]
-    more = len(names) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more else "")
+_PROJECT = "https://github.com/lightning-muon/lightning-muon"
+_VERSIONS = ("lightning_muon", "torch")  # In a manifest.
+_NO_SETTINGS = {"params", NAMES}
+_LONGEST = 200  # Characters of a value.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The checkpoint and what lies around it.
+
+    Args:
+        path: The checkpoint.
+        about: What its manifest says of the run; empty without one.
+        param_groups: Of its optimizers.
+        run: Metrics of the run, if they were found.
+        name: Of the model, in the card.
+    """
+
+    path: Path
+    name: str
+    about: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    param_groups: Sequence[Mapping[str, Any]] = ()
+    run: LoggedRun | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where the run may have left a config or a tokenizer: in the checkpoint, beside it, in the run's folder."""
+        return [self.path, self.path.parent, *([self.run.folder] if self.run else [])]
+
+
+def find_run(source: Path, given: Path | None) -> LoggedRun | None:
+    """Metrics of the folder that was ``given``, or of one of the two that ``source`` lies in; else none."""
+    if given is not None:
+        return LoggedRun.read(given)
+    for folder in (source, source.parent, source.parent.parent):
+        try:
+            found = LoggedRun.read(folder)
+        except FileNotFoundError:
+            continue
+        if found.folder == folder:  # Not the newest of several runs, which another one may be.
+            return found
+    return None
+
+
+def model_card(
+    class_name: str,
+    source: Source,
+    content: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    datasets: Sequence[str],
+) -> str:
+    """The text of README.md, with the front matter that the hub reads.
+
+    Args:
+        class_name: Class of transformers.
+        source: The checkpoint.
+        content: What the checkpoint has beside weights and states: ``epoch``, ``hyper_parameters``.
+        base_model: On the hub, that the training began with.
+        datasets: On the hub.
+    """
+    from huggingface_hub import ModelCardData
+    from transformers.modelcard import TASK_MAPPING
+    from transformers.pipelines import PIPELINE_REGISTRY
+
+    # The task is certain if the class has one only, of those that there still are.
+    known = PIPELINE_REGISTRY.get_supported_tasks()
+    tasks = [task for task, classes in TASK_MAPPING.items() if class_name in classes.values() and task in known]
+    front = ModelCardData(
+        library_name="transformers",
+        tags=["muon", "lightning-muon"],
+        pipeline_tag=tasks[0] if len(tasks) == 1 else None,
+        base_model=base_model,
+        datasets=list(datasets) or None,
+    )
+    step = source.about.get("step", content.get("global_step"))
+    mesh = dict(source.about.get("mesh", {}))
+    ranks = source.about.get("num_ranks") or prod(mesh.values())
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    facts = {
+        "class": f"`{class_name}`",
+        "optimizer steps": step,
+        "epochs begun": content["epoch"] + 1 if {"epoch", "loops"} <= content.keys() else None,
+        "ranks": ranks if source.about else None,
+        "mesh": axes,
+        "checkpoint of": " and ".join(f"{name} {source.about[name]}" for name in _VERSIONS if name in source.about),
+    }
+    lines = ["---", front.to_yaml(), "---", "", f"# {source.name}", ""]
+    lines += [f"Trained with [lightning-muon]({_PROJECT})."]
+    lines += _table("The run", ["", ""], [[name, value] for name, value in facts.items() if value not in (None, "")])
+    if source.run:
+        last = {name: curve[-1] for name, curve in source.run.curves.items() if curve and not is_of_optimizer(name)}
+        rows = [[f"`{name}`", f"{value:.5g}", f"{step:.0f}"] for name, (step, value) in sorted(last.items())]
+        lines += _table("Last metrics", ["metric", "value", "step"], rows)
+    groups = [{k: v for k, v in group.items() if k not in _NO_SETTINGS} for group in source.param_groups]
+    settings = list(dict.fromkeys(name for group in groups for name in group))
+    heads = ["setting", *(f"group {number}" for number in range(len(groups)))]
+    lines += _table("Optimizer", heads, [[f"`{n}`", *(_text(each.get(n)) for each in groups)] for n in settings])
+    given = {name: value for name, value in content.get("hyper_parameters", {}).items() if not name.startswith("_")}
+    lines += _table("Hyper-parameters", ["name", "value"], [[f"`{name}`", _text(given[name])] for name in given])
+    return "\n".join([*lines, ""])
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    if not rows:
+        return []
+    marks = ["---"] * len(heads)
+    return ["", f"## {title}", "", *(f"| {' | '.join(map(str, row))} |" for row in (heads, marks, *rows))]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

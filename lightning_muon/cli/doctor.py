@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import __version__
-from lightning_muon.cli.plan_model import count
+from lightning_muon.cli.plan_model import count, memory_of_host, table
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
     for title, rows in sections:
         console.print(_section(title, rows))
     if links:
+        console.print("self-test", style="bold")
         console.print(_links_table(links))
     for title, lines in (("broken", findings.broken), ("to know", findings.notes)):
         for line in lines:
@@ -126,9 +127,8 @@ def describe_packages(findings: Findings) -> tuple[str, Rows]:
 def describe_devices(findings: Findings) -> tuple[str, Rows]:
     """Processors, cards and memory, and in which dtype they run Newton-Schulz."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     dtype = "bfloat16" if cpu_multiplies_bfloat16_fast() else "float32"
-    rows = [("CPU", f"{num_cores} cores, {memory / 2**30:.0f} GiB, Newton-Schulz in {dtype}")]
+    rows = [("CPU", f"{num_cores} cores, {memory_of_host() / 2**30:.0f} GiB, Newton-Schulz in {dtype}")]
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         rows.append((f"cuda:{index}", f"{card.name}, {card.total_memory / 2**30:.0f} GiB, Newton-Schulz in bfloat16"))
@@ -248,10 +248,6 @@ def _section(title: str, rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def _links_table(links: Sequence[MeasuredLink]) -> Table:
-    table = Table(title="self-test", title_justify="left", title_style="bold", box=None, padding=(0, 2))
-    for name in ("axis", "ranks", "collective", "latency", "a rank sends"):
-        table.add_column(name)
-    for each in links:
-        row = (each.axis, str(each.num_ranks), each.kind, f"{1e6 * each.latency:.0f} us")
-        table.add_row(*row, f"{each.bandwidth / 1e9:.3g} GB/s")
-    return table
+    columns = {"axis": "", "ranks": "d", "collective": "", "latency us": ".0f", "a rank sends GB/s": ".3g"}
+    rows = [(each.axis, each.num_ranks, each.kind, 1e6 * each.latency, each.bandwidth / 1e9) for each in links]
+    return table(columns, rows)

@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from lightning_muon.cli import plan_modes, plan_pipeline, plan_splits
+from lightning_muon.cli import plan_modes, plan_pipeline
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
-from lightning_muon.cli.plan_html import step_section, table_section, write_page
+from lightning_muon.cli.plan_html import step_section, table_section
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
@@ -33,12 +33,13 @@ from lightning_muon.cli.plan_model import (
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
+from lightning_muon.monitor import html
 from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
 from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
-from lightning_muon.schedule.shapes import ModelShapes, write_shapes
+from lightning_muon.schedule.shapes import write_shapes
 
 MOST_RANKS = 4096
 WIDTH = 120
@@ -96,7 +97,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
     plan_pipeline.add_arguments(parser)
     plan_modes.add_arguments(parser)
-    plan_splits.add_arguments(parser)
     add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
     add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
     add("--json", action="store_true", help="print everything as JSON instead of text")
@@ -109,32 +109,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
-    plan_splits.refuse_others(arguments)
+    plan_modes.refuse_others(arguments)
     if arguments.pipeline is not None:
         plan_pipeline.run(arguments, _console())
         return
-    planned = read_model(arguments)
+    planned = _read(arguments)
+    if arguments.splits is not None or arguments.ranks is not None:
+        plan_modes.run(arguments, _console(), _setting(arguments, planned, Mesh(1, 1)), planned)
+        return
     if arguments.config is None:
         arguments.shard_size = arguments.shard_size or 8
-    flexdemo = planned.flexdemo
-    if arguments.flexdemo is not None:
-        default = FlexDeMoConfig() if arguments.ranks is None else plan_splits.FLEXDEMO
-        flexdemo = config_from_words(arguments.flexdemo, flexdemo or default)
-    model = _shapes(arguments, planned)
-    planned = replace(planned, flexdemo=flexdemo)
-    for compares, number in ((plan_splits, arguments.splits), (plan_modes, arguments.ranks)):
-        if number is not None:
-            setting = _setting(arguments, planned, model, Mesh(1, 1))
-            arguments.rank_memory = arguments.rank_memory or plan_splits.default_rank_memory(
-                arguments, is_cpu=setting.is_cpu
-            )
-            compares.run(arguments, _console(), setting, planned)
-            return
     # An exchange between nodes takes two of them.
-    mesh = planned.mesh(arguments, fewest_replicas=1 if flexdemo is None else 2)
+    mesh = planned.mesh(arguments, fewest_replicas=1 if planned.flexdemo is None else 2)
     if mesh.size > MOST_RANKS:
         raise ValueError(f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}")
-    setting = _setting(arguments, planned, model, mesh)
+    _run_step(arguments, _setting(arguments, planned, mesh), planned.flexdemo)
+
+
+def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig | None) -> None:
+    """Of the optimizer, with each strategy; of a FlexDeMo also what nodes exchange."""
+    model, mesh = setting.model, setting.mesh
     links, zero2, choice, outcomes = None, [], None, []
     if flexdemo is not None:
         links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
@@ -143,7 +137,7 @@ def run(arguments: Namespace) -> None:
             outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
     else:
         outcomes = compare_strategies(setting)
-        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or plan_splits.NODE_RANKS)
+        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or plan_modes.NODE_RANKS)
         if arguments.config is not None:
             choice = choice_of(setting)
     if arguments.draw and not outcomes:
@@ -163,6 +157,21 @@ def run(arguments: Namespace) -> None:
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
+
+
+def _read(arguments: Namespace) -> PlannedModel:
+    """The model and its FlexDeMo, as the options change them; the shapes are written where these say."""
+    planned = read_model(arguments)
+    flexdemo = planned.flexdemo
+    if arguments.flexdemo is not None:
+        default = FlexDeMoConfig() if arguments.ranks is None else plan_modes.FLEXDEMO
+        flexdemo = config_from_words(arguments.flexdemo, flexdemo or default)
+    model = with_fused(planned.shapes, dict(arguments.fused))
+    if arguments.stack_shard_dim is not None:
+        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
+    if arguments.write_shapes is not None:
+        write_shapes(model, arguments.write_shapes)
+    return replace(planned, shapes=model, flexdemo=flexdemo)
 
 
 def _as_dict(
@@ -193,21 +202,11 @@ def _as_dict(
     }
 
 
-def _shapes(arguments: Namespace, planned: PlannedModel) -> ModelShapes:
-    """Those of the model, as the options change them, and written where they say."""
-    model = with_fused(planned.shapes, dict(arguments.fused))
-    if arguments.stack_shard_dim is not None:
-        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
-    if arguments.write_shapes is not None:
-        write_shapes(model, arguments.write_shapes)
-    return model
-
-
 def _console() -> Console:
     return Console(width=WIDTH, highlight=False, markup=False, emoji=False)
 
 
-def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, mesh: Mesh) -> Setting:
+def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting:
     """The file's options and machine, with those of the command line in their place."""
     machine = arguments.machine or planned.machine
     asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
@@ -221,18 +220,15 @@ def _setting(arguments: Namespace, planned: PlannedModel, model: ModelShapes, me
                 "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
             )
         options = {key: getattr(config, key) for key in ARITHMETIC}
-        cost = calibrate(model, num_ranks=mesh.size, num_replicas=mesh.replicate, **options)
+        cost = calibrate(planned.shapes, num_ranks=mesh.size, num_replicas=mesh.replicate, **options)
     elif arguments.cost is not None:
         machine = str(arguments.cost)
-        try:
-            cost = CostModel.from_dict(json.loads(arguments.cost.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{arguments.cost}: {error}") from error
+        cost = CostModel.read(arguments.cost)
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
     latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
     wire_dtype = config.wire_dtype if config.wire_dtype != "auto" else config.compute_dtype
     return Setting(
-        model=model,
+        model=planned.shapes,
         mesh=mesh,
         config=config,
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
@@ -377,14 +373,11 @@ def _write_page(
     rows = [(each.name, *(value(each.numbers) for *_, value in _COLUMNS)) for each in outcomes]
     chosen = None if asked is None else names.index(asked)
     head = list(map(str, _head(setting, outcomes[names.index(PIPELINE)])))
-    write_page(
-        path,
-        title,
-        [
-            table_section("Strategies", columns, rows, chosen, head),
-            step_section(f"Predicted optimizer step: {shown.name}", shown),
-        ],
-    )
+    sections = [
+        table_section("Strategies", columns, rows, chosen, head),
+        step_section(f"Predicted optimizer step: {shown.name}", shown),
+    ]
+    path.write_text(html.page(title, sections), encoding="utf-8")
 
 
 def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
+from lightning_muon.cli.plan_model import cells_of
 from lightning_muon.cli.plan_strategies import Outcome
+from lightning_muon.config import listed
 from lightning_muon.monitor import html
 from lightning_muon.schedule.draw import rows_shown
 from lightning_muon.schedule.program import Op, OpKind
@@ -21,11 +22,7 @@ def table_section(
     heading: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]], chosen: int | None, notes: Sequence[str]
 ) -> Section:
     """A table; ``columns`` are titles with the formats of their values, ``chosen`` is the row that stands out."""
-    cells = [
-        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
-        for row in rows
-    ]
-    return heading, html.table(list(columns), cells, chosen) + html.paragraphs(notes)
+    return heading, html.table(list(columns), cells_of(columns, rows), chosen) + html.paragraphs(notes)
 
 
 def step_section(heading: str, outcome: Outcome) -> Section:
@@ -61,17 +58,12 @@ def _about_matrices(outcome: Outcome) -> Callable[[int, Op], str]:
         if op.kind == OpKind.NEWTON_SCHULZ and not stands_for_all:
             # Not the items of the op, since ranks that run at equal times have those of the first of them.
             matrices = [each for each in matrices if rank in plan.owners[each]]
-        lines = [f"{size}, {op.cost / 1e9:,.4g} GFLOP" if op.cost else size]
-        for each in matrices[:_MOST_MATRICES]:
+        lines: list[str] = []
+        for each in matrices:
             spec, owners = specs[each], plan.owners[each]
             owner = f"rank {owners[0]}" if len(owners) == 1 else "all ranks"
             lines.append(f"{spec.name} {spec.rows} x {spec.cols}: {owner}, {spec.flops / 1e9:,.4g} GFLOP")
-        more = len(matrices) - _MOST_MATRICES
-        return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])
+        title = f"{size}, {op.cost / 1e9:,.4g} GFLOP" if op.cost else size
+        return title + "\n" + listed(lines, _MOST_MATRICES, separator="\n")
 
     return about
-
-
-def write_page(path: Path, title: str, sections: Sequence[Section]) -> None:
-    """A page that loads nothing."""
-    path.write_text(html.page(title, sections), encoding="utf-8")

@@ -26,7 +26,7 @@ from lightning_muon.schedule.muon import STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
 from lightning_muon.schedule.shapes import ParameterShape
 
-_INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: math/quantization.py.
+_INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: optim/momentum.py.
 
 
 @dataclass(frozen=True, kw_only=True)

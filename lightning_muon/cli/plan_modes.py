@@ -1,92 +1,155 @@
-"""``lightning-muon plan --ranks``: does it fit, and which way of training to use; and a config file of the best one."""
+"""``lightning-muon plan --ranks`` and ``--splits``: what fits, which way of training to use, and a config file of it.
+
+The command and its table: ``--ranks`` shows the best split of each mode, ``--splits`` every one of FSDP2 and pipelines.
+:mod:`lightning_muon.cli.split_rules` says what a split needs and takes, :mod:`lightning_muon.cli.split_search` goes
+through all of them.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch import nn
 
-from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section, write_page
-from lightning_muon.cli.plan_model import PlannedModel, count, table
-from lightning_muon.cli.plan_splits import make_job, recommendation, strategy_options
+from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section
+from lightning_muon.cli.plan_model import PlannedModel, count, memory_of_host, positive, table
+from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import MODES, Job, simulated_step
-from lightning_muon.cli.split_search import GIB, PlannedSplit, pipeline_timeline, plan_modes, unit_of
+from lightning_muon.cli.split_rules import TRAINING_MODES, Job, TrainingMode, simulated_step
+from lightning_muon.cli.split_search import (
+    ACTIVATIONS,
+    GIB,
+    PlannedSplit,
+    Way,
+    find_splits,
+    pipeline_timeline,
+    unit_of,
+)
+from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml
-from lightning_muon.sharding.modes import MODES as MODES_OF_SHARDING
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.monitor import html
+from lightning_muon.schedule.pipeline import SCHEDULES
+from lightning_muon.sharding.modes import MODES
 
+NODE_RANKS = 8  # If nobody says how many ranks a node has.
+FLEXDEMO = FlexDeMoConfig(base="muon")  # Of the row, if nobody says another: the optimizer of the other rows.
+SPLIT_MODES: tuple[TrainingMode, ...] = ("fsdp", "hsdp", "pipeline")  # Of --splits.
 _STRATEGY = "lightning_muon.ParallelMuonStrategy"
 # Options of the strategy that the plan sets, or that would contradict it.
 _DECIDED = (
     *("sharding", "replicate_size", "shard_size", "data_parallel_size", "pipeline_size", "pipeline_schedule"),
     *("pipeline_microbatches", "reshard_after_forward"),
 )
+_SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
+_REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size")
 _LEGEND = (
     "* is recommended; +: so much too large for a rank. split: pipeline x replicas x shards. muon: the optimizer step, "
-    "part of the step. The last column has the most at one time, those before it the most of each kind: weights, "
+    "part of the step. "
+)
+_LEGEND_OF_MODES = (
+    "The last column has the most at one time, those before it the most of each kind: weights, "
     "gradients, optimizer state, activations, and buffers: gathered weights, what travels, the optimizer at work"
 )
-_RANKS_HELP = f"compare {', '.join(MODES)} on so many ranks: what fits, and what is fastest"
-_WRITE_HELP = (
-    "the config of what --ranks recommends: that of --config with another strategy, or with --shapes one for Accelerate"
+_LEGEND_OF_SPLITS = (
+    "m: micro-batches; idle: of all ranks, without the optimizer step; MB that a rank sends within its node and to "
+    "other ones, and memory: of the stage with most"
 )
-_COLUMNS = {
-    "mode": "",
-    "split": "",
-    "fits": ">",
-    "way": "",
-    "step s": ".4g",
-    "muon s": ".3g",
-    **dict.fromkeys(("weights", "grads", "state", "activ.", "buffers"), ".1f"),
-}
+_RANKS_HELP = f"compare {', '.join(TRAINING_MODES)} on so many ranks: what fits, and what is fastest"
+_WRITE_HELP = (
+    "the config of what --ranks or --splits recommends: that of --config with another strategy, or with --shapes one "
+    "for Accelerate"
+)
+_GPU_MEMORY_GIB = 72.0
+_MEMORY_HELP = (
+    f"that a rank may fill ({_GPU_MEMORY_GIB:g}; with --machine cpu or accelerator: cpu the memory of this host, "
+    "divided by the ranks of a node)"
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--ranks", metavar="N", type=count, help=_RANKS_HELP)
-    add("--modes", nargs="+", choices=MODES, default=MODES, help="that --ranks compares")
-    add("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
+    add("--modes", nargs="+", choices=TRAINING_MODES, default=TRAINING_MODES, help="that --ranks compares")
+    add("--splits", metavar="RANKS", type=count, help="compare pipeline x replicate x shard splits of so many ranks")
+    both = parser.add_argument_group("with --ranks and --splits").add_argument
+    both("--rows", metavar="N", type=count, help="of a batch of all ranks (2 per rank)")
+    both("--length", metavar="N", type=count, default=4096, help="tokens of a row (4096)")
+    both("--rank-memory", metavar="GIB", type=positive, help=_MEMORY_HELP)
+    both("--model-flops", metavar="X", type=positive, help="FLOP/s of forward and backward (those of Newton-Schulz)")
+    both("--width", metavar="N", type=count, help="elements of a token between two layers (the embedding's)")
+    both("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="of pipelines that are tried")
+    both("--activations", choices=sorted(ACTIVATIONS), default="auto", help="kept, or recomputed in backward")
+    both("--precision", choices=SUPPORTED, help="that of the config, or bf16-mixed")
+    both("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
+
+
+def refuse_others(arguments: Namespace) -> None:
+    """Raise ``ValueError`` for options that ``--splits`` or ``--ranks`` would ignore."""
+    for asked, keys in {"splits": (*_REFUSED, "flexdemo", "ranks"), "ranks": _REFUSED}.items():
+        for key in keys if getattr(arguments, asked) is not None else ():
+            if getattr(arguments, key) not in (None, False, []):
+                raise ValueError(f"--{asked} goes without --{key.replace('_', '-')}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankedModes:
+class RankedSplits:
     """The ways to train, and the recommended one."""
 
     job: Job
     precision: str
+    rank_memory: float  # In GiB.
+    every_split: bool  # Whether all splits are there, or the best one of each mode.
     found: Sequence[PlannedSplit]  # The fastest that fits first.
     left_out: Sequence[str]
     best: PlannedSplit | None  # `None` if nothing fits.
 
 
-def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> RankedModes:
+def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> RankedSplits:
     """Plan each mode. FlexDeMo, which trains in another way, is recommended only where it is asked for."""
-    precision = arguments.precision or planned.precision or "bf16-mixed"
-    modes, left_out = list(arguments.modes), list[str]()
+    precision, every_split = arguments.precision or planned.precision or "bf16-mixed", arguments.splits is not None
+    num_ranks, left_out = arguments.splits or arguments.ranks, list[str]()
+    modes = list(SPLIT_MODES if every_split else arguments.modes)
+    if arguments.rank_memory is None:
+        share = memory_of_host() / min(arguments.node_ranks or NODE_RANKS, num_ranks)
+        arguments.rank_memory = round(share / GIB, 2) if setting.is_cpu else _GPU_MEMORY_GIB
     try:
-        job = make_job(arguments, setting, planned, precision, num_ranks=arguments.ranks)
+        job = make_job(arguments, setting, planned, precision, num_ranks=num_ranks)
     except ValueError as error:
+        if every_split:
+            raise
         # By the numbers in the names of parameters.
-        whole = replace(planned, module=None)
-        job = make_job(arguments, setting, whole, precision, num_ranks=arguments.ranks)
+        job = make_job(arguments, setting, replace(planned, module=None), precision, num_ranks=num_ranks)
         if "pipeline" in modes:
             modes.remove("pipeline")
             reason = str(error).partition("\n")[0].removesuffix(" Write in it:")
             left_out.append(f"pipeline is left out: {reason}")
-    found, others = plan_modes(arguments, job, modes)
-    candidates = [each for each in found if each.fits]
-    if planned.flexdemo is None:
-        candidates = [each for each in candidates if each.way.split.mode != "flexdemo"]
-    best = candidates[0] if candidates else None
-    return RankedModes(job=job, precision=precision, found=found, left_out=[*left_out, *others], best=best)
+    # Simulated programs have no cycles, and to look through millions of ops for some takes a third of the time.
+    gc.disable()
+    try:
+        found, others = find_splits(arguments, job, modes, every_split=every_split)
+    finally:
+        gc.enable()
+    may_be_best = [each for each in found if each.fits and (planned.flexdemo or each.way.split.mode != "flexdemo")]
+    return RankedSplits(
+        job=job,
+        precision=precision,
+        rank_memory=arguments.rank_memory,
+        every_split=every_split,
+        found=found,
+        left_out=[*left_out, *others],
+        best=may_be_best[0] if may_be_best else None,
+    )
 
 
 def run(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel) -> None:
@@ -96,31 +159,58 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
     if best is not None and arguments.write_config is not None:
         write_config(arguments, comparison)
     if arguments.html is not None:
-        write_html(arguments, comparison)
+        write_html(arguments.html, comparison)
     if arguments.json:
-        options = {"rows": job.rows, "length": job.length, "precision": comparison.precision}
-        options |= {"rank_memory_gib": arguments.rank_memory, "node_ranks": job.node_ranks}
-        modes = [{**each.to_dict(), "recommended": each is best} for each in comparison.found]
-        cost = {**asdict(job.cost), "model_flops_per_second": job.flops_per_second}
-        sys.stdout.write(json.dumps({"ranks": job.num_ranks, **options, "cost": cost, "modes": modes}) + "\n")
+        content = {
+            "ranks": job.num_ranks,
+            "rows": job.rows,
+            "length": job.length,
+            "precision": comparison.precision,
+            "rank_memory_gib": comparison.rank_memory,
+            "node_ranks": job.node_ranks,
+            "cost": {**asdict(job.cost), "model_flops_per_second": job.flops_per_second},
+            "splits" if comparison.every_split else "modes": [
+                {**each.to_dict(), "recommended": each is best} for each in comparison.found
+            ],
+        }
+        sys.stdout.write(json.dumps(content) + "\n")
         return
     console.print(
-        *heading(arguments, comparison),
-        table(*rows_of_table(arguments, comparison)),
-        _LEGEND,
-        *comparison.left_out,
-        sep="\n",
+        *heading(comparison), table(*rows_of_table(comparison)), legend(comparison), *comparison.left_out, sep="\n"
     )
     if best is None:
-        least = min(comparison.found, key=lambda each: each.way.total)
+        least = min(comparison.found, key=lambda each: each.way.total).way
         raise ValueError(
-            f"nothing fits into {arguments.rank_memory:g} GiB per rank; {least.way.split.mode} needs least, "
-            f"{least.way.total / GIB:.1f} GiB. Take more ranks, fewer or shorter rows, or a larger --rank-memory"
+            f"nothing fits into {comparison.rank_memory:g} GiB per rank; {least.split.mode} needs least, "
+            f"{least.total / GIB:.1f} GiB with {least.split.sizes}. Take more ranks, fewer or shorter rows, or a "
+            "larger --rank-memory"
         )
     console.print(recommendation(best), *hints(comparison), sep="\n")
 
 
-def heading(arguments: Namespace, comparison: RankedModes) -> list[str]:
+def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, precision: str, *, num_ranks: int) -> Job:
+    """What the command line says, and the file."""
+    if precision not in SUPPORTED:
+        raise ValueError(f"--precision: {precision!r} of the config is none of {', '.join(SUPPORTED)}")
+    policy = mixed_precision_policy(precision, planned.module or nn.Module())
+    itemsize = 2 if precision == "bf16-true" else 4
+    gathered = policy.param_dtype.itemsize if policy.param_dtype else itemsize
+    return Job(
+        parts=PlannedParts(planned, setting.model, width=arguments.width, itemsize=gathered),
+        setting=setting,
+        num_ranks=num_ranks,
+        node_ranks=arguments.node_ranks or NODE_RANKS,
+        rows=arguments.rows or 2 * num_ranks,
+        length=arguments.length,
+        itemsize=itemsize,
+        gathered_itemsize=gathered,
+        reduced_itemsize=policy.reduce_dtype.itemsize if policy.reduce_dtype else gathered,
+        flops_per_second=arguments.model_flops or setting.cost.flops_per_second,
+        flexdemo=planned.flexdemo or FLEXDEMO,
+    )
+
+
+def heading(comparison: RankedSplits) -> list[str]:
     """What was asked."""
     job, setting = comparison.job, comparison.job.setting
     links = ", ".join(f"{each / 1e9:g}" for each in job.cost.bandwidth)
@@ -128,27 +218,47 @@ def heading(arguments: Namespace, comparison: RankedModes) -> list[str]:
         f"{setting.model.name} on {job.num_ranks} ranks, {job.node_ranks} per node; {job.rows} rows of {job.length} "
         f"tokens, {comparison.precision}",
         f"machine {setting.machine}: {job.cost.flops_per_second / 1e12:g} TFLOP/s, in the model "
-        f"{job.flops_per_second / 1e12:g}, links {links} GB/s, {arguments.rank_memory:g} GiB per rank",
+        f"{job.flops_per_second / 1e12:g}, links {links} GB/s, {comparison.rank_memory:g} GiB per rank",
     ]
 
 
-def rows_of_table(arguments: Namespace, comparison: RankedModes) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
-    """Columns with their formats, and a row for each mode."""
-    rows: list[tuple[Any, ...]] = []
+def rows_of_table(comparison: RankedSplits) -> tuple[dict[str, str], list[list[Any]]]:
+    """Columns with their formats, and a row for each split."""
     unit, unit_bytes = unit_of(max(each.way.total for each in comparison.found))
-    for each in comparison.found:
-        way, split, memory = each.way, each.way.split, each.way.memory
-        excess = (way.total - arguments.rank_memory * GIB) / unit_bytes
-        name = way.name.removeprefix(split.mode).removeprefix(", ")
-        parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations)
-        sizes = [size / unit_bytes for size in (*parts, memory.gathered + memory.buffers, memory.peak)]
-        fits = "*" if each is comparison.best else "" if each.fits else f"+{excess:.1f}"
-        shape = f"{split.pipeline} x {split.replicate} x {split.shard}"
-        rows.append((split.mode, shape, fits, name, each.step_seconds, each.optimizer_seconds, *sizes))
-    return {**_COLUMNS, unit: ".1f"}, rows
+
+    def fits(each: PlannedSplit) -> str:
+        excess = (each.way.total - comparison.rank_memory * GIB) / unit_bytes
+        return "*" if each is comparison.best else "" if each.fits else f"+{excess:,.1f}"
+
+    columns: dict[str, tuple[str, Callable[[PlannedSplit], Any]]] = {
+        "mode": ("", lambda each: each.way.split.mode),
+        "split": ("", lambda each: each.way.split.sizes),
+        "fits": (">", fits),
+        "way": ("", lambda each: each.way.name.removeprefix(each.way.split.mode).removeprefix(", ")),
+        "step s": (".4g", lambda each: each.step_seconds),
+        "muon s": (".3g", lambda each: each.optimizer_seconds),
+    }
+    if comparison.every_split:
+        columns["idle"] = (".1%", lambda each: each.idle if each.way.schedule else None)
+        columns["MB within"] = (",.0f", lambda each: each.inside_bytes / 1e6)
+        columns["MB between"] = (",.0f", lambda each: each.between_bytes / 1e6)
+    else:
+        columns["weights"] = (".1f", lambda each: each.way.memory.weights / unit_bytes)
+        columns["grads"] = (".1f", lambda each: each.way.memory.gradients / unit_bytes)
+        columns["state"] = (".1f", lambda each: each.way.memory.optimizer / unit_bytes)
+        columns["activ."] = (".1f", lambda each: each.way.memory.activations / unit_bytes)
+        columns["buffers"] = (".1f", lambda each: (each.way.memory.gathered + each.way.memory.buffers) / unit_bytes)
+    columns[unit] = (".1f", lambda each: each.way.total / unit_bytes)
+    rows = [[value(each) for _, value in columns.values()] for each in comparison.found]
+    return {title: form for title, (form, _) in columns.items()}, rows
 
 
-def hints(comparison: RankedModes) -> list[str]:
+def legend(comparison: RankedSplits) -> str:
+    """What the columns mean."""
+    return _LEGEND + (_LEGEND_OF_SPLITS if comparison.every_split else _LEGEND_OF_MODES)
+
+
+def hints(comparison: RankedSplits) -> list[str]:
     """What the recommended row leaves to say."""
     best, found = comparison.best, list[str]()
     assert best is not None
@@ -164,14 +274,42 @@ def hints(comparison: RankedModes) -> list[str]:
     return found
 
 
-def write_html(arguments: Namespace, comparison: RankedModes) -> None:
+def strategy_options(way: Way) -> dict[str, Any]:
+    """What to set for it, by the names of a strategy's arguments; a FlexDeMo's ``optimizer`` is not among them."""
+    split = way.split
+    if split.sharding == "none":
+        return {"sharding": "none"}
+    found: dict[str, Any] = {"sharding": split.sharding} if not split.is_fsdp else {}
+    found |= {"pipeline_size": split.pipeline} if split.pipeline > 1 else {}
+    found |= {"replicate_size": split.replicate, "shard_size": split.shard}
+    if way.schedule:
+        found |= {"pipeline_schedule": way.schedule.name, "pipeline_microbatches": way.microbatches}
+    elif way.stays_whole:
+        found["reshard_after_forward"] = False
+    return found
+
+
+def recommendation(best: PlannedSplit) -> str:
+    """One sentence."""
+    way = best.way
+    words = [f"{key}={value}" for key, value in strategy_options(way).items()]
+    words += ["a FlexDeMo as optimizer"] if way.split.sharding == "flexdemo" else []
+    notes = "" if not way.recompute else ", with activation checkpointing"
+    if not way.schedule and way.microbatches > 1:
+        notes += f", accumulating {way.microbatches} batches"
+    unit, size = unit_of(way.total)
+    memory = ", ".join(f"{name} {num_bytes / size:.1f}" for name, num_bytes in way.memory.to_dict().items())
+    return f"recommended: {', '.join(words)}{notes}; {unit}: {memory}"
+
+
+def write_html(path: Path, comparison: RankedSplits) -> None:
     """The table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
     job, best = comparison.job, comparison.best
     shown = comparison.found[0] if best is None else best
-    columns, rows = rows_of_table(arguments, comparison)
+    columns, rows = rows_of_table(comparison)
     chosen = None if best is None else comparison.found.index(best)
-    notes = [*([recommendation(best), *hints(comparison)] if best else []), _LEGEND, *comparison.left_out]
-    first, *head = heading(arguments, comparison)
+    notes = [*([recommendation(best), *hints(comparison)] if best else []), legend(comparison), *comparison.left_out]
+    first, *head = heading(comparison)
     sections = [table_section("What fits, and what is fastest", columns, rows, chosen, [*head, *notes])]
     split, schedule = shown.way.split, shown.way.schedule
     own: tuple[int, ...] = tuple(range(len(job.parts)))
@@ -182,10 +320,10 @@ def write_html(arguments: Namespace, comparison: RankedModes) -> None:
     if step is not None:
         where = f"{split.mode}, first stage" if schedule is not None else split.mode
         sections.append(step_section(f"Planned optimizer step: {where}", step))
-    write_page(arguments.html, first, sections)
+    path.write_text(html.page(first, sections), encoding="utf-8")
 
 
-def write_config(arguments: Namespace, comparison: RankedModes) -> None:
+def write_config(arguments: Namespace, comparison: RankedSplits) -> None:
     """The file of the recommended row: that of ``--config`` with its strategy, else one of Accelerate with our section.
 
     Raises:
@@ -199,7 +337,7 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     num_ranks = 1 if way.split.mode == "none" else job.num_ranks
     nodes, rest = divmod(num_ranks, job.node_ranks) if num_ranks > job.node_ranks else (1, 0)
     if rest:
-        raise ValueError(f"--ranks {num_ranks} fill no nodes of {job.node_ranks} ranks; set --node-ranks")
+        raise ValueError(f"{num_ranks} ranks fill no nodes of {job.node_ranks} ranks; set --node-ranks")
     passes = way.microbatches if way.schedule is None else 1
     rows = -(-job.rows // way.split.data // passes)
     total = rows * way.split.data * passes
@@ -228,7 +366,7 @@ def write_config(arguments: Namespace, comparison: RankedModes) -> None:
     write_new(arguments.write_config, text)
 
 
-def _lightning_config(arguments: Namespace, comparison: RankedModes, *, devices: int, nodes: int, passes: int) -> str:
+def _lightning_config(arguments: Namespace, comparison: RankedSplits, *, devices: int, nodes: int, passes: int) -> str:
     """The file of ``--config`` with another strategy, which keeps the options that the plan leaves open."""
     import yaml
 
@@ -241,8 +379,8 @@ def _lightning_config(arguments: Namespace, comparison: RankedModes, *, devices:
     arguments_given = (given.get("init_args") or {}) if isinstance(given, dict) else {}
     options = strategy_options(way)
     # Options that only some ways of sharding take.
-    takes = () if way.schedule else MODES_OF_SHARDING[options.get("sharding", Options.sharding)].takes
-    dropped = {*_DECIDED, *set().union(*(mode.takes for mode in MODES_OF_SHARDING.values())).difference(takes)}
+    takes = () if way.schedule else MODES[options.get("sharding", Options.sharding)].takes
+    dropped = {*_DECIDED, *set().union(*(mode.takes for mode in MODES.values())).difference(takes)}
     kept = {key: value for key, value in arguments_given.items() if key not in dropped}
     if way.split.mode == "flexdemo":
         kept["optimizer"] = plain(job.flexdemo)

@@ -28,6 +28,7 @@ from lightning_muon.params.exchange import (
     group_matrices,
 )
 from lightning_muon.params.layout import OwnedBy, held_boxes
+from lightning_muon.schedule.assign import MatrixSpec, count_elements
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
@@ -35,7 +36,6 @@ from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, branch
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
 from lightning_muon.schedule.step import ALL_IN_STEP, scatter_buffers_for, step_program
-from lightning_muon.schedule.traffic import MatrixSpec, count_elements
 from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from lightning_muon.config import listed
 from lightning_muon.monitor import html
 from lightning_muon.monitor.step_monitor import FOLDER, LINES, PARTS
 from lightning_muon.monitor.timeline import Recording, predict, read_parts
@@ -26,7 +27,7 @@ folder has metrics.csv of Lightning's CSVLogger (or trainer_state.json of transf
 beside it, and samples.json if the program writes one: a list of objects, each a row of a table. Several folders are
 drawn in the same pictures."""
 _METRICS, _HISTORY, _SAMPLES = "metrics.csv", "trainer_state.json", "samples.json"
-_MOST_NAMES, _MOST_SAMPLES = 6, 20
+_MOST_SAMPLES = 20
 _MOST_APART = 3.0  # Timelines that are drawn on one axis.
 _NO_METRICS = {"step", "epoch", "seconds"}
 # Of transformers, beside what is trained.
@@ -249,7 +250,7 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
     if cost is None:
         rates, of_rates = PRESETS["cpu" if device_type == "cpu" else "reference"], "preset"
     else:
-        rates, of_rates = CostModel.from_dict(json.loads(cost.read_text(encoding="utf-8"))), str(cost)
+        rates, of_rates = CostModel.read(cost), str(cost)
     planned = predict(recording, rates, device_type=device_type)
     pictures: list[str] = []
     spans = recording.timeline.makespan, planned.makespan
@@ -264,6 +265,6 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
 def _about(recording: Recording, rank: int, op: Op) -> str:
     """Matrices, FLOPs and bytes of an op, for who points at it."""
     names = recording.matrices.get(rank, {}).get(op.name, [])
-    lines = [*names[:_MOST_NAMES], *([f"and {len(names) - _MOST_NAMES} more"] if len(names) > _MOST_NAMES else [])]
+    lines = [listed(names, separator="\n")] if names else []
     lines += [f"{op.cost / 1e9:.3g} GFLOP"] if op.cost else []
     return "\n".join(lines + ([f"{op.bytes / 1e6:.3g} MB"] if op.bytes else []))

@@ -22,7 +22,7 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting,
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES, make_buckets
-from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.schedule.cost import CostModel
@@ -31,10 +31,10 @@ from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import StageCosts
 from lightning_muon.schedule.shapes import ParameterShape
 
-Way = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
+Sharding = Literal["none", "ddp", "zero2", "fsdp", "flexdemo"]
 """``sharding`` of a strategy, or FlexDeMo, which shards with FSDP2 inside of each node."""
-Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
-MODES: tuple[Mode, ...] = get_args(Mode)
+TrainingMode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
+TRAINING_MODES: tuple[TrainingMode, ...] = get_args(TrainingMode)
 
 
 # Tensors of the size of the parameters that a FlexDeMo reads and writes to choose and to decode: counted in
@@ -79,14 +79,19 @@ class Split:
     replicate: int
     shard: int
     node_ranks: int
-    sharding: Way = "fsdp"
+    sharding: Sharding = "fsdp"
 
     @property
-    def mode(self) -> Mode:
+    def mode(self) -> TrainingMode:
         """By the name of its row."""
         if self.sharding != "fsdp":
             return self.sharding
         return "pipeline" if self.pipeline > 1 else "hsdp" if self.replicate > 1 else "fsdp"
+
+    @property
+    def sizes(self) -> str:
+        """For tables."""
+        return f"{self.pipeline} x {self.replicate} x {self.shard}"
 
     @property
     def shards_of_weights(self) -> int:
@@ -145,9 +150,10 @@ def zero2_owners(job: Job, split: Split) -> dict[str, int]:
     """Name of each matrix that one rank of the shard axis has whole with ZeRO-2 -> that rank, as in a run."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     whole = [each for each in trained if each.kind in ("matrix", "convolution")]
-    num_steps = job.setting.config.ns_steps
+    options = NewtonSchulzOptions.of(vars(job.setting.config))
+    arithmetic = Arithmetic("cpu" if job.setting.is_cpu else "cuda", torch.bfloat16)
     costs = [
-        sum(newton_schulz_flops(one.rows, one.cols, num_steps) for one in logical_matrices(each.shape, each))
+        sum(options.flops(one.rows, one.cols, arithmetic) for one in logical_matrices(each.shape, each))
         for each in whole
     ]
     sizes = [job.itemsize * math.prod(each.shape) for each in whole]

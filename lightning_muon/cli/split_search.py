@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_muon.cli import split_rules as rules
 from lightning_muon.cli.plan_memory import Memory, memory_of_stages, memory_without_pipeline
-from lightning_muon.cli.split_rules import Job, Mode, OptimizerStep, Split, SplitTraffic
+from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, TrainingMode
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.graph import Graph, build_graph
 from lightning_muon.schedule.pipeline import (
@@ -134,31 +134,25 @@ class Schedule:
         ]
 
 
-def plan_splits(arguments: Namespace, job: Job) -> tuple[list[PlannedSplit], list[str]]:
-    """All splits with FSDP2, the fastest that fits first, and what was left out, and why."""
-    search = _Search(arguments, job)
-    splits = [
-        split for mode in ("fsdp", "hsdp", "pipeline") for split in splits_of(mode, job, most_stages=len(job.parts))
-    ]
-    # Replicas of one shard each are HSDP, too.
-    splits += [Split(pipeline=1, replicate=job.num_ranks, shard=1, node_ranks=job.node_ranks)] * (job.num_ranks > 1)
-    found = list(filter(None, map(search.planned, splits)))
-    left_out = list(search.left_out)
-    if not found:
-        raise ValueError(f"{job.num_ranks} ranks cannot be split; {'; '.join(left_out)}; raise --rows")
-    return sorted(found, key=rank_of_row), left_out
+def find_splits(
+    arguments: Namespace, job: Job, modes: Sequence[TrainingMode], *, every_split: bool = False
+) -> tuple[list[PlannedSplit], list[str]]:
+    """Of each mode all splits, or the fastest that fits, or else the one that needs least; what was left out, and why.
 
-
-def plan_modes(arguments: Namespace, job: Job, modes: Sequence[Mode]) -> tuple[list[PlannedSplit], list[str]]:
-    """Of each mode the fastest split that fits, or else the one that needs least; and what was left out, and why."""
+    What fits comes first, and the fastest of it at the top.
+    """
     search, left_out = _Search(arguments, job), list[str]()
     found: list[PlannedSplit] = []
     for mode in modes:
         splits = list(splits_of(mode, job, most_stages=len(job.parts)))
+        if every_split and mode == "hsdp" and job.num_ranks > 1:  # Replicas of one shard each are HSDP, too.
+            splits.append(Split(pipeline=1, replicate=job.num_ranks, shard=1, node_ranks=job.node_ranks))
         of_mode = list(filter(None, map(search.planned, splits)))
-        if of_mode:
-            found.append(min(of_mode, key=lambda each: rank_of_row(each)[:2] if each.fits else (True, each.way.total)))
-        else:
+        if every_split:
+            found += of_mode
+        elif of_mode:
+            found.append(min(of_mode, key=lambda each: rank_of_row(each) if each.fits else (True, each.way.total)))
+        if not of_mode:
             why = f"{job.num_ranks} ranks cannot be divided so"
             if splits and all(split.data > job.rows for split in splits):
                 why = f"{job.rows} rows are too few for the data ranks of {job.num_ranks}"
@@ -168,7 +162,7 @@ def plan_modes(arguments: Namespace, job: Job, modes: Sequence[Mode]) -> tuple[l
                 why += f", into at most {len(job.parts)} stages"
             left_out.append(f"{mode} is left out: {why}")
     if not found:
-        raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks or --rows")
+        raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks, --splits or --rows")
     return sorted(found, key=rank_of_row), [*search.left_out, *left_out]
 
 
@@ -177,7 +171,7 @@ def rank_of_row(planned: PlannedSplit) -> tuple[bool, float]:
     return not planned.fits, planned.step_seconds
 
 
-def splits_of(mode: Mode, job: Job, *, most_stages: int) -> Iterator[Split]:
+def splits_of(mode: TrainingMode, job: Job, *, most_stages: int) -> Iterator[Split]:
     """All splits of the ranks that make up a mode; ``"none"`` is one of the ranks."""
     sharding = "fsdp" if mode in ("fsdp", "hsdp", "pipeline") else mode
     num_ranks = 1 if mode == "none" else job.num_ranks

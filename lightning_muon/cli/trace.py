@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli import trace_pipeline
-from lightning_muon.cli.plan_model import add_model_arguments, count, read_model
+from lightning_muon.cli.plan_model import add_model_arguments, count, memory_of_host, read_model
 from lightning_muon.math.product_costs import MeasuredCosts
 from lightning_muon.monitor.calibrate import ARITHMETIC, Comparison, compare, run_on_ranks, this_device
 from lightning_muon.monitor.measure_products import measure_costs, model_matrices
-from lightning_muon.monitor.timeline import trace_events
-from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.shapes import ModelShapes
 
 # Weight, gradient and momentum of a matrix, in float32; AdamW's parameters have one more.
@@ -36,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
     add_model_arguments(parser)
-    add("--ranks", type=count, dest="shard_size", default=argparse.SUPPRESS, help=argparse.SUPPRESS)  # Its old name.
     add("--steps", type=count, default=5, help="recorded steps (default 5)")
     trace_pipeline.add_arguments(parser)
     add("--out", type=Path, required=True, metavar="DIR", help="folder for what is written")
@@ -57,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
         # All ranks are on this machine, with all of the model in each replica.
         numel = sum(math.prod(parameter.shape) for parameter in model.parameters if not parameter.frozen)
         needed = numel * _BYTES_PER_ELEMENT * mesh.replicate
-        present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        present = memory_of_host()
         if needed > present:
             raise ValueError(
                 f"{model.name} with its gradients and states takes {needed / 2**30:.0f} GiB, and this machine has "
@@ -70,13 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
         return
     title = f"{model.name} on {mesh.replicate} x {mesh.shard} ranks"
     folder, cost = arguments.out, comparison.cost
-    trace = folder / "trace.json"
-    trace.write_text(json.dumps(trace_events(comparison.recording)), encoding="utf-8")
     (folder / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     (folder / "ns_costs.json").write_text(ns_costs.to_json() + "\n", encoding="utf-8")
     timelines = {"measured": comparison.recording.timeline, "predicted": comparison.predicted}
-    for suffix in (".png", ".svg"):
-        draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
+    written = trace_pipeline.write_recording(folder, comparison.recording, timelines, title)
     measured, predicted = min(comparison.measured_seconds), comparison.predicted.makespan
     steps = " ".join(f"{1e3 * seconds:.1f}" for seconds in comparison.measured_seconds)
     links = ", ".join(
@@ -89,8 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
         f"predicted  {1e3 * predicted:9.1f} ms, {predicted / measured:.2f} of measured\n"
         f"calibrated {cost.flops_per_second / 1e9:.4g} GFLOP/s, {memory}, "
         f"{1e6 * cost.op_seconds:.0f} us per op; links: {links}\n"
-        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg, cost.json (for plan --cost), "
-        "ns_costs.json (for ns_costs of the optimizer)\n"
+        f"wrote {written}, cost.json (for plan --cost), ns_costs.json (for ns_costs of the optimizer)\n"
     )
 
 

@@ -9,12 +9,13 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
-from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli.main import lightning_cli
 from lightning_muon.cli.plan_model import count, read_fit_file
 from lightning_muon.integrations.registry import TRAINERS, first_installed
+from lightning_muon.monitor.calibrate import duration
 from lightning_muon.monitor.timeline import MeasuredSeconds, Recording, StepRecorder, predict, trace_events
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import PipelineKind
@@ -34,7 +35,6 @@ _TRAINER = {
     "num_sanity_val_steps": "0",
 }
 _BEHIND_BACKWARD = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GRADIENT_NORM)
-_duration = attrgetter("timeline.makespan")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -114,31 +114,36 @@ def _write(arguments: Namespace, cli: Any, recordings: list[Recording]) -> None:
     """Pictures, events and a summary of the fastest step: other work on the machine only ever adds."""
     if not recordings:
         raise ValueError("no step was recorded: the data of the file end before; add data, or lower --steps")
-    fastest, options = min(recordings, key=_duration), cli.trainer.strategy.options
+    fastest, options = min(recordings, key=duration), cli.trainer.strategy.options
     device = cli.trainer.strategy.root_device.type
     measured, planned = fastest.timeline, predict(fastest, MeasuredSeconds(recordings), device_type=device)
-    folder = arguments.out
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = folder / "trace.json"
-    trace.write_text(json.dumps(trace_events(fastest, planned)), encoding="utf-8")
     num_data_ranks = len(measured.spans) // options.pipeline_size
     title = (
         f"{type(cli.model).__name__}: {options.pipeline_schedule} on {options.pipeline_size} ranks"
         f"{f' x {num_data_ranks}' if num_data_ranks > 1 else ''}, "
         f"{options.num_microbatches(options.pipeline_size)} micro-batches"
     )
-    for suffix in (".png", ".svg"):
-        draw_timelines({"measured": measured, "planned": planned}, folder / f"timeline{suffix}", title=title)
-    steps = " ".join(f"{1e3 * _duration(each):.1f}" for each in recordings)
+    written = write_recording(arguments.out, fastest, {"measured": measured, "planned": planned}, title)
+    steps = " ".join(f"{1e3 * duration(each):.1f}" for each in recordings)
     ratio = planned.makespan / measured.makespan
     lines = [
         title,
         f"measured {_summary(measured)} (fastest of {steps} ms)",
         f"planned  {_summary(planned)}, {ratio:.2f} of measured, with the measured time of each op",
         *(_line_of(rank, measured) for rank in measured.spans),
-        f"wrote {trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg",
+        f"wrote {written}",
     ]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def write_recording(folder: Path, recording: Recording, timelines: Mapping[str, Timeline], title: str) -> str:
+    """Events and pictures of a step, the planned one among the events where it is a pipeline's; says which files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    trace = folder / "trace.json"
+    trace.write_text(json.dumps(trace_events(recording, timelines.get("planned"))), encoding="utf-8")
+    for suffix in (".png", ".svg"):
+        draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
+    return f"{trace} (for https://ui.perfetto.dev), timeline.png, timeline.svg"
 
 
 def _summary(timeline: Timeline) -> str:

@@ -26,7 +26,7 @@ Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
 ExchangeOverlap = Literal["auto", "backward", "step"]
-# For explains_keywords: what there is in the place of an option.
+# What there is in the place of an option, for who gives it.
 REMOVED = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
     "to ParallelMuon": ("normuon", "normuon_beta2", "hyperball"),

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.bucket import MomentumBucket
+from lightning_muon.flexdemo.bucket import Exchange, MomentumBucket
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
-from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full
 from lightning_muon.optim.parameters import Gradients, States

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.compat import foreach
-from lightning_muon.flexdemo.bucket import MomentumBucket
+from lightning_muon.flexdemo.bucket import Exchange, MomentumBucket
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
-from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled

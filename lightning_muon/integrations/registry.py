@@ -1,15 +1,15 @@
-"""Makes the strategy classes of Trainer and Fabric, and registers them with whichever package the program imports."""
+"""Makes strategies and callbacks for the packages of Lightning; registers strategies with those that are imported."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
-from lightning_muon.compat.lightning import MONITOR_CANDIDATES, LightningPackage
+from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 
 STRATEGY_NAME = "parallel_muon"
@@ -27,8 +27,26 @@ TRAINERS = {
     "pytorch_lightning": LightningPackage("pytorch_lightning"),
 }
 FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
-# Callbacks, and the modules of `lightning/` that have them.
-CALLBACKS = {"MuonMonitor": "muon_monitor", "QKClip": "qk_clip"}
+
+
+class _Made(NamedTuple):
+    """A class that is made for each package."""
+
+    place: str  # Module of integrations/, and the class there that does the work.
+    bases: str  # Module of the package, and its classes that are the other bases.
+    packages: Mapping[str, LightningPackage]  # Those that it is made for, in order of preference.
+
+
+CLASSES = {
+    "ParallelMuonStrategy": _Made("lightning.strategy TrainerStrategy", "strategies ModelParallelStrategy", TRAINERS),
+    "ParallelMuonFabricStrategy": _Made("fabric.strategy FabricStrategy", "strategies ModelParallelStrategy", FABRICS),
+    "AutoResume": _Made(
+        "lightning.auto_resume AutoResumeCallback", "callbacks OnExceptionCheckpoint ModelCheckpoint", TRAINERS
+    ),
+    "MuonMonitor": _Made("lightning.muon_monitor MuonMonitorCallback", "callbacks Callback", TRAINERS),
+    "FirstCallback": _Made("lightning.first_callback FirstCallback", "callbacks Callback", TRAINERS),
+    "QKClip": _Made("lightning.qk_clip QKClipCallback", "callbacks Callback", TRAINERS),
+}
 # Where users find the classes that were made for a package, if not in ours.
 _HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}
 
@@ -44,66 +62,34 @@ def register(package: ModuleType) -> None:
 
 def __getattr__(name: str) -> Any:
     # The class for the first package that is installed; none is imported before.
-    packages = {
-        "AutoResume": TRAINERS,
-        **dict.fromkeys(CALLBACKS, TRAINERS),
-        "ParallelMuonStrategy": TRAINERS,
-        "ParallelMuonFabricStrategy": FABRICS,
-    }.get(name)
-    if packages is None:
+    if name not in CLASSES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    package = first_installed(packages, f"{name} needs Lightning")
-    if name in CALLBACKS:
-        return callback_class(name, package)
-    return auto_resume_class(package) if name == "AutoResume" else strategy_class(package)
+    return make(name, first_installed(CLASSES[name].packages, f"{name} needs Lightning"))
 
 
 def strategy_class(package: str) -> type[Any]:
     """The strategy class for a package with a Trainer or a Fabric."""
+    return make("ParallelMuonStrategy" if package in TRAINERS else "ParallelMuonFabricStrategy", package)
+
+
+def make(name: str, package: str) -> type[Any]:
+    """The class of this name, one of :data:`CLASSES`, for a package; always the same one."""
+    module, *bases = CLASSES[name].bases.split()
     # This import may be what registers, and so makes the class.
-    return _make_class(package, importlib.import_module(f"{package}.strategies").ModelParallelStrategy)
+    beside = importlib.import_module(f"{package}.{module}")
+    return _make(name, package, tuple(getattr(beside, base) for base in bases))
 
 
 @cache
-def _make_class(package: str, base: type[Any]) -> type[Any]:
-    if package in TRAINERS:
-        from lightning_muon.integrations.lightning.strategy import TrainerStrategy as Ours
-
-        name, known, user = "ParallelMuonStrategy", TRAINERS[package], f"Trainers of {package}"
-    else:
-        from lightning_muon.integrations.fabric.strategy import FabricStrategy as Ours
-
-        name, known, user = "ParallelMuonFabricStrategy", FABRICS[package], "Fabric"
+def _make(name: str, package: str, bases: tuple[type[Any], ...]) -> type[Any]:
+    module, class_name = CLASSES[name].place.split()
+    ours = getattr(importlib.import_module(f"lightning_muon.integrations.{module}"), class_name)
     body = {
-        "__doc__": Ours.__doc__,
+        "__doc__": ours.__doc__,
         "__module__": _HOMES.get(package, "lightning_muon"),
-        "package": known,
-        "user": user,
+        "package": CLASSES[name].packages[package],
     }
-    return type(name, (Ours, base), body)
-
-
-@cache
-def auto_resume_class(package: str) -> type[Any]:
-    """The callback ``AutoResume`` for a package with a Trainer."""
-    from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback as Ours
-    from lightning_muon.integrations.lightning.auto_resume import add_steps
-
-    callbacks = importlib.import_module(f"{package}.callbacks")
-    bases = (Ours, callbacks.OnExceptionCheckpoint, callbacks.ModelCheckpoint)
-    body = {"__doc__": Ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon"), "package": TRAINERS[package]}
-    body[MONITOR_CANDIDATES] = add_steps
-    return type("AutoResume", bases, body)
-
-
-@cache
-def callback_class(name: str, package: str) -> type[Any]:
-    """One of :data:`CALLBACKS` for a package with a Trainer."""
-    ours = getattr(
-        importlib.import_module(f"lightning_muon.integrations.lightning.{CALLBACKS[name]}"), f"{name}Callback"
-    )
-    body = {"__doc__": ours.__doc__, "__module__": _HOMES.get(package, "lightning_muon"), "package": TRAINERS[package]}
-    return type(name, (ours, importlib.import_module(f"{package}.callbacks").Callback), body)
+    return type(name, (ours, *bases), body)
 
 
 def first_installed(packages: Iterable[str], problem: str) -> str:

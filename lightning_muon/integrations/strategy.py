@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -13,7 +16,6 @@ from torch import nn
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.comm.groups import PrivateGroups
-from lightning_muon.comm.rendezvous import is_in_shared_store, store_of_attempt
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
@@ -32,7 +34,7 @@ class MuonStrategy:
     """A strategy for one package of Lightning, whose ``ModelParallelStrategy`` is the class beside it."""
 
     package: ClassVar[LightningPackage]
-    user: ClassVar[str]  # Who takes such a strategy.
+    user: ClassVar[str]  # Who takes such a strategy; `{}` stands for the name of the package.
     options: Options
     # Of the class beside it.
     root_device: torch.device
@@ -87,7 +89,8 @@ class MuonStrategy:
     def __repr__(self) -> str:
         # A Trainer, or a Fabric of the other package, quotes it when it refuses the strategy.
         names = " and ".join(map(repr, STRATEGIES))
-        return f"<{type(self).__name__} for {self.user}; the names {names} find the right class for each package>"
+        user = self.user.format(self.package.name)
+        return f"<{type(self).__name__} for {user}; the names {names} find the right class for each package>"
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -146,3 +149,49 @@ class MuonStrategy:
             warn=rank_zero.rank_zero_warn,
             **arguments,
         )
+
+
+# The agent of torchrun keeps one store through all attempts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so a process
+# that was started again finds the addresses of processes that are gone, and waits for them.
+_PREFIX = "lightning_muon/attempt"
+_SECONDS_BETWEEN_LOOKS = 0.05
+
+
+def is_in_shared_store() -> bool:
+    """Whether an agent of torchrun started this process, with a store that outlives it; local."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_attempt(rank: int, num_ranks: int, timeout: timedelta) -> dist.Store:
+    """A store that no earlier process has written to. Every process that torchrun has started must call it.
+
+    Rank 0 names the attempt. The others cannot read the name under a fixed key, where that of an earlier one may be:
+    each asks by a new word, which rank 0 answers, until all have agreed.
+
+    Raises:
+        TimeoutError: On this rank, if the others do not come.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank == 0:
+        waiting = set(range(1, num_ranks))
+        while waiting:
+            for other in sorted(waiting):
+                if store.check([f"{_PREFIX}/{word}/{other}"]):
+                    waiting.discard(other)
+                elif store.check([f"{_PREFIX}/ask/{other}"]):
+                    store.set(f"{_PREFIX}/answer/{store.get(f'{_PREFIX}/ask/{other}').decode()}", word)
+            _pause(deadline, f"ranks {sorted(waiting)} have not come")
+        return dist.PrefixStore(f"{_PREFIX}/{word}", store)
+    store.set(f"{_PREFIX}/ask/{rank}", word)
+    while not store.check([f"{_PREFIX}/answer/{word}"]):
+        _pause(deadline, "rank 0 has not come")
+    name = store.get(f"{_PREFIX}/answer/{word}").decode()
+    store.set(f"{_PREFIX}/{name}/{rank}", "here")
+    return dist.PrefixStore(f"{_PREFIX}/{name}", store)
+
+
+def _pause(deadline: float, problem: str) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(f"the processes of this attempt did not meet: {problem}")
+    time.sleep(_SECONDS_BETWEEN_LOOKS)

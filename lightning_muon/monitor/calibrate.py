@@ -131,7 +131,7 @@ _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 _NS_STEPS = 5
 # Options of an optimizer that change what its Newton-Schulz costs and what travels.
 ARITHMETIC = ("ns_coefficients", "ns_steps", "ns_quality", "ns_costs", "compute_dtype", "wire_dtype")
-_duration = attrgetter("timeline.makespan")  # Of a recording, in seconds.
+duration = attrgetter("timeline.makespan")  # Of a recording, in seconds.
 
 
 def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
@@ -240,7 +240,7 @@ def _measure(counts: Mapping[tuple[int, int], int], num_replicas: int, options: 
 def _fastest_step(model: ModelShapes, num_replicas: int, options: Mapping[str, Any]) -> Recording:
     """Of a few steps: other work on the machine only ever adds. Collective; every rank must call it."""
     options = {**options, "dedupe": "never", "error_if_nonfinite": False}
-    return min(record_steps(model, num_replicas, _NUM_STEPS, options), key=_duration)
+    return min(record_steps(model, num_replicas, _NUM_STEPS, options), key=duration)
 
 
 def record_steps(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> list[Recording]:
@@ -290,8 +290,8 @@ def compare(
     comparisons: list[Comparison] = []
     for each in options:
         recordings = record_steps(model, num_replicas, num_steps, each)
-        fastest = min(recordings, key=_duration)
+        fastest = min(recordings, key=duration)
         predicted = predict(fastest, cost, device_type=this_device().type)
-        seconds = tuple(map(_duration, recordings))
+        seconds = tuple(map(duration, recordings))
         comparisons.append(Comparison(recording=fastest, cost=cost, predicted=predicted, measured_seconds=seconds))
     return comparisons

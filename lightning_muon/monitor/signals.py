@@ -20,6 +20,7 @@ from lightning_muon.monitor.processes import describe_process, is_gone, is_paren
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers pass it on once more.
+_INTERVAL = 0.5  # Seconds between two looks into the store.
 _SECONDS_TO_ANSWER = 30.0  # Until a rank that has not said which batch it is in is given up.
 _SECONDS_OF_FIRST_RANK = 60.0  # To end, once it has saved.
 
@@ -44,8 +45,8 @@ class SharedSignals:
     Made by the main thread of every rank, at the same batch.
     """
 
-    def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]], *, interval: float = 0.5) -> None:
-        self._handlers, self._interval, self._process = handlers, interval, os.getpid()
+    def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]]) -> None:
+        self._handlers, self._process = handlers, os.getpid()
         store: Any = dist.HashStore()
         self._rank, self._size = 0, 1
         if dist.is_initialized():
@@ -121,7 +122,7 @@ class SharedSignals:
 
     def _watch(self) -> None:
         """Body of the thread: pass signals on, and say which batch this rank is in."""
-        while not self._closed.wait(self._interval):
+        while not self._closed.wait(_INTERVAL):
             # The store ends with its rank.
             with suppress(RuntimeError), self._lock:
                 key = f"signal{self._num_answered}"

@@ -17,7 +17,7 @@ from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, MuonPlus
 from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
-from lightning_muon.math.rescaling import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
+from lightning_muon.math.normalize import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
 from lightning_muon.optim.momentum import Momenta

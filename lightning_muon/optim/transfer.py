@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.math.rescaling import NUM_SUMS
+from lightning_muon.math.normalize import NUM_SUMS
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
 from lightning_muon.params.logical import Box
 

@@ -18,8 +18,8 @@ from lightning_muon.params.uses import Path, clean_name, walk
 # How the outputs of the projections are ordered. "separate": one projection for queries, one for keys. "blocks": one
 # with all queries, then all keys, then all values. "heads": one with the queries of a key head, its key and its value,
 # then those of the next key head. "latent": queries and keys of multi-head latent attention.
-Layout = Literal["separate", "blocks", "heads", "latent"]
-FUSED: tuple[Layout, ...] = ("blocks", "heads")
+HeadLayout = Literal["separate", "blocks", "heads", "latent"]
+FUSED: tuple[HeadLayout, ...] = ("blocks", "heads")
 # Pattern of module names -> (query, key) projections, or (fused projection, "blocks" or "heads"); None: no attention.
 ProjectionNames = Mapping[str, tuple[str, str] | None]
 
@@ -28,7 +28,7 @@ _SEPARATE = (
     *(("q_proj", "k_proj"), ("query", "key"), ("q", "k"), ("wq", "wk"), ("to_q", "to_k"), ("q_lin", "k_lin")),
     *(("linear_q", "linear_k"), ("query_proj", "key_proj")),
 )
-_FUSED: dict[str, Layout] = {
+_FUSED: dict[str, HeadLayout] = {
     **dict.fromkeys(("c_attn", "qkv", "qkv_proj", "wqkv", "to_qkv", "in_proj_weight"), "blocks"),
     **dict.fromkeys(("query_key_value", "linear_qkv"), "heads"),
 }
@@ -78,7 +78,7 @@ class AttentionModule:
 
     name: str
     module: nn.Module
-    layout: Layout
+    layout: HeadLayout
     query: Projection
     key: Projection  # The same as `query` if they are fused.
     num_rotary: int = 0  # Of "latent": the last elements of a query, whose counterpart in the key all heads share.
@@ -207,7 +207,7 @@ def _as_given(name: str, module: nn.Module, names: tuple[str, str] | None) -> At
     missing = [attribute for attribute, part in zip(attributes, parts, strict=True) if part is None]
     if missing:
         raise ValueError(f"{type(module).__name__} has no layer with a matrix, and no matrix, named {missing}")
-    layout: Layout = second if second in FUSED else "separate"  # type: ignore[assignment]
+    layout: HeadLayout = second if second in FUSED else "separate"  # type: ignore[assignment]
     query, key = parts[0], parts[-1]
     assert query is not None and key is not None
     return AttentionModule(name=name, module=module, layout=layout, query=query, key=key, is_given=True)

@@ -20,9 +20,9 @@ from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, neuron_shape, tile
 from lightning_muon.params.routing import Route
+from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.estimates import sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 Coordinate = tuple[int, ...]
 NEURON_ITEMSIZE = 4  # Bytes of a value that the state has for a neuron: float32.

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_muon.params.uses import Use, inside_repeated_block, walk
-from lightning_muon.schedule.shapes import Kind
+from lightning_muon.schedule.shapes import ParameterKind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
@@ -32,7 +32,7 @@ _REPARAMETRIZED_WEIGHT = ("weight_v", "weight_orig")
 _MATRIX_WORDS = frozenset("proj projection projector mix mixer mixing kernel".split())
 
 
-def layer_kind(use: Use) -> tuple[Kind, str]:
+def layer_kind(use: Use) -> tuple[ParameterKind, str]:
     """Kind and reason for one use of a parameter: by the type of its layer, by its class name, by shape and name."""
     parameter, owner, attribute = use.parameter, use.owner, use.attribute
     if isinstance(owner, ParametrizationList) and len(use.path) > 2:
@@ -66,7 +66,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
     return "Conv1D" in _class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
 
 
-def _direct_kind(module: nn.Module, ndim: int) -> tuple[Kind, str] | None:
+def _direct_kind(module: nn.Module, ndim: int) -> tuple[ParameterKind, str] | None:
     """Kind and reason of the ``weight`` of a layer of torch or of a subclass, ``None`` for any other layer."""
     if isinstance(module, nn.Linear) and ndim == 2:
         return "matrix", "Linear weight"
@@ -79,7 +79,7 @@ def _direct_kind(module: nn.Module, ndim: int) -> tuple[Kind, str] | None:
     return None
 
 
-def _raw_kind(use: Use) -> tuple[Kind, str]:
+def _raw_kind(use: Use) -> tuple[ParameterKind, str]:
     """Judge a parameter that no known layer holds, by its shape and by the words of its name."""
     shape = tuple(use.parameter.shape)
     if shape[0] == 1:

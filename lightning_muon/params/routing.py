@@ -14,7 +14,7 @@ from torch import nn
 from lightning_muon.config import OptimizerConfig
 from lightning_muon.params.layers import find_output_heads, is_transposed_linear, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
-from lightning_muon.schedule.shapes import Kind, Route
+from lightning_muon.schedule.shapes import ParameterKind, Route
 
 _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
@@ -84,7 +84,7 @@ def route_named(parameters: Mapping[str, nn.Parameter], options: OptimizerConfig
 def route_by_shape(name: str, shape: Sequence[int]) -> Route:
     """The route of a parameter of which only the shape is known: 2-D matrix, 3-D stack, more convolution."""
     ndim = len(shape)
-    kinds: dict[int, Kind] = {0: "elementwise", 1: "elementwise", 2: "matrix", 3: "stack"}
+    kinds: dict[int, ParameterKind] = {0: "elementwise", 1: "elementwise", 2: "matrix", 3: "stack"}
     reason = f"stack of {shape[0]} matrices" if ndim == 3 else f"{ndim}-D"
     return Route(name=name, kind=kinds.get(ndim, "convolution"), reason=reason)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_muon.compat.pipelining import accumulate_gradients
+from lightning_muon.compat.torch import accumulate_gradients
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_muon.compat.torch import is_compiled
 from lightning_muon.pipeline.model import LanguageModel
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
-from lightning_muon.pipeline.planned import Planned
+from lightning_muon.pipeline.pp_plan import PPPlanModel
 from lightning_muon.sharding.outputs import map_tensors
 
 _SLACK = 0.05  # Of the slowest stage, for less memory in the largest one; a bubble is more than that.
@@ -188,7 +188,7 @@ def check_outputs(module: nn.Module, model: StagedModel) -> None:
 
     Each part is a stage, of a few tokens in evaluation mode. Takes time only for models that no test has seen.
     """
-    if not isinstance(model, Planned) or model.is_known:
+    if not isinstance(model, PPPlanModel) or model.is_known:
         return
     if (inputs := model.probe()) is None:
         raise ValueError(
@@ -213,7 +213,7 @@ def check_outputs(module: nn.Module, model: StagedModel) -> None:
 
 
 @torch.no_grad()
-def _difference(model: Planned, inputs: Any) -> str:
+def _difference(model: PPPlanModel, inputs: Any) -> str:
     """How a small batch shows that stages are not the model; empty if they are."""
     if any(parameter.is_meta for parameter in model.root.parameters()):
         return "what they compute is unknown while the weights are on the meta device"

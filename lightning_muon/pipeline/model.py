@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon.pipeline.parts import Carry, Chain, Loss, Part, StagedModel, missing_methods
-from lightning_muon.pipeline.planned import Planned, arguments_in, blocks_of, bound, named_parts
+from lightning_muon.pipeline.pp_plan import PPPlanModel, arguments_in, blocks_of, bound, named_parts
 
 # Causal language models that tests have shown to be cut exactly. Others are compared with their own forward first.
 CAUSAL_LMS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
@@ -100,13 +100,13 @@ class LanguageModel(StagedModel):
             self.root.generate = partial(type(self.root).generate, self.root, use_cache=False)
 
 
-class CausalLM(LanguageModel, Planned):
+class CausalLM(LanguageModel, PPPlanModel):
     """A causal language model: embeddings, layers, norm and head."""
 
     shift = 1
 
     def __init__(self, root: Any) -> None:
-        Planned.__init__(self, root)
+        PPPlanModel.__init__(self, root)
         length = min(_EXAMPLE_LENGTH, getattr(root.config, "max_position_embeddings", _EXAMPLE_LENGTH))
         with torch.device("meta"):
             # Without a mask that is whole, transformers looks at positions for sequences that were packed.
@@ -236,7 +236,7 @@ def find_staged_model(module: nn.Module) -> StagedModel:
             raise missing_methods(module, f"a {type(root).__name__} does not say its loss", "pipeline_loss")
         return Chain(root, list(root), split, loss, example)
     try:
-        model = _language_model(root) or Planned(root)
+        model = _language_model(root) or PPPlanModel(root)
     except LookupError as error:
         names = ", ".join(name for name, child in module.named_children() if child in holders)
         held = f"it holds {names}, and does not say in which order they run" if len(holders) > 1 else error.args[0]

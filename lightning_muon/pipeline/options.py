@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_muon.config import check_whole, nearest
-from lightning_muon.schedule.pipeline import SCHEDULES, Pipeline, make_order
+from lightning_muon.config import check_whole
+from lightning_muon.schedule.pipeline import Pipeline, find_schedule, make_order
 
 # Schedules that go there and back through the ranks, or round: each rank has several stages.
 _STAGES_PER_RANK = {"interleaved_1f1b": 2, "zb_v": 2, "v_half": 2, "v_min": 2, "dual_pipe_v": 2}
@@ -36,10 +36,7 @@ class PipelineOptions:
 
     def check_pipeline(self, num_ranks: int) -> None:
         """Raise ``ValueError`` for values that do not exist, or that a pipeline of ``num_ranks`` cannot have."""
-        if self.pipeline_schedule not in SCHEDULES:
-            hint = nearest(self.pipeline_schedule, list(SCHEDULES))
-            meant = f"did you mean {hint!r}?" if hint else f"there are {', '.join(SCHEDULES)}"
-            raise ValueError(f"pipeline_schedule={self.pipeline_schedule!r} is not known; {meant}")
+        find_schedule(self.pipeline_schedule)
         for name in ("pipeline_microbatches", "pipeline_stages_per_rank"):
             if (value := getattr(self, name)) != "auto":
                 check_whole(name, value, at_least=1, other="'auto' or ")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self, cast
 
 from lightning_muon.config import takes_options
@@ -46,6 +48,14 @@ class CostModel:
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
             arguments[key] = tuple(arguments[key]) if isinstance(arguments[key], list | tuple) else (arguments[key],)
         return cls(**arguments)
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """From a JSON file, as ``lightning-muon trace`` writes it; a ``ValueError`` says what is wrong with it."""
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def with_links(self, leaves_machine: Sequence[bool]) -> Self:
         """With a link for each axis of a mesh: the slowest one where its ranks are on several machines, or the fastest.

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from lightning_muon.config import Assignment
-from lightning_muon.schedule.assign import Load, assign_owners
+from lightning_muon.schedule.assign import Load, MatrixSpec, Owners, Traffic, assign_owners, count_elements
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
-from lightning_muon.schedule.traffic import MatrixSpec, Owners, Traffic, count_elements
 
 # Gradients, momenta and weights are counted as float32.
 STATE_ITEMSIZE = 4

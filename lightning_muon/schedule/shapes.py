@@ -11,8 +11,8 @@ from typing import Any, Literal, cast, get_args
 from lightning_muon.config import nearest, unknown_option
 
 FOLDER = Path(__file__).with_name("shape_files")
-Kind = Literal["matrix", "convolution", "stack", "elementwise"]
-_KINDS = get_args(Kind)
+ParameterKind = Literal["matrix", "convolution", "stack", "elementwise"]
+_KINDS = get_args(ParameterKind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class Route:
     name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
     # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (all but the last two dimensions count
     # matrices) or `"elementwise"`.
-    kind: Kind
+    kind: ParameterKind
     reason: str = ""  # Short phrase for the table.
     # Sizes of fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
     splits: tuple[int, ...] = ()

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import StepAgreement, missing_at
 from lightning_muon.comm.groups import axis_group, host_group, shard_axis
-from lightning_muon.compat.pipelining import finish_reducing, start_reducing, unreduced_gradients
 from lightning_muon.compat.torch import (
     collective_counts,
     default_store,
     drop_unreduced_gradients,
+    finish_reducing,
     forward_resharding,
     free_unsharded,
     has_unfinished_backward,
@@ -31,6 +31,8 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     reset_fsdp,
     set_forward_resharding,
+    start_reducing,
+    unreduced_gradients,
 )
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog

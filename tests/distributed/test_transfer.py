@@ -15,7 +15,7 @@ from lightning_muon.optim import transfer as transfer_module
 from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import Leg, Transfer
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.schedule.traffic import MatrixSpec, count_elements
+from lightning_muon.schedule.assign import MatrixSpec, count_elements
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.integrations.lightning.resuming import TrainingData
-from lightning_muon.integrations.registry import auto_resume_class
+from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
@@ -245,7 +245,7 @@ def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, in
     model, begun = training.language_model(pl), list[int]()
     type(model).on_train_batch_start = lambda self, *_: self.log("step", 1.0)
     type(model).on_train_start = lambda self: begun.append(self.trainer.global_step)
-    callback = auto_resume_class(package)(directory, keep=3, every_n_train_steps=2)
+    callback = make("AutoResume", package)(directory, keep=3, every_n_train_steps=2)
     fitter = training.trainer(
         pl,
         strategy=training.strategy_class(package)(),

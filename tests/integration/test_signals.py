@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import lightning_muon
-from lightning_muon.integrations.registry import auto_resume_class
+from lightning_muon.integrations.registry import make
 from tests.integration.integrations.accelerate import loop as accelerate_loop
 from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.training import (
@@ -110,7 +110,7 @@ def _fit_until_told(
 
     setattr(model, during, told)
     model.on_train_batch_end = record
-    resumes = auto_resume_class(PACKAGES[0])(directory, every_n_train_steps=100)
+    resumes = make("AutoResume", PACKAGES[0])(directory, every_n_train_steps=100)
     kept = pl.callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=100)
     fitter = trainer(
         pl,

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_muon.comm.rendezvous import store_of_attempt
+from lightning_muon.integrations.strategy import store_of_attempt
 from tests.support.programs import ROOT, is_alive, program_environment
 from tests.support.warm_python import warm_python
 

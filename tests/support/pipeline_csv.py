@@ -1,6 +1,6 @@
 """Programs of a pipeline as CSV, in the format ``compute_comms`` of torch's runtime, to compare ours with it.
 
-To the cells of an order (see csv_format.py) come ``2SEND_F0`` and ``3RECV_F0`` for the output of a forward,
+To the cells of an order (see nodes.py) come ``2SEND_F0`` and ``3RECV_F0`` for the output of a forward,
 ``3SEND_B0`` and ``2RECV_B0`` for the gradient of that, ``2UNSHARD``, ``2RESHARD`` and ``2REDUCE_GRAD``.
 """
 

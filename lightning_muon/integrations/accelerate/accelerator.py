@@ -29,12 +29,12 @@ from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
+    draw_alike,
     make_meshes,
     read_options,
     shard,
     sharding_of,
 )
-from lightning_muon.integrations.accelerate.stages import draw_alike
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None

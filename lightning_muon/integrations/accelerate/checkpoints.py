@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -173,3 +174,27 @@ def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
 def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
     """The directory of shards, and the file."""
     return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
+
+
+TRAINER_FUNCTIONS = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+
+
+def for_stages(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """One of :data:`TRAINER_FUNCTIONS` of Accelerate, which saves and loads the stages of a pipeline as we do.
+
+    A Trainer of transformers calls it on all ranks: with plugin, accelerator, model or optimizer, ..., directory.
+    """
+
+    @wraps(stock)
+    def function(plugin: Any, accelerator: Any, *arguments: Any, **kwargs: Any) -> Any:
+        engine = getattr(accelerator, "_engine", None)
+        if engine is None or engine.pipeline is None:
+            return stock(plugin, accelerator, *arguments, **kwargs)
+        directory, of_model = Path(arguments[-1]), stock.__name__.endswith("model")
+        chosen = {"with_model": of_model, "with_optimizers": not of_model}
+        if stock.__name__.startswith("load"):
+            return read_states(engine, directory, **chosen)
+        on_first_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
+        return write_states(engine, directory, whole=False, **chosen)
+
+    return function

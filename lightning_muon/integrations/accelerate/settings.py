@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import gather, together
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
@@ -223,3 +224,30 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
 def _is_larger(num_parameters: int, _: str, module: nn.Module) -> bool:
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters
+
+
+def draw_alike(loader: Any) -> None:
+    """Let all ranks draw the samples of a data loader in one order, of which the ranks of a pipeline take the same.
+
+    Accelerate sees to that where several ranks have samples of their own. Collective over all ranks; every rank must
+    call it.
+
+    Raises:
+        ValueError: If the loader divides what the first rank has read among all ranks.
+    """
+    if isinstance(loader, DataLoaderDispatcher):
+        raise ValueError(
+            "dispatch_batches gives each rank rows of its own, and the ranks of a pipeline need the same; set "
+            "DataLoaderConfiguration(dispatch_batches=False)"
+        )
+    batches = loader.batch_sampler
+    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
+    if not hasattr(sampler, "generator"):
+        return
+    if sampler.generator is None:
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
+    state, seed = gather((sampler.generator.get_state(), getattr(sampler, "initial_seed", None)), None)[0]
+    sampler.generator.set_state(state)
+    if seed is not None:  # Of Accelerate's SeedableRandomSampler.
+        sampler.initial_seed = seed

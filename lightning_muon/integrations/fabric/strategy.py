@@ -42,6 +42,7 @@ class FabricStrategy(MuonStrategy):
         model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     """
 
+    user = "Fabric"
     # Of the class beside it.
     cluster_environment: Any
     broadcast: Callable[..., Any]

@@ -91,10 +91,13 @@ class AutoResumeCallback:
         """Checkpoints stay."""
 
 
-def add_steps(callback: Any, trainer: Any) -> dict[str, Any]:
-    """What ``ModelCheckpoint`` may choose by, the steps of the Trainer among it; a method of the class."""
-    candidates = getattr(super(AutoResumeCallback, callback), MONITOR_CANDIDATES)(trainer)
-    return candidates | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
+def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
+    """What ``ModelCheckpoint`` may choose by, the steps of the Trainer among it."""
+    found = getattr(super(AutoResumeCallback, callback), MONITOR_CANDIDATES)(trainer)
+    return found | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
+
+
+setattr(AutoResumeCallback, MONITOR_CANDIDATES, _candidates_with_steps)
 
 
 def chosen(path: str | Path) -> Path:

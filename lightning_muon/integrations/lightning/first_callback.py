@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import chain, count
 from typing import Any
@@ -21,94 +21,88 @@ AT_ENDS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_train_end", "on_fit_end"),
 )
-# Lightning has installed its handlers of signals before the first of these.
-_AT_STARTS = ("on_sanity_check_start", "on_train_start", "on_validation_start", "on_test_start", "on_predict_start")
-_AFTER_BATCHES = (
-    *("on_train_batch_end", "on_validation_batch_end", "on_test_batch_end", "on_predict_batch_end"),
-    "on_train_epoch_end",  # For a signal that came during the last validation of an epoch.
-)
-# Where all ranks must have come as far, and with the same settings.
-_COMPARED = ("on_train_start", "on_train_epoch_start", "on_train_epoch_end")
 _SETTINGS = (
     *("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     "check_val_every_n_epoch",
 )
 
 
-def first_callback(
-    package: LightningPackage,
-    finish: Callable[[], None],
-    *,
-    compare: Callable[[], None],
-    tell_others: Callable[[BaseException], None],
-) -> Any:
-    """A callback to come before all others: ``finish`` runs wherever a step may have been the last one for a while.
+class FirstCallback:
+    """Comes before all other callbacks: ``finish`` runs wherever a step may have been the last one for a while.
 
     ``compare`` runs at the start of the training, and at both ends of its epochs. From its first hook on all ranks run
     Lightning's handlers of signals together, between two batches. After SIGTERM or Ctrl-C they save, and end with the
     exit code of a process that the signal ends. Other ranks are told of an exception before callbacks of the user
-    answer it, which may communicate.
+    answer it, which may communicate. Its base classes are this one, and the ``Callback`` of one Lightning package.
     """
-    signals: list[SharedSignals] = []
-    told_to_end = package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
-    received = [signal.SIGTERM]
 
-    def start(*_: Any) -> None:
-        handlers = signal_handlers(package)
-        if signals or not handlers or not dist.is_initialized():
+    package: LightningPackage
+
+    def __init__(
+        self, finish: Callable[[], None], *, compare: Callable[[], None], tell_others: Callable[[BaseException], None]
+    ) -> None:
+        self._finish, self._compare, self._tell_others = finish, compare, tell_others
+        self._signals: SharedSignals | None = None
+        self._received = signal.SIGTERM
+
+    # Lightning has installed its handlers of signals before the first of these.
+    def on_sanity_check_start(self, *_: Any) -> None:  # noqa: D102
+        handlers = signal_handlers(self.package)
+        if self._signals is not None or not handlers or not dist.is_initialized():
             return
         if signal.SIGTERM in handlers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            handlers[signal.SIGINT] = partial(interrupt, handlers[signal.SIGTERM])
-        signals.append(SharedSignals(handlers))
+            handlers[signal.SIGINT] = partial(self._interrupt, handlers[signal.SIGTERM])
+        self._signals = SharedSignals(handlers)
 
-    def interrupt(end: Callable[[int, Any], Any], _: int, frame: Any) -> None:
-        received[0] = signal.SIGINT
+    on_test_start = on_predict_start = on_sanity_check_start
+
+    def _interrupt(self, end: Callable[[int, Any], Any], _: int, frame: Any) -> None:
+        self._received = signal.SIGINT
         end(signal.SIGTERM, frame)
 
-    def after_batch(trainer: Any, _: Any, *batch: Any) -> None:
+    def on_train_start(self, *_: Any) -> None:  # noqa: D102
+        self.on_sanity_check_start()
+        self._compare()
+
+    def on_validation_start(self, *_: Any) -> None:  # noqa: D102
+        self.on_sanity_check_start()
+        self._finish()
+
+    def on_train_epoch_start(self, *_: Any) -> None:  # noqa: D102
+        self._finish()
+        self._compare()
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:  # noqa: D102
+        self._finish()
+        self._compare()
+        self.on_train_batch_end(trainer)  # For a signal that came during the last validation of an epoch.
+
+    def on_train_end(self, *_: Any) -> None:  # noqa: D102
+        self._finish()
+
+    on_validation_epoch_start = on_fit_end = on_train_end
+
+    def on_train_batch_end(self, trainer: Any, _: Any = None, *batch: Any) -> None:  # noqa: D102
         # Gradients of an accumulated batch are in no checkpoint.
         is_step = not trainer.training or not batch or (batch[2] + 1) % trainer.accumulate_grad_batches == 0
-        for each in signals:
-            each.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
+        if self._signals is not None:
+            self._signals.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
 
-    def fail(trainer: Any, _: Any, exception: Any) -> None:
-        close()
-        if isinstance(exception, told_to_end):
-            exception.code = 128 + received[0]
-            save_last(trainer, package)
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
+
+    def on_exception(self, trainer: Any, _: Any, exception: Any) -> None:  # noqa: D102
+        _ignore_sigterm()
+        self.teardown()
+        # Raised on all ranks together.
+        if isinstance(exception, self.package.module("utilities.exceptions").SIGTERMException):
+            exception.code = 128 + self._received
+            save_last(trainer, self.package)
         else:
-            tell_others(exception)
+            self._tell_others(exception)
 
-    def close(*_: Any, **__: Any) -> None:
-        for each in signals:
-            each.close()
-
-    called = {
-        start: _AT_STARTS,
-        lambda *_: finish(): AT_ENDS,
-        lambda *_: compare(): _COMPARED,
-        after_batch: _AFTER_BATCHES,
-        _ignore_sigterm: ("on_exception",),
-        fail: ("on_exception",),
-        close: ("teardown",),
-    }
-    return _callback_of(called, package)
-
-
-def _callback_of(called: Mapping[Callable[..., None], Sequence[str]], package: LightningPackage) -> Any:
-    """A callback whose hooks call functions, in order: function -> names of its hooks."""
-
-    def hook(name: str) -> Callable[..., None]:
-        functions = [function for function, names in called.items() if name in names]
-
-        def run(_: Any, *args: Any, **kwargs: Any) -> None:
-            for function in functions:
-                function(*args, **kwargs)
-
-        return run
-
-    names = {name for names in called.values() for name in names}
-    return type("FirstCallback", (package.module("callbacks").Callback,), {name: hook(name) for name in names})()
+    def teardown(self, *_: Any, **__: Any) -> None:  # noqa: D102
+        if self._signals is not None:
+            self._signals.close()
 
 
 def save_last(trainer: Any, package: LightningPackage) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_muon.integrations.registry import auto_resume_class, callback_class, strategy_class
+from lightning_muon.integrations.registry import make
 
-AutoResume = auto_resume_class("pytorch_lightning")
-MuonMonitor = callback_class("MuonMonitor", "pytorch_lightning")
-ParallelMuonStrategy = strategy_class("pytorch_lightning")
-QKClip = callback_class("QKClip", "pytorch_lightning")
+AutoResume = make("AutoResume", "pytorch_lightning")
+MuonMonitor = make("MuonMonitor", "pytorch_lightning")
+ParallelMuonStrategy = make("ParallelMuonStrategy", "pytorch_lightning")
+QKClip = make("QKClip", "pytorch_lightning")

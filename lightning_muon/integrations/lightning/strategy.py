@@ -35,7 +35,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
 )
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
-from lightning_muon.integrations.lightning.first_callback import describe_run, first_callback
+from lightning_muon.integrations.lightning.first_callback import describe_run
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -47,6 +47,7 @@ from lightning_muon.integrations.lightning.trainer import (
     require_single_batches,
     sharded_plugin,
 )
+from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
 
 _SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
@@ -66,6 +67,7 @@ class TrainerStrategy(MuonStrategy):
         trainer.fit(model)
     """
 
+    user = "Trainers of {}"
     # Of the class beside it.
     lightning_module: Any
     optimizers: list[torch.optim.Optimizer]
@@ -124,8 +126,7 @@ class TrainerStrategy(MuonStrategy):
             sees_every_backward=module.automatic_optimization,
         )
         what = "the run of the Trainer"
-        self._first_callback = first_callback(
-            self.package,
+        self._first_callback = make("FirstCallback", self.package.name)(
             self.finish_parameters,
             compare=lambda: engine.require_equal(describe_run(trainer), what),
             tell_others=self.on_exception,

@@ -7,7 +7,6 @@ docs/planning.md has an example, from a name to a timeline.
 from lightning_muon.schedule.pipeline.auto import auto
 from lightning_muon.schedule.pipeline.builtin import forward_only
 from lightning_muon.schedule.pipeline.checks import check_order, validate_pipeline
-from lightning_muon.schedule.pipeline.csv_format import order_from_csv, order_to_csv
 from lightning_muon.schedule.pipeline.lower import (
     add_optimizer,
     add_reduce_grad,
@@ -15,9 +14,21 @@ from lightning_muon.schedule.pipeline.lower import (
     add_unshard,
     build_program,
 )
-from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
+from lightning_muon.schedule.pipeline.nodes import (
+    B,
+    F,
+    I,
+    Node,
+    Order,
+    PipelineKind,
+    W,
+    order_from_csv,
+    order_to_csv,
+    peak_activations,
+    placement,
+)
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
-from lightning_muon.schedule.pipeline.registry import SCHEDULES, make_order, register_schedule
+from lightning_muon.schedule.pipeline.registry import SCHEDULES, find_schedule, make_order, register_schedule
 
 __all__ = [
     # What a schedule is made for, and what it is.
@@ -32,6 +43,7 @@ __all__ = [
     # Schedules.
     "SCHEDULES",
     "register_schedule",
+    "find_schedule",
     "make_order",
     "forward_only",
     "auto",

@@ -163,14 +163,13 @@ def add_tied(program: Program, tied: Sequence[Sequence[int]]) -> Program:
     return added
 
 
-def add_optimizer(program: Program, *, clips_norm: bool = False) -> Program:
+def add_optimizer(program: Program) -> Program:
     """Add the optimizer step of each rank, behind the sums of all of its gradients ("Muon in the bubble").
 
     A rank that has finished its backward steps in the cool-down of the others. It has one step for all of its stages,
     as frameworks call ``optimizer.step()`` once, behind what the user does with the gradients. Steps of single stages
     would save less than 2 % of the time (simulated with two stages on each of 4 and 8 ranks, 4 micro-batches per rank,
-    optimizer steps as long as 0.5 to 4 forwards). With ``clips_norm`` all steps come after a norm over all stages, for
-    which each rank waits until the last one has finished its backward: that costs the whole bubble of the cool-down.
+    optimizer steps as long as 0.5 to 4 forwards).
     """
     if not any(op.kind == PipelineKind.REDUCE_GRAD for ops in program.values() for op in ops):
         raise ValueError("the optimizer steps follow the sums of gradients; call add_reduce_grad first")
@@ -180,11 +179,6 @@ def add_optimizer(program: Program, *, clips_norm: bool = False) -> Program:
         stages = tuple(sorted(op.items[0] for op in sums if op.kind == PipelineKind.REDUCE_GRAD))
         deps = tuple(op.name for op in sums)
         added[rank] = list(ops)
-        if clips_norm:
-            group = tuple(program) if len(program) > 1 else ()
-            norm = Op(kind=PipelineKind.GRADIENT_NORM, key="all", rank=rank, lane=TRANSFER, deps=deps, group=group)
-            added[rank].append(norm)
-            deps = (norm.name,)
         if stages:
             key = "+".join(map(str, stages))
             added[rank].append(Op(kind=PipelineKind.OPTIMIZER, key=key, rank=rank, deps=deps, items=stages))

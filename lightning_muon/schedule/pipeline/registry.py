@@ -35,14 +35,20 @@ def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
     return register
 
 
-def make_order(name: str, pipeline: Pipeline) -> Order:
-    """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
+def find_schedule(name: str) -> Schedule:
+    """The schedule of this name; a ``ValueError`` names the one that was probably meant."""
     if name not in SCHEDULES:
         hint = nearest(name, list(SCHEDULES))
         meant = f"did you mean {hint!r}?" if hint else f"there are {', '.join(SCHEDULES)}"
         raise ValueError(f"there is no schedule {name!r}; {meant}")
+    return SCHEDULES[name]
+
+
+def make_order(name: str, pipeline: Pipeline) -> Order:
+    """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
+    schedule = find_schedule(name)
     try:
-        order = [[Node(*node) for node in nodes] for nodes in SCHEDULES[name](pipeline)]
+        order = [[Node(*node) for node in nodes] for nodes in schedule(pipeline)]
         check_order(order, pipeline)
     except ValueError as error:
         raise ValueError(f"schedule {name!r}: {error}") from error

@@ -27,7 +27,7 @@ from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.compat.torch import load_whole
-from lightning_muon.integrations.registry import auto_resume_class
+from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.integration.checkpoint.test_staging import _is_killed
 from tests.support.outcome import RanksFailedError
@@ -134,7 +134,7 @@ def _fail(directory: str, max_steps: int) -> None:
             if trainer.global_step == 3 and trainer.global_rank == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
 
-    resume = auto_resume_class(training.PACKAGES[0])(directory, keep=1, every_n_train_steps=2)
+    resume = make("AutoResume", training.PACKAGES[0])(directory, keep=1, every_n_train_steps=2)
     callbacks = [Fills(), resume]
     strategy = training.strategy_class()(async_save=True)
     options = {"enable_checkpointing": True, "max_steps": max_steps, "max_epochs": -1}

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
-from lightning_muon.checkpoint.manifest import SaveClock, damages, describe, write_file
+from lightning_muon.checkpoint.manifest import SaveClock, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import write_checkpoint
 from lightning_muon.cli.main import main
@@ -216,3 +216,11 @@ def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> Non
         assert torch.equal(loaded["weights"], torch.ones(3))
     shutil.copy(tmp_path / "ours.ckpt", tmp_path / "copied.pt")
     assert damages(tmp_path / "copied.pt") == [] and describe(tmp_path / "copied.pt") == {"step": 4}
+
+
+def test_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_muon.checkpoint.manifest._FORMAT", 2)
+    write_manifest(tmp_path, {}, {})
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"manifest\.json was written by a later version .*, in format 2; this one"):
+        describe(tmp_path)

@@ -20,7 +20,7 @@ from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.cli.main import main
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning.first_callback import save_last
-from lightning_muon.integrations.registry import auto_resume_class
+from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
@@ -28,7 +28,7 @@ from tests.support.processes import ProcessPool
 def _fit(url: str, max_steps: int, options: dict[str, Any]) -> list[float]:
     """Losses of a run that goes on from what is at ``url``; the third-last step saves last."""
     pl = training.load()
-    resume = auto_resume_class(training.PACKAGES[0])(url, keep=1, every_n_train_steps=2)
+    resume = make("AutoResume", training.PACKAGES[0])(url, keep=1, every_n_train_steps=2)
     model, strategy = training.language_model(pl), training.strategy_class()(**options)
     kwargs = {"max_steps": max_steps, "max_epochs": -1, "enable_checkpointing": True}
     training.trainer(pl, strategy=strategy, callbacks=[resume], **kwargs).fit(model, training.loader())

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan_memory import memory_of_stages
 from lightning_muon.cli.plan_model import Mesh, PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, stage_costs
+from lightning_muon.cli.split_rules import Job, OptimizerStep, Split, SplitTraffic, stage_costs, zero2_owners
 from lightning_muon.config import MuonConfig
+from lightning_muon.grad_sync.shard_map import place_shards
+from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.params.layout import OwnedBy
 from lightning_muon.params.routing import route_module
 from lightning_muon.pipeline.cut import choose_stages, measure_flops
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.pipeline import F, I, W, peak_activations
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
+from lightning_muon.sharding.modes import _flops_of_whole_matrices
 from tests.unit.cli.tiny_shapes import LENGTH, SHAPES, WIDTH, WORDS
 
 # Embedding, four layers, norm and head: a stage of 544 elements and one of 264, with 256 elements of matrices each.
@@ -152,13 +158,15 @@ def test_the_fastest_that_fits_is_recommended(capsys: pytest.CaptureFixture[str]
 def test_a_table_marks_it_and_says_what_to_set(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     main(arguments)
     out = capsys.readouterr().out
-    (marked,) = [line.split() for line in out.splitlines() if line.split()[3:4] == ["*"]]
-    words = f"pipeline_size={marked[0]}, " * (marked[0] != "1")
-    assert f"recommended: {words}replicate_size={marked[1]}, shard_size={marked[2]}" in out
+    ((_, pipeline, replicate, shard),) = re.findall(r"(\w+) +(\d) x (\d) x (\d) +\* ", out)
+    words = f"pipeline_size={pipeline}, " * (pipeline != "1")
+    assert f"recommended: {words}replicate_size={replicate}, shard_size={shard}" in out
 
 
 def test_where_nothing_fits_a_message_says_how_much(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    with pytest.raises(SystemExit, match=r"no split fits into 1e-06 GiB per rank; the smallest, \d x \d x \d, needs"):
+    with pytest.raises(
+        SystemExit, match=r"nothing fits into 1e-06 GiB per rank; pipeline needs least, 0\.0 GiB with \d x \d x \d"
+    ):
         main([*arguments, "--rank-memory", "1e-6"])
     assert "tiny on 4 ranks" in capsys.readouterr().out  # The table is there.
 
@@ -171,7 +179,7 @@ def test_where_nothing_fits_a_message_says_how_much(capsys: pytest.CaptureFixtur
         (("--shard-size", "2"), "--splits goes without --shard-size"),
         (("--rank-memory", "-1"), "must be finite and above 0"),
         (("--schedules", "zb"), "invalid choice: 'zb'"),
-        (("--splits", "7", "--rows", "1"), "7 ranks cannot be split; 2 splits are left out: 1 rows are too few"),
+        (("--splits", "7", "--rows", "1"), "2 splits are left out: 1 rows are too few"),
     ],
 )
 def test_wrong_input_is_refused(
@@ -257,3 +265,24 @@ def test_the_first_stage_runs_its_whole_backward_as_the_second_part(arguments: l
     memory = memory_of_stages(job, split, nodes, stages, OptimizerStep(SplitTraffic()), number=2, recompute=True)
     loss = 4 * WORDS  # Bytes of a token, and of the gradient in the backward of one of the two.
     assert memory.activations == 2 * LENGTH * (2 * (WORDS + WIDTH) + loss + 2 * WORDS) + LENGTH * loss
+
+
+@pytest.mark.parametrize("quality", ["reference", "fast"])
+def test_owners_of_zero2_are_those_of_a_run(quality: Literal["reference", "fast"]) -> None:
+    shapes = [(32, 32), (16, 64), (16, 128), (64, 32)]  # Loads differ with the quality, and so do the owners.
+    module = nn.ParameterDict({str(index): torch.empty(shape) for index, shape in enumerate(shapes)})
+    optimizer = ParallelMuon(module.named_parameters(), ns_quality=quality)
+    run = place_shards(list(module.values()), _flops_of_whole_matrices([optimizer]), 2)
+    expected = {name: run[parameter] for name, parameter in module.items()}
+
+    parameters = tuple(ParameterShape(name=str(i), shape=each, kind="matrix") for i, each in enumerate(shapes))
+    model = ModelShapes(name="four", source="", parameters=parameters)
+    cost = CostModel(flops_per_second=_FLOPS, memory_bytes_per_second=1e12, bandwidth=(_WITHIN,))
+    config = MuonConfig(ns_quality=quality)
+    setting = Setting(model=model, mesh=Mesh(1, 1), config=config, wire_itemsize=2, cost=cost, is_cpu=True)
+    parts = PlannedParts(PlannedModel(shapes=model), model, width=8, itemsize=4)
+    sizes = {"itemsize": 4, "gathered_itemsize": 4, "reduced_itemsize": 4, "flops_per_second": _FLOPS}
+    job = Job(parts=parts, setting=setting, num_ranks=2, node_ranks=8, rows=2, length=LENGTH, **sizes)
+    split = Split(pipeline=1, replicate=1, shard=2, node_ranks=8, sharding="zero2")
+    assert {name: OwnedBy(rank) for name, rank in zero2_owners(job, split).items()} == expected
+    assert (zero2_owners(job, split)["1"] == 0) == (quality == "reference")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.compat.pipelining import accumulate_gradients, finish_reducing, start_reducing, unreduced_gradients
+from lightning_muon.compat.torch import accumulate_gradients, finish_reducing, start_reducing, unreduced_gradients
 from lightning_muon.pipeline.backward import backward_input, backward_weight
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, Full, Random, Replicator, Slicing, Striding
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.flexdemo import node_exchange
+from lightning_muon.flexdemo import bucket as bucket_module
 from lightning_muon.flexdemo.bucket import MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 
@@ -83,7 +83,7 @@ class PostOffice:
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> PostOffice:
         """Carry the messages of all exchanges of the test."""
-        monkeypatch.setattr(node_exchange, "start_messages", self.start_messages)
+        monkeypatch.setattr(bucket_module, "start_messages", self.start_messages)
         return self
 
 

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_muon import DCTTopK, Full, Replicator
-from lightning_muon.flexdemo.bucket import MomentumBucket, merge, merged, pack, paired_views, unpack
+from lightning_muon.flexdemo.bucket import Exchange, MomentumBucket, merge, merged, pack, paired_views, unpack
 from lightning_muon.flexdemo.bucket_plan import MessagePart, Place
-from lightning_muon.flexdemo.node_exchange import Exchange
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 from tests.support.atomics import NoAtomics
 from tests.unit.flexdemo.cases import (

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_muon.math.rescaling import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
+from lightning_muon.math.normalize import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(13, 7), (7, 13), (1, 9), (9, 1)])

@@ -21,8 +21,8 @@ from lightning_muon.params.exchange import (
 )
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.muon import plan_step
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 LOCAL = MeshRanks.of_shape(())
 NEWTON_SCHULZ = NewtonSchulzOptions.of(vars(MuonConfig()))

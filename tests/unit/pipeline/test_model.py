@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM
 from lightning_muon.pipeline.cut import check_outputs, check_parameters, choose_stages, measure_flops, only
 from lightning_muon.pipeline.model import CausalLM, EncoderDecoder, find_staged_model
 from lightning_muon.pipeline.parts import Chain, StagedModel
-from lightning_muon.pipeline.planned import Planned
+from lightning_muon.pipeline.pp_plan import PPPlanModel
 from tests.distributed.pipeline.models import VOCABULARY, causal_lm, encoder_decoder, load_example
 
 _LOSS = staticmethod(lambda output, target: ((output - target).square().sum(), target.numel()))
@@ -332,7 +332,7 @@ def test_two_methods_are_enough_for_what_one_model_cuts(make: Callable[[], Any])
     decoded = {"labels": wanted} if isinstance(model, EncoderDecoder) else {}
     assert torch.equal(output, net(tokens, **decoded)[1 if decoded else 0])
     assert model.loss is _smoothed
-    if isinstance(model, Planned) and not isinstance(model, CausalLM):
+    if isinstance(model, PPPlanModel) and not isinstance(model, CausalLM):
         result = model.result_of_call(output, model.inputs_of_call((tokens,), {})[1])
         assert torch.equal(result.last_hidden_state, output)
         with pytest.raises(TypeError, match="call Phi3Model without labels"):
@@ -364,7 +364,7 @@ def test_a_plan_of_the_user_is_followed() -> None:
     holder.example_input_array = inputs = torch.randint(9, (2, 5)), torch.randn(4)
     model = find_staged_model(holder)
     check_outputs(holder, model)
-    assert isinstance(model, Planned) and [part.name for part in model.parts][::4] == ["table", "end"]
+    assert isinstance(model, PPPlanModel) and [part.name for part in model.parts][::4] == ["table", "end"]
     assert torch.equal(_run_parts(model, inputs), net(*inputs)) and model.split((inputs, 3)) == (inputs, 3)
     assert model.result_of_call(inputs[1], None) is inputs[1]
     assert model.inputs_of_call(inputs, {}) == ({"x": inputs[0], "scale": inputs[1]}, None)

@@ -32,8 +32,8 @@ def test_numbers_take_the_place_of_auto() -> None:
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"pipeline_schedule": "1f1p"}, "pipeline_schedule='1f1p' is not known; did you mean '1f1b'"),
-        ({"pipeline_schedule": "nothing of the kind"}, "is not known; there are .*gpipe, 1f1b"),
+        ({"pipeline_schedule": "1f1p"}, "there is no schedule '1f1p'; did you mean '1f1b'"),
+        ({"pipeline_schedule": "nothing of the kind"}, "there is no schedule .*; there are .*gpipe, 1f1b"),
         ({"pipeline_microbatches": 0}, "pipeline_microbatches must be 'auto' or"),
         ({"pipeline_microbatches": 2.5}, "pipeline_microbatches must be 'auto' or"),
         ({"pipeline_stages_per_rank": 0}, "pipeline_stages_per_rank must be 'auto' or"),

@@ -5,10 +5,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 from lightning_muon.schedule.program import COMPUTE, EVERY_KEY, TRANSFER, Condition, Op, OpKind, Program
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 
 # Every bucket has gradients, and what can be sent during backward was sent, and counts.
 ALL_EARLY = dict.fromkeys((Condition.GRADIENTS, Condition.SENT, Condition.VALID), EVERY_KEY)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import (
     PrefetchEstimate,
@@ -22,7 +23,6 @@ from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import IN_STEP, TRANSFER, Op, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import prefetch, step_program
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec
 from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
 
 H100 = PRESETS["h100"]

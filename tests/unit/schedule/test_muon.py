@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_muon.schedule import assign as assign_module
-from lightning_muon.schedule.assign import assign_owners, even_out, longest_first
+from lightning_muon.schedule.assign import (
+    MatrixShards,
+    MatrixSpec,
+    Traffic,
+    assign_owners,
+    count_elements,
+    even_out,
+    longest_first,
+)
 from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.program import COMPUTE, TRANSFER
-from lightning_muon.schedule.traffic import MatrixShards, MatrixSpec, Traffic, count_elements
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import grid, plan_of, replicated, sharded, spec
 

@@ -21,7 +21,7 @@ from lightning_muon import FlexDeMo, FlexDeMoConfig, Full, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.cli.main import main
 from lightning_muon.integrations.accelerate.accelerator import Accelerator, TrainerAccelerator
-from lightning_muon.integrations.accelerate.stages import TRAINER_FUNCTIONS
+from lightning_muon.integrations.accelerate.checkpoints import TRAINER_FUNCTIONS
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 
-from lightning_muon.integrations.transformers.optimizer import decayed_names
+from lightning_muon.hf import decayed_names
 
 _LLAMA = LlamaConfig(
     vocab_size=11, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=1, attention_bias=True

@@ -40,7 +40,7 @@ def test_orders_and_programs_survive_a_file(problem: tuple[str, Pipeline]) -> No
 def test_messages_are_written_as_torch_does() -> None:
     pipeline = Pipeline(num_ranks=2, num_microbatches=1)
     program = add_reduce_grad(add_unshard(build_program(make_order("gpipe", pipeline), pipeline)))
-    assert program_to_csv(add_optimizer(program, clips_norm=True)).splitlines() == [
+    assert program_to_csv(add_optimizer(program)).splitlines() == [
         "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD",
         "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1REDUCE_GRAD,1RESHARD",
     ]

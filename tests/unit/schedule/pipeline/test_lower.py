@@ -40,9 +40,9 @@ def _names(ops: list[Op]) -> str:
     return " ".join(op.name for op in ops)
 
 
-def _full(pipeline: Pipeline, name: str, *, clips_norm: bool = False) -> Program:
+def _full(pipeline: Pipeline, name: str) -> Program:
     program = add_reduce_grad(add_unshard(build_program(make_order(name, pipeline), pipeline)))
-    return add_optimizer(program, clips_norm=clips_norm)
+    return add_optimizer(program)
 
 
 def test_two_ranks_have_these_ops() -> None:
@@ -83,13 +83,12 @@ def test_every_program_is_valid_and_takes_the_time_of_its_order(problem: tuple[s
     plain = build_program(order, pipeline)
     assert simulate(plain, pipeline.costs).makespan == play_order(order, pipeline, placement(order)).makespan
     without = simulate(add_reduce_grad(add_unshard(plain)), pipeline.costs)
-    for clips_norm in (False, True):
-        program = _full(pipeline, name, clips_norm=clips_norm)
-        validate_pipeline(program, pipeline)
-        spans = simulate(program, pipeline.costs).spans
-        for rank, listed in without.spans.items():
-            ends = {span.op.name: span.end for span in spans[rank]}
-            assert all(ends[span.op.name] <= span.end + 1e-9 for span in listed), "an optimizer step delays nothing"
+    program = _full(pipeline, name)
+    validate_pipeline(program, pipeline)
+    spans = simulate(program, pipeline.costs).spans
+    for rank, listed in without.spans.items():
+        ends = {span.op.name: span.end for span in spans[rank]}
+        assert all(ends[span.op.name] <= span.end + 1e-9 for span in listed), "an optimizer step delays nothing"
 
 
 def _any_order(pipeline: Pipeline, rank_of: dict[int, int], seed: int) -> Order:
@@ -123,7 +122,7 @@ def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeli
     timeline = simulate(program, pipeline.costs)
     assert timeline.makespan == play_order(order, pipeline, rank_of).makespan
     assert timeline.peak_bytes == max(map(peak_activations, order))
-    program = add_optimizer(add_reduce_grad(add_unshard(program)), clips_norm=bool(seed % 2))
+    program = add_optimizer(add_reduce_grad(add_unshard(program)))
     validate_pipeline(program, pipeline)
     assert program_to_csv(program_from_csv(program_to_csv(program))) == program_to_csv(program)
 
@@ -141,12 +140,8 @@ def test_a_stage_reduces_gradients_while_others_run_backward() -> None:
 def test_a_stage_steps_in_the_cool_down_of_the_others() -> None:
     costs = StageCosts(optimizer=(0.0, 0.0, 0.0, 6.0))
     pipeline = Pipeline(num_ranks=4, num_microbatches=8, costs=costs)
-    at_once, after_norm = (
-        simulate(_full(pipeline, "1f1b", clips_norm=clips), costs).makespan for clips in (False, True)
-    )
-    # 6 of the 6 seconds in which the gradients of the last micro-batch travel from the last stage to the first.
-    assert at_once == 3 * (8 + 3)
-    assert after_norm == at_once + 6
+    # In the 6 seconds in which the gradients of the last micro-batch travel from the last stage to the first.
+    assert simulate(_full(pipeline, "1f1b"), costs).makespan == 3 * (8 + 3)
 
 
 def test_a_rank_takes_one_step_for_all_of_its_stages() -> None:

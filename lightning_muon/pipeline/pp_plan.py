@@ -17,7 +17,7 @@ _Place = tuple[nn.Module, str]
 _PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
 
 
-class Planned(StagedModel):
+class PPPlanModel(StagedModel):
     """A model through whose own forward one tensor goes, from part to part, as its ``_pp_plan`` or its children say.
 
     Every stage runs that forward, with all inputs. Modules of other stages return what they get; the first module of

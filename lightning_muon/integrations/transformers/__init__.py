@@ -1,1 +1,0 @@
-"""The optimizers of this package for ``transformers.Trainer``."""
