@@ -1,9 +1,10 @@
-"""What a thread can see of its own process and of others: where they stand, signals, whether they have ended."""
+"""What a thread can see of its own process and of others: where they stand, signals, connections, whether they ended."""
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import sysconfig
 import threading
@@ -16,6 +17,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_muon.compat.torch import gloo_endpoints, process_groups
 
 TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -124,3 +127,44 @@ def _start(pid: int) -> str:
         # Z and X: it has ended, and its parent has not asked for its exit code yet.
         return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
     return ""
+
+
+class GlooConnections:
+    """The TCP connections of the process groups of this process, and no others, by what the groups' ranks have told.
+
+    Each rank of a gloo group listens at a port of its own, and writes it into the ``store`` when the group is made. So
+    a connection belongs to the group if it ends at one of these ports, here or on another rank.
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._endpoints: dict[str, list[tuple[str, int]]] = {}  # By name of the group.
+
+    def record(self) -> None:
+        """Note where the ranks of new groups listen; local."""
+        groups = {group.group_name: group for group in process_groups()}
+        # The port of a group that is gone may be somebody else's by now.
+        known = {name: endpoints for name, endpoints in self._endpoints.items() if name in groups}
+        new = {name: gloo_endpoints(self._store, group) for name, group in groups.items() if name not in known}
+        self._endpoints = known | {name: endpoints for name, endpoints in new.items() if endpoints}
+
+    def abort(self) -> None:
+        """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
+
+        NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
+        sleeps on until its timeout), but sees closed connections. Needs ``/proc`` for gloo.
+        """
+        for group in process_groups():
+            if dist.get_backend(group) != "gloo":
+                # Some backends have no abort.
+                with suppress(RuntimeError):
+                    group.abort()
+        ends = {endpoint for endpoints in self._endpoints.values() for endpoint in endpoints}
+        # fromfd() would leave its duplicate of anything else open.
+        for path in filter(Path.is_socket, Path("/proc/self/fd").glob("*")):
+            # Closed by now, not connected, or a socket of another kind.
+            with suppress(OSError), socket.fromfd(int(path.name), -1, -1) as one:  # A duplicate, which is closed.
+                if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
+                    here, there = one.getsockname()[:2], one.getpeername()[:2]
+                    if here in ends or there in ends:
+                        one.shutdown(socket.SHUT_RDWR)

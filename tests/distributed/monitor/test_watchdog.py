@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor import watchdog as watchdog_module
-from lightning_muon.monitor.watchdog import GlooConnections, Watchdog
+from lightning_muon.monitor.processes import GlooConnections
+from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
