@@ -1,4 +1,4 @@
-"""What a thread can see of its own process and of others: where they stand, signals, connections, whether they ended."""
+"""What a thread can see of its own process and of others: where they stand, signals, connections, their ends."""
 
 from __future__ import annotations
 
