@@ -165,7 +165,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self.stop_reason = ""  # Why communication was broken off on this rank.
-        self._has_failed = False
+        self._failed_at: float | None = None
         self._has_left = False
         self._has_read = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
@@ -235,8 +235,8 @@ class Watchdog:
             self._publish(beat=0)
             if is_open:
                 self._store.set(f"quiet{self._rank}", "")
-            if self._has_failed and self._rank == 0:
-                self._wait_until_quiet()
+            if self._failed_at is not None and self._rank == 0:
+                self._wait_until_quiet(self._failed_at + self._seconds_to_tell)
                 time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
 
     def program_ends(self) -> None:
@@ -274,14 +274,14 @@ class Watchdog:
         """Tell the others why this rank does not come, and stop watching; local, may wait seconds for the cause."""
         if self._thread is None or self._closed.is_set():
             return
-        self._has_failed = True
+        self._failed_at = time.monotonic()
         asks = _is_of_communication(error)
         with suppress(RuntimeError):
             self._publish(beat=0)
             if asks:
                 # The others stand still a little later; one of them says why, or none is left that could.
                 self._store.set(f"quiet{self._rank}", "")
-                self._wait_until_quiet(or_told=True)
+                self._wait_until_quiet(self._failed_at + self._seconds_to_tell, or_told=True)
                 # Who knows a cause tells it before it is quiet.
                 self.stop_reason = self._told() or self._reason_of_those_that_left()
             if not self.stop_reason:
@@ -290,14 +290,18 @@ class Watchdog:
                 self._store.set(f"quiet{self._rank}", "")
                 # A launcher may kill the others as soon as this process ends.
                 self._store.set("failure", "")
-                self._wait_until_quiet(_SECONDS_TO_READ, or_read=True)
+                self._wait_until_quiet(self._failed_at + _SECONDS_TO_READ, or_read=True)
         if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
             error.args = (self.stop_reason,)
         self._stop_watching()
 
-    def _wait_until_quiet(self, seconds: float | None = None, *, or_told: bool = False, or_read: bool = False) -> None:
-        """Wait some seconds at most for all ranks to have nothing more to tell, or to have logged why all stop."""
-        deadline = time.monotonic() + (self._patience + 6 * self._interval if seconds is None else seconds)
+    @property
+    def _seconds_to_tell(self) -> float:
+        """In which all ranks notice that another one has failed."""
+        return self._patience + 6 * self._interval
+
+    def _wait_until_quiet(self, deadline: float, *, or_told: bool = False, or_read: bool = False) -> None:
+        """Wait until then at most for all ranks to have nothing more to tell, or to have logged why all stop."""
         signs = ["quiet", "read"] if or_read else ["quiet"]
         while time.monotonic() < deadline:
             dead = self._dead()
@@ -324,10 +328,10 @@ class Watchdog:
     def resume(self) -> None:
         """Watch again after :meth:`failed`, once the program has caught the exception; local, on every rank alike."""
         # Where this rank was told to stop, its communication is broken.
-        if self._thread is None or not self._has_failed or self.stop_reason:
+        if self._thread is None or self._failed_at is None or self.stop_reason:
             return
         self._thread.join(timeout=2 * self._interval)
-        self._thread, self._has_failed = None, False
+        self._thread, self._failed_at = None, None
         self._closed.clear()
         self.start()
 
@@ -424,7 +428,7 @@ class Watchdog:
             unit=gathers,
             where=where,
             beat=beat,
-            has_ended=self._has_left or self._has_failed,
+            has_ended=self._has_left or self._failed_at is not None,
         )
         self._position = position
         self._store.set(f"position{self._rank}", json.dumps(asdict(position)))

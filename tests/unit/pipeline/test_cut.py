@@ -17,9 +17,9 @@ from lightning_muon.pipeline.cut import (
     check_parameters,
     choose_stages,
     cut_by_costs,
+    free,
     measure_flops,
     only,
-    remove,
     untie,
 )
 from lightning_muon.pipeline.model import StagedModel, find_staged_model
@@ -219,7 +219,7 @@ def test_names_of_what_is_left_are_those_of_the_model() -> None:
     whole = {name: value.clone() for name, value in net.state_dict().items()}
     model = _model(net)
     stages = choose_stages(model, 2, ["embedding", "blocks.2"])
-    remove(stages[0])
+    free(stages[0])
     assert set(net.state_dict()) == {name for name in whole if name.startswith(("blocks.2", "blocks.3", "head"))}
     assert all(torch.equal(value, whole[name]) for name, value in net.state_dict().items())
     assert {name for name, _ in net.named_parameters()} == set(net.state_dict())
