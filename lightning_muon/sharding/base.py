@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.params.layout import Layout
+from lightning_muon.params.layout import Layout, parameters_of
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device
@@ -142,11 +143,15 @@ class ShardingMode(ABC):
     def finish_parameters(self) -> None:  # noqa: B027
         """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
 
-    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """Clip gradients by one norm after :meth:`finish_gradients`; returns the norm before.
+    def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Clip the gradients of an optimizer by one norm after :meth:`finish_gradients`; returns the norm before.
 
-        The ``parameters`` are in the same order on all ranks.
+        Collective over the mesh; every rank must call it.
         """
+        return self.clip_norm_(parameters_of(optimizer), max_norm)
+
+    def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
+        """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
         # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R decoupled nodes bounds the norm of the mean gradient from above, and
         # equals it if the nodes have equal gradients. The squares of the stages of a pipeline are added up, too.
         axes, across, device = (0,) if self.options.decoupled_nodes else (), ALONE, None

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.base import ShardingMode
 from tests.distributed.test_step_program import Net, start
 from tests.support.processes import ProcessPool
@@ -85,7 +84,7 @@ def _count_of_fourth_step(name: str, shape: tuple[int, ...]) -> int:
     for step in range(4):
         with _counting() as count:
             _backward(mode, net, optimizer, step)
-            mode.clip_norm_(parameters_of(optimizer), 1.0)
+            mode.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
             mode.end_step()
     mode.finish_parameters()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.layout import parameters_of
 from lightning_muon.schedule.program import OpKind, runs
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
@@ -56,7 +55,7 @@ def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bo
             F.mse_loss(net(inputs, 4 if step == 2 else 8), inputs.roll(1, 1)).backward()
             mode.finish_gradients()
             if clips:
-                mode.clip_norm_(parameters_of(optimizer), 1e-3)
+                mode.clip_grad_norm_(optimizer, 1e-3)
             optimizer.step()
             mode.end_step()
             ran.append(recorded.check())

@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.params.layout import parameters_of
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation, active
@@ -212,7 +211,7 @@ def run_zero2(
                 _call_hooks(tensor)
             mode.finish_gradients()
             if clip:
-                mode.clip_norm_(parameters_of(optimizer), 1.0)
+                mode.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
             mode.end_step()
         mode.finish_parameters()

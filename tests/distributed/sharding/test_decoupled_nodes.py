@@ -12,7 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.models import full, gradients_of
@@ -63,7 +62,7 @@ def _train(
         _loss(net, dist.get_rank()).backward()
     _loss(net, dist.get_rank()).backward()
     mode.finish_gradients()
-    norm = None if max_norm is None else float(mode.clip_norm_(parameters_of(optimizer), max_norm))
+    norm = None if max_norm is None else float(mode.clip_grad_norm_(optimizer, max_norm))
     meshes = {p.device_mesh for p in net.parameters() if isinstance(p, DTensor)}
     assert meshes == {mesh["shard"]} and optimizer.mesh is mesh
     mode.close()

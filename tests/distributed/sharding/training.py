@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.params.layout import parameters_of
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
@@ -148,7 +147,7 @@ class Training:
                 loss(self.net, run, step, micro_batch, dist.get_rank()).backward()
         self.mode.finish_gradients()
         if run.max_norm is not None:
-            self.mode.clip_norm_(parameters_of(self.optimizer), run.max_norm)
+            self.mode.clip_grad_norm_(self.optimizer, run.max_norm)
         self.optimizer.step()
         self.mode.end_step()
 
