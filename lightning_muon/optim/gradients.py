@@ -177,9 +177,7 @@ def agree_on_gradients(
         return None
     _raise_if_lost(findings)
     for tensor in findings.unreduced:
-        # As torch's own optimizers do it; all ranks of the mesh have such a gradient.
-        assert isinstance(tensor.grad, DTensor) and isinstance(tensor, DTensor)
-        found[tensor] = local_tensor(tensor.grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
+        found[tensor] = _reduced(tensor)
     for tensor in findings.partly:
         _fill_in(layout, tensor, found)
     sent = frozenset(findings.sent)
@@ -365,6 +363,15 @@ def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
     mesh, placements = layout.mesh_and_placements(tensor)
     axes = () if mesh is None else replicated_axes(mesh, placements)
     return axis_group(mesh, axes) if mesh is not None and axes else None
+
+
+def _reduced(tensor: Tensor) -> Tensor:
+    """The local gradient where the program has left a sum to be made, as torch's own optimizers make it.
+
+    Collective over the mesh of ``tensor``; all of its ranks have such a gradient.
+    """
+    assert isinstance(tensor.grad, DTensor) and isinstance(tensor, DTensor)
+    return local_tensor(tensor.grad.redistribute(placements=tensor.placements)).to(tensor.dtype)
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
