@@ -48,6 +48,8 @@ def launch_command(words: Sequence[str]) -> None:
             processes, machines = told.get("num_processes"), told.get("num_machines") or 1
             if processes and processes % machines == 0:  # The mesh is checked before any process starts.
                 read_options(None).resolve(num_nodes=machines, num_processes=processes // machines)
+            if not (arguments.module or arguments.no_python or Path(arguments.training_script).is_file()):
+                raise FileNotFoundError(f"there is no script {arguments.training_script}")
             run_by_us(arguments)
             # mpirun starts its processes itself.
             on_cpus = (told.get("cpu") or told.get("use_cpu")) and told.get("mpirun_hostfile") is None

@@ -42,7 +42,9 @@ _COMMANDS = {
 _EXTRAS = {"config": "accelerate", "launch": "accelerate"}
 _OPTIONAL = ("accelerate", "jsonargparse", "lightning", "matplotlib", "pytorch_lightning", "yaml")
 # Of what LightningCLI says of a wrong value; the lines between have the key, the value and what is allowed.
-_NOISE = ("Does not validate", "Errors:", "Given value type:")
+_NOISE = ("Does not validate", "Errors:", "Given value type:", "Given value: NestedArg", "Subtypes:")
+_NOISE += ("- Expected a <class 'NoneType'>",)
+_NO_CLASS = "Expected a dot import path string: parallel_muon"
 _MOST_LINES = 11
 
 
@@ -60,7 +62,8 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(prog=_PROG, description="Distributed Muon for Lightning and Accelerate.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parsers = {name: commands.add_parser(name, help=text) for name, text in (_LIGHTNING | _COMMANDS).items()}
+    texts = (_LIGHTNING | _COMMANDS).items()
+    parsers = {name: commands.add_parser(name, help=text, allow_abbrev=False) for name, text in texts}
     for each in (parser, *parsers.values()):
         reporting(each)
     name = words[0] if words else ""
@@ -95,7 +98,7 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
 def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     """End the process at a wrong option first: argparse would rather ask for the one that was meant."""
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-        if not any(known.startswith(option) for known in parser._option_string_actions):
+        if option not in parser._option_string_actions:
             parser.error(f"unrecognized arguments: {option}")
 
 
@@ -118,6 +121,9 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
         wrong = next((word for word in unknown.split() if word.startswith("-")), unknown)
         meant = nearest(wrong.partition("=")[0], list(parser._option_string_actions))
         message += f"; did you mean {meant}?" if meant else ""
+    message = message.replace(
+        _NO_CLASS, "For options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
+    )
     lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
     lines = [line if len(line) <= 300 else f"{line[:300]}..." for line in lines[:_MOST_LINES]]
     parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))

@@ -81,10 +81,14 @@ def add_model_arguments(parser: ArgumentParser) -> Any:
     model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
     model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
     parser.add_argument(
-        "--replicate-size", metavar="R", type=count, help="replicas (the config's, or 1; with FlexDeMo 2)"
+        "--replicate-size",
+        "--replicate",
+        metavar="R",
+        type=count,
+        help="replicas (the config's, or 1; with FlexDeMo 2)",
     )
     parser.add_argument(
-        "--shard-size", metavar="S", type=count, help="ranks per replica (the config's; of shapes, plan: 8)"
+        "--shard-size", "--shard", metavar="S", type=count, help="ranks per replica (the config's; of shapes, plan: 8)"
     )
     return model
 

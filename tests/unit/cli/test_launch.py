@@ -55,7 +55,7 @@ def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:
     for line in ("num_proceses: 2\n", "mixed_precision: bf61\n"):
         both.write_text(_BOTH + line)
         with pytest.raises(SystemExit, match=r"num_proceses|bf61") as ended:
-            launch_command(["--config_file", str(both), "script.py"])
+            launch_command(["--config_file", str(both), __file__])
         assert str(both) in str(ended.value) and "accelerate.yaml" not in str(ended.value)
 
 
@@ -64,6 +64,11 @@ def test_a_wrong_mesh_is_told_before_processes_start(both: Path) -> None:
     for words in ([], ["--num_processes", "4"]):
         with pytest.raises(SystemExit, match=r"both\.yaml: .*shard_size=3"):
             launch_command(["--config_file", str(both), *words, "script.py"])
+
+
+def test_a_missing_script_is_told_before_processes_start() -> None:
+    with pytest.raises(SystemExit, match=r"launch: there is no script missing\.py"):
+        launch_command(["--cpu", "--num_processes", "2", "missing.py"])
 
 
 def test_two_files_with_our_options_are_an_error(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,6 +207,15 @@ def test_plan_needs_no_framework(tmp_path: Path) -> None:
             ["fit", "--trainer.max_epoch=2", "--print_config"],
             "--trainer.max_epoch=2; did you mean --trainer.max_epochs?",
         ),
+        (["plan", "--shapes", "10b", "--shard-siz", "8"], "arguments: --shard-siz; did you mean --shard-size?"),
+        (
+            ["fit", "--config", "config.yaml", "--trainer.strategy=parallel_muon", "--trainer.strategy.overlap=none"],
+            "For options give --trainer.strategy lightning_muon.ParallelMuonStrategy first",
+        ),
+        (
+            ["fit", "--config", "config.yaml", "--model.widt=2"],
+            "given class_path 'own.net.Net':\n        Option 'widt' is not accepted\n",
+        ),
         ([], "required: COMMAND"),
     ],
 )

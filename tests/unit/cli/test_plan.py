@@ -251,7 +251,7 @@ def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.Capture
     ("arguments", "message"),
     [
         (("--shapes", "lama3-8b"), "no shape file lama3-8b (did you mean 'llama3-8b'?)"),
-        (("--shapes", "10b", "--shard-size", "0"), "--shard-size: must be at least 1, got 0"),
+        (("--shapes", "10b", "--shard-size", "0"), "--shard-size/--shard: must be at least 1, got 0"),
         (("--shapes", "10b", "--shard-size", "512", "--replicate-size", "9"), "4608 ranks are more than 4096"),
         (("--shapes", "10b", "--flops", "inf"), "--flops: must be finite and above 0, got inf"),
         (("--shapes", "10b", "--draw", "plan.txt"), "Format 'txt' is not supported"),
@@ -306,7 +306,7 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shard-size", "0"], "--shard-size: must be at least 1, got 0"),
+        (["--shard-size", "0"], "--shard-size/--shard: must be at least 1, got 0"),
         ([], "t5-small does not say how many ranks there are; add --shard-size"),
         (["--shard-size", "2", "--shapes", "lama3-8b"], "did you mean 'llama3-8b'"),
         (["--shard", "2", "--replicate", "1", "--shapes", "deepseek-v3"], "GiB, and this machine has"),
