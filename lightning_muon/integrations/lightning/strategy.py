@@ -220,16 +220,31 @@ class TrainerStrategy(MuonStrategy):
             return loss
         if engine.tokens is not None:
             engine.tokens.begin_micro_batch()
-        try:
-            output = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        except StopIteration as error:
-            if "dataloader_iter" in inspect.signature(self.lightning_module.training_step).parameters:
-                raise  # Its iterator has come to its end.
-            # Lightning would take it for the end of the data, on this rank only.
-            raise RuntimeError(f"training_step raised StopIteration: {error}") from error
+        output = self._run_step("training_step", *args, **kwargs)
         if output is None:
             free_unsharded(self.lightning_module)
         return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step."""
+        return self._run_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step."""
+        return self._run_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step."""
+        return self._run_step("predict_step", *args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return getattr(super(), name)(*args, **kwargs)
+        except StopIteration as error:
+            if "dataloader_iter" in inspect.signature(getattr(self.lightning_module, name)).parameters:
+                raise  # Its iterator has come to its end.
+            # Lightning would take it for the end of the data, on this rank only.
+            raise RuntimeError(f"{name} raised StopIteration: {error}") from error
 
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
