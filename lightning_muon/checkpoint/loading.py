@@ -163,6 +163,19 @@ class Checkpoint:
                 sizes[stem + mark] = getattr(entry, "size", None)
         return sizes
 
+    def _optimizer_in_shards(self, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+        """Sizes of the entries of each parameter's state, and the keys of each param group by its number; local."""
+        sizes, groups = dict[str, dict[str, Any]](), dict[str, list[str]]()
+        for name, size in self._sizes_of_shards(f"{key}.").items():
+            part, _, rest = name.partition(".")
+            if part == "state":
+                parameter, entry = rest.rsplit(".", 1)
+                sizes.setdefault(parameter, {})[entry] = size
+            elif part == "param_groups":
+                number, _, option = rest.partition(".")
+                groups.setdefault(number, []).append(option)
+        return sizes, groups
+
     def _check_weights(
         self, key: str, module: nn.Module, own: Mapping[str, Any], saved: Mapping[str, Any], *, strict: bool
     ) -> None:
@@ -200,49 +213,40 @@ class Checkpoint:
         fail_together(RuntimeError(text), stages)
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        state: dict[str, Any] = {key: get_optimizer_state_dict(module, optimizer)}
-        saved: Any = FileSystemReader(self.path).read_metadata().state_dict_metadata
-        of_state, of_groups = f"{key}.state.", f"{key}.param_groups."
-        groups = {name.removeprefix(of_groups).split(".")[0] for name in saved if name.startswith(of_groups)}
-        entries: dict[str, set[str]] = {}
-        for name in saved:
-            if name.startswith(of_state):
-                parameter, entry = name.removeprefix(of_state).rsplit(".", 1)
-                entries.setdefault(parameter, set()).add(entry)
-        if len(groups) != len(state[key]["param_groups"]):
-            raise ValueError(f"{len(groups)} param groups in the checkpoint, {len(state[key]['param_groups'])} here")
+        own: Any = get_optimizer_state_dict(module, optimizer)
+        sizes, group_keys = self._optimizer_in_shards(key)
+        groups = own["param_groups"]
+        if len(group_keys) != len(groups):
+            raise ValueError(f"{len(group_keys)} param groups in the checkpoint, {len(groups)} here")
         # A copy of a parameter of another stage goes on with the state of that one, if it was saved without copies.
-        renamed = {copy: name for copy, name in names_of_copies(module).items() if copy not in entries}
-        states, groups_of_now = state[key]["state"], state[key]["param_groups"]
-        state[key]["state"] = {renamed.get(name, name): value for name, value in states.items()}
+        originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
+        of_now: dict[str, dict[str, Any]] = own["state"]
+        needed = {originals.get(name, name): state for name, state in of_now.items()}
+        needed = _without_new_neuron_state(sizes, needed)
+        to_muon, to_adamw = _moved(sizes, needed)
+        _check_entries(sizes, {name: state for name, state in needed.items() if name not in {*to_muon, *to_adamw}})
+        states = needed | {name: {"exp_avg": needed[name]["momentum_buffer"]} for name in to_muon}
+        states |= {name: {k: torch.zeros_like(v) for k, v in needed[name].items()} for name in to_adamw}
+        for name, state in states.items():
+            for entry in state.keys() & _of_nodes(optimizer):
+                size = sizes[name][entry]
+                if size[0] != state[entry].shape[0]:
+                    state[entry] = zeros_of_nodes(state[entry], size)
         # The names of a group are those of one stage.
-        names_of_groups = [group.pop("params") for group in groups_of_now]
-        state[key]["state"] = _without_new_neuron_state(entries, state[key]["state"])
-        to_muon, to_adamw = _moved(entries, state[key]["state"])
-        _check_entries(entries, {n: own for n, own in state[key]["state"].items() if n not in {*to_muon, *to_adamw}})
-        for name in to_muon:
-            state[key]["state"][name] = {"exp_avg": state[key]["state"][name]["momentum_buffer"]}
-        for name in to_adamw:
-            state[key]["state"][name] = {k: torch.zeros_like(v) for k, v in state[key]["state"][name].items()}
-        for name, own in state[key]["state"].items():
-            for entry in own.keys() & _of_nodes(optimizer):
-                size = saved[f"{of_state}{name}.{entry}"].size
-                if size[0] != own[entry].shape[0]:
-                    own[entry] = zeros_of_nodes(own[entry], size)
-        for number, group in enumerate(state[key]["param_groups"]):
-            group |= of_version_0_1([name.removeprefix(f"{of_groups}{number}.") for name in saved])
+        names_of_groups = [group.pop("params") for group in groups]
+        for number, group in enumerate(groups):
+            group |= of_version_0_1(group_keys[str(number)])
         # Keys of the groups may be new, for example those of a scheduler that was added since.
-        load(state, checkpoint_id=self.path, planner=DefaultLoadPlanner(allow_partial_load=True))
-        for group, names in zip(state[key]["param_groups"], names_of_groups, strict=True):
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        load({key: {"state": states, "param_groups": groups}}, checkpoint_id=self.path, planner=planner)
+        for group, names in zip(groups, names_of_groups, strict=True):
             group["params"] = names
-        loaded = state[key]["state"]
         for name in to_muon:
-            loaded[name] = {"momentum_buffer": loaded[name]["exp_avg"]}
-        state[key]["state"] = {
-            name: _cloned(loaded[renamed[name]]) if name in renamed else loaded[name] for name in states
-        }
-        with _all_trained(module, state[key]["state"]):
-            set_optimizer_state_dict(module, optimizer, state[key])
+            states[name] = {"momentum_buffer": states[name]["exp_avg"]}
+        for name in of_now:
+            of_now[name] = _cloned(states[originals[name]]) if name in originals else states[name]
+        with _all_trained(module, of_now):
+            set_optimizer_state_dict(module, optimizer, own)
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         whole = self.whole(key)
