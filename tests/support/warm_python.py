@@ -1,18 +1,20 @@
 """An interpreter that has imported torch and the frameworks when it starts, for programs that start others.
 
 ``warm_python()`` is a command that takes what ``python`` takes, without ``-c``. It has a server fork a process that
-runs the program with the caller's files, folder and environment, passes SIGINT and SIGTERM on to it, and ends as it
-ends. In the program ``sys.executable`` is the same command, so that what launchers start is forked, too. What is about
+runs the program with the caller's files, folder, environment and network, passes SIGINT and SIGTERM on to it, and ends
+as it ends. In the program ``sys.executable`` is the same command, so that what launchers start is forked, too. What is about
 imports needs ``sys.executable`` of the test.
 """
 
 import atexit
+import ctypes
 import json
 import multiprocessing
 import os
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import threading
@@ -96,6 +98,7 @@ def _answer(connection: socket.socket) -> None:
         words, directory, environment = json.loads(stream.read(int.from_bytes(head, "big")))
     pid = os.fork()
     if pid == 0:
+        _enter_network_of_caller(connection)
         connection.close()
         for number, file in enumerate(files):
             os.dup2(file, number)
@@ -115,3 +118,13 @@ def _answer(connection: socket.socket) -> None:
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     connection.sendall(code.to_bytes(4, "big", signed=True))
     os._exit(0)
+
+
+def _enter_network_of_caller(connection: socket.socket) -> None:
+    """Enter the network namespace of the process at the other end, if it has another one; that needs root."""
+    if sys.platform.startswith("linux"):
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        caller = Path(f"/proc/{struct.unpack('3i', credentials)[0]}/ns/net")
+        if not caller.samefile("/proc/self/ns/net"):
+            with caller.open() as namespace:
+                assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0, "cannot enter the caller's network"
