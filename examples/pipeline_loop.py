@@ -30,7 +30,7 @@ def main() -> None:
         accelerator.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 0:
+        if step % 10 == 0 or step == arguments.steps:
             accelerator.print(f"step {step}: loss {loss.item():.3f}")
 
     gpt.eval()
