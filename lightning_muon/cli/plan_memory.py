@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import NamedTuple
 
 from lightning_muon.cli.split_rules import (
@@ -16,6 +17,7 @@ from lightning_muon.cli.split_rules import (
     OptimizerStep,
     Split,
     held,
+    held_by_parts,
     rows_of,
     zero2_elements,
     zero2_exchange,
@@ -24,7 +26,6 @@ from lightning_muon.cli.split_rules import (
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
-from lightning_muon.schedule.shapes import ParameterShape
 
 _INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: optim/momentum.py.
 
@@ -73,8 +74,7 @@ def memory_without_pipeline(
     job: Job, split: Split, step: OptimizerStep, *, passes: int, recompute: bool, stays_whole: bool
 ) -> Memory:
     """Of a rank that takes its rows in so many passes; ``stays_whole``: FSDP gathers weights once in a step."""
-    parameters = [each for part in job.parts.parameters for each in part]
-    trained = sum(held(each, split.shards_of_weights) for each in parameters if not each.frozen)
+    every, trained = map(sum, held_by_parts(job, split.shards_of_weights))
     gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
     if split.sharding == "zero2":
         working = max(working, zero2_packed_bytes(job, split))  # All new values may be on their way at once.
@@ -84,8 +84,8 @@ def memory_without_pipeline(
         working += STATE_ITEMSIZE * trained + job.flexdemo.chunk_bytes  # Updates, and the bucket that is decoded.
     moments = _sharded_backward if split.is_fsdp else _whole_backward
     return _memory(
-        job.itemsize * sum(held(each, split.shards_of_weights) for each in parameters),
-        _state_bytes(job, split, parameters),
+        job.itemsize * every,
+        _state_bytes(job, split, tuple(range(len(job.parts)))),
         kept,
         [
             *moments(job, split, passes=passes, recompute=recompute, stays_whole=stays_whole),
@@ -137,7 +137,7 @@ def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, s
     packed for their sum; the one before it is gathered meanwhile.
     """
     parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
-    shards = [sum(held(each, split.shard) for each in some if not each.frozen) for some in parts.parameters]
+    _, shards = held_by_parts(job, split.shard)
     layers = [part for part in range(len(parts)) if parts.is_layer[part]]
     roots = [part for part in range(len(parts)) if not parts.is_layer[part]]
     # Accumulated gradients are in the dtype of their sums.
@@ -180,8 +180,8 @@ def memory_of_stages(
     returns, from which ``W`` makes those of the weights (Qi et al. 2024, arXiv:2401.10241, section 2: it is M_W beside
     M_B). The first stage runs its whole backward as ``W``, see pipeline/batch_run.py, and keeps no such gradients.
     """
-    parts, own = job.parts, [part for stage in sorted({node.stage for node in nodes}) for part in stages[stage]]
-    parameters = [each for part in own for each in parts.parameters[part]]
+    parts, own = job.parts, tuple(part for stage in sorted({node.stage for node in nodes}) for part in stages[stage])
+    every, trained = held_by_parts(job, split.shard)
     tokens = -(-rows_of(job, split) // number) * job.length
     kept = {
         stage: tokens * sum(parts.kept(part, recompute=recompute) for part in some) for stage, some in enumerate(stages)
@@ -195,10 +195,10 @@ def memory_of_stages(
     if any(node.kind == PipelineKind.BACKWARD_INPUT for node in nodes):
         in_backward -= sum(parts.loss_gradient[part] for part in own)  # Of the logits, which is in `between`.
     activations = peak_activations(nodes, kept, between) + tokens * in_backward
-    shards = job.itemsize * sum(held(each, split.shard) for each in parameters if not each.frozen)
+    shards = job.itemsize * sum(trained[part] for part in own)
     return _memory(
-        job.itemsize * sum(held(each, split.shard) for each in parameters),
-        _state_bytes(job, split, parameters),
+        job.itemsize * sum(every[part] for part in own),
+        _state_bytes(job, split, own),
         step.kept_bytes,
         [
             _Moment(job.reduced_itemsize * numel, activations, job.gathered_itemsize * numel),
@@ -207,8 +207,9 @@ def memory_of_stages(
     )
 
 
-def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -> float:
-    """Of the optimizer, on the rank that holds most."""
+@cache
+def _state_bytes(job: Job, split: Split, own: tuple[int, ...]) -> float:
+    """Of the optimizer for some parts, on the rank that holds most."""
     config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
     momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
     if config.offload == "momentum" and not job.setting.is_cpu:
@@ -227,6 +228,7 @@ def _state_bytes(job: Job, split: Split, parameters: Sequence[ParameterShape]) -
         return momentum * matrices + of_elementwise * (own - matrices)
     return sum(
         held(each, split.shards_of_weights) * (averages + (momentum if each.algorithm == "muon" else of_elementwise))
-        for each in parameters
+        for part in own
+        for each in job.parts.parameters[part]
         if not each.frozen
     )

@@ -7,7 +7,6 @@ through all of them.
 
 from __future__ import annotations
 
-import gc
 import json
 import sys
 from argparse import ArgumentParser, Namespace
@@ -134,12 +133,7 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
             modes.remove("pipeline")
             reason = str(error).partition("\n")[0].removesuffix(" Write in it:")
             left_out.append(f"pipeline is left out: {reason}")
-    # Simulated programs have no cycles, and to look through millions of ops for some takes a third of the time.
-    gc.disable()
-    try:
-        found, others = find_splits(arguments, job, modes, every_split=every_split)
-    finally:
-        gc.enable()
+    found, others = find_splits(arguments, job, modes, every_split=every_split)
     may_be_best = [each for each in found if each.fits and (planned.flexdemo or each.way.split.mode != "flexdemo")]
     return RankedSplits(
         job=job,

@@ -32,10 +32,10 @@ from lightning_muon.schedule.assign import MatrixSpec, count_elements
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
-from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, branch
+from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, merge_equal_ranks, simulate
-from lightning_muon.schedule.step import ALL_IN_STEP, scatter_buffers_for, step_program
+from lightning_muon.schedule.step import prefetch, scatter_buffers_for, step_program
 from lightning_muon.schedule.validate import check_step
 
 PIPELINE = "lpt+pipeline"
@@ -183,7 +183,8 @@ class _Ranks:
         if validates and self.num_ranks <= MOST_RANKS_IN_FULL:
             check_step(step_program(program, look_ahead=look_ahead), [plan])
         program, like = merge_equal_ranks(program)
-        simulated = simulate(branch(step_program(program, look_ahead=look_ahead), ALL_IN_STEP), cost)
+        # What of `step_program` runs when all gradients are there and none was sent early.
+        simulated = simulate(prefetch(program, look_ahead), cost)
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, cost) for ops in program.values()])
         dearest = max(self.specs, key=lambda spec: spec.flops)

@@ -146,6 +146,14 @@ def held(parameter: ParameterShape, num_shards: int) -> int:
 
 
 @cache
+def held_by_parts(job: Job, num_shards: int) -> tuple[list[int], list[int]]:
+    """Elements of each part on the first rank, and those of them that are trained."""
+    every = [sum(held(each, num_shards) for each in some) for some in job.parts.parameters]
+    trained = [sum(held(each, num_shards) for each in some if not each.frozen) for some in job.parts.parameters]
+    return every, trained
+
+
+@cache
 def zero2_owners(job: Job, split: Split) -> dict[str, int]:
     """Name of each matrix that one rank of the shard axis has whole with ZeRO-2 -> that rank, as in a run."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]

@@ -128,7 +128,8 @@ def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
     groups = {id(op.group): op.group for ops in kept.values() for op in ops}
     members = {number: tuple(rank for rank in group if rank in kept) for number, group in groups.items()}
     return {
-        rank: [replace(op, group=members[id(op.group)]) if op.group else op for op in ops] for rank, ops in kept.items()
+        rank: [op if len(group := members[id(op.group)]) == len(op.group) else replace(op, group=group) for op in ops]
+        for rank, ops in kept.items()
     }, like
 
 
