@@ -284,3 +284,23 @@ def _skip_with_accelerate(where: str) -> Any:
 def test_a_program_of_accelerate_leaves_a_batch_out(gloo: ProcessPool, where: str) -> None:
     result = gloo.run(_skip_with_accelerate, where, world_size=2)[0]
     assert training.max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5
+
+
+def _errors_of_evaluations() -> list[str]:
+    pl, errors = load(PACKAGES[0]), []
+
+    def stop(*_: Any) -> None:
+        raise StopIteration("row 7")
+
+    for name in ("validate", "test", "predict"):
+        model = language_model(pl)
+        setattr(type(model), {"validate": "validation"}.get(name, name) + "_step", stop)
+        with pytest.raises(RuntimeError) as raised:
+            getattr(trainer(pl), name)(model, loader())
+        errors.append(str(raised.value))
+    return errors
+
+
+def test_the_end_of_another_iteration_ends_no_evaluation(gloo: ProcessPool) -> None:
+    steps = ("validation_step", "test_step", "predict_step")
+    assert gloo.run(_errors_of_evaluations, world_size=1) == [[f"{step} raised StopIteration: row 7" for step in steps]]

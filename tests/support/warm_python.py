@@ -2,8 +2,8 @@
 
 ``warm_python()`` is a command that takes what ``python`` takes, without ``-c``. It has a server fork a process that
 runs the program with the caller's files, folder, environment and network, passes SIGINT and SIGTERM on to it, and ends
-as it ends. In the program ``sys.executable`` is the same command, so that what launchers start is forked, too. What is about
-imports needs ``sys.executable`` of the test.
+as it ends. In the program ``sys.executable`` is the same command, so that what launchers start is forked, too. What is
+about imports needs ``sys.executable`` of the test.
 """
 
 import atexit
