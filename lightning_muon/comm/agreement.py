@@ -25,7 +25,12 @@ _BLOCK = 1 << 16  # Words that are multiplied by numbers of their own, drawn onc
 _PART = 8 * 256 * _BLOCK  # Bytes that are looked at together.
 
 
-def require_equal(lines: Sequence[tuple[str, str]], ranks: AxisGroup | None, what: str) -> None:
+def require_equal(
+    lines: Sequence[tuple[str, str]],
+    ranks: AxisGroup | None,
+    what: str,
+    advice: str = "Build it identically on every rank.",
+) -> None:
     """Raise on every rank unless all hold the same lines. Collective over ``ranks``; every one must call it."""
     # The lines travel only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
@@ -37,8 +42,7 @@ def require_equal(lines: Sequence[tuple[str, str]], ranks: AxisGroup | None, wha
             if line != its_line:
                 ours, its = ("nothing more" if each is None else f"{each[0]!r} {each[1]}" for each in (line, its_line))
                 raise RuntimeError(
-                    f"{what} differs between ranks: rank 0 of the group has {ours}, rank {rank} has {its}. Build it "
-                    "identically on every rank."
+                    f"{what} differs between ranks: rank 0 of the group has {ours}, rank {rank} has {its}. {advice}"
                 )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import cache, reduce
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import Placement, _utils
+from torch.distributed.tensor import DTensor, Placement, _utils
 
 # The property of a DataLoader that has what yields indices: its batch sampler, or its sampler.
 INDEX_SAMPLER = "_index_sampler"
@@ -203,6 +204,28 @@ def set_forward_resharding(unit: FSDPModule, meshes: Sequence[Any]) -> None:
 def shards_over_one_rank(unit: FSDPModule) -> bool:
     """Whether the weights of an FSDP2 unit are cut over an axis of size 1, so that nothing is gathered."""
     return any(getattr(group.mesh_info, "shard_mesh_size", 1) == 1 for group in _parameter_groups(unit))
+
+
+@torch.no_grad()
+def overwritten_weights(unit: FSDPModule) -> list[str]:
+    """Names of the gathered weights of an FSDP2 unit that differ from the shard of this rank, their origin; local."""
+    names: list[str] = []
+    differ: list[torch.Tensor] = []
+    for group in _parameter_groups(unit):
+        size, rank = getattr(group.mesh_info, "shard_mesh_size", 1), getattr(group.mesh_info, "shard_mesh_rank", 0)
+        for held in group.fsdp_params:
+            if held.sharded_state.name != "UNSHARDED":
+                continue
+            whole, shard = (
+                each.to_local() if isinstance(each, DTensor) else each
+                for each in (held._unsharded_param, held.sharded_param)
+            )
+            parts = whole.chunk(size, held.fsdp_placement.dim)
+            if rank < len(parts) and shard.numel():
+                part, origin = parts[rank], shard.to(whole.device, whole.dtype)
+                names.append(held._param_fqn or held._module_info.param_name)
+                differ.append(((part != origin) & ((part == part) | (origin == origin))).any())  # NaN is equal to none.
+    return list(compress(names, torch.stack(differ).tolist())) if differ else []
 
 
 def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor] | None = None) -> None:

@@ -152,6 +152,16 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
     return ""
 
 
+def _require_works_on_shards(optimizer: torch.optim.Optimizer) -> None:
+    name, where = type(optimizer).__name__, "on the shards of FSDP2; use {}, or sharding='ddp', where each rank has all"
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
+        raise ValueError(f"{name} of torch does not work {where.format('another optimizer')}")
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
+        group.get("fused") for group in optimizer.param_groups
+    ):
+        raise ValueError(f"{name}(fused=True) of torch does not work {where.format('fused=False')}")
+
+
 def convert_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, choice: OptimizerChoice, *, is_one_of_several: bool = False
 ) -> Conversion:
@@ -166,8 +176,8 @@ def convert_optimizer(
         raise ValueError(
             "a FlexDeMo needs nodes; set the option optimizer=FlexDeMoConfig(), or Trainer(strategy='flexdemo')"
         )
-    if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in parameters_of(optimizer)):
-        raise ValueError("LBFGS joins all gradients in one vector, and shards have a part of it; use another optimizer")
+    if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer)):
+        _require_works_on_shards(optimizer)
     if choice == "keep":
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
 

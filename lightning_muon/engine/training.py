@@ -520,6 +520,7 @@ class TrainingEngine:
 
     def _begin_backward(self, loss_divided_by: int) -> SingleReductionGuard | None:
         """Before a backward pass; returns what must be told of its end."""
+        self.mode.begin_backward()
         if self.has_run:
             self._is_finished = False
         if not self.is_last_micro_batch:

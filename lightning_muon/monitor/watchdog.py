@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_DRAIN = 60.0
 _SECONDS_TO_READ = 2.5  # For the others, before a rank that has failed goes on to its end.
+_FAILURE = "failure"  # Key of the number of a watchdog and of what a rank that it watched has failed with.
 _SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
 _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
@@ -167,7 +168,6 @@ class Watchdog:
         self.stop_reason = ""  # Why communication was broken off on this rank.
         self._failed_at: float | None = None
         self._has_left = False
-        self._has_read = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
 
     def start(self) -> None:
@@ -180,13 +180,16 @@ class Watchdog:
         self._connections = GlooConnections(store.clone())
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
+        # That of all watchdogs of this process group: a rank may fail while others have started the next one.
+        self._common = store
+        self._number = store.add(f"starts{self._rank}", 1)
+        self._store = dist.PrefixStore(str(self._number), store)
         if self._silence is None:
             # The others notice up to ``patience`` seconds later than the backend starts to count.
             self._silence = max(
                 _SHARE_OF_TIMEOUT * (self._timeout - self._patience), 4 * _LOOKS_PER_SIGN * self._interval
             )
-        self._store.set(f"process{self._rank}", describe_process())
+        self._common.set(f"process{self._rank}", describe_process())
         self._store.set(f"alive{self._rank}", "starts")
         self._barrier: Barrier | None = None
         self._barrier_keys: dict[str, str] = {}
@@ -289,8 +292,7 @@ class Watchdog:
             if not asks:
                 self._store.set(f"quiet{self._rank}", "")
                 # A launcher may kill the others as soon as this process ends.
-                self._store.set("failure", "")
-                self._wait_until_quiet(self._failed_at + _SECONDS_TO_READ, or_read=True)
+                self._wait_until_read(f"{self._number} {self._told()}", self._failed_at + _SECONDS_TO_READ)
         if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
             error.args = (self.stop_reason,)
         self._stop_watching()
@@ -300,19 +302,30 @@ class Watchdog:
         """In which all ranks notice that another one has failed."""
         return self._patience + 6 * self._interval
 
-    def _wait_until_quiet(self, deadline: float, *, or_told: bool = False, or_read: bool = False) -> None:
-        """Wait until then at most for all ranks to have nothing more to tell, or to have logged why all stop."""
-        signs = ["quiet", "read"] if or_read else ["quiet"]
+    def _wait_until_quiet(self, deadline: float, *, or_told: bool = False) -> None:
+        """Wait until then at most for all ranks to have nothing more to tell, or to have told why all stop."""
         while time.monotonic() < deadline:
             dead = self._dead()
-            talking = [
-                rank for rank in range(self._size) if not any(self._store.check([f"{sign}{rank}"]) for sign in signs)
-            ]
+            talking = [rank for rank in range(self._size) if not self._store.check([f"quiet{rank}"])]
             if or_told and dead:
-                self._tell(_death_of(dead))
+                self._tell(self._death_of(dead))
             if set(talking) <= set(dead) or (or_told and self._told()):
                 break
-            time.sleep(self._interval / 10 if or_read else self._interval / 2)
+            time.sleep(self._interval / 2)
+
+    def _wait_until_read(self, failure: str, deadline: float) -> None:
+        """Wait until then at most for all other living ranks to have logged it; see :meth:`_log_failure`."""
+        self._common.set(f"read{self._rank}", failure)
+        self._common.set(_FAILURE, failure)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        while time.monotonic() < deadline:
+            dead = self._dead()
+            if all(rank in dead or self._common_value(f"read{rank}") == failure for rank in others):
+                break
+            time.sleep(self._interval / 10)
+
+    def _common_value(self, key: str) -> str:
+        return self._common.get(key).decode() if self._common.check([key]) else ""
 
     def _told(self) -> str:
         """Why all ranks have to stop; empty if nobody has said so."""
@@ -384,7 +397,7 @@ class Watchdog:
                     self._store.set(f"alive{self._rank}", str(num_looks))
                     self._connections.record()
                 num_looks += 1
-                self._log_reason()
+                self._log_failure()
                 told_to_end = told_to_end or self._time_of_signal()
                 if now != last:
                     last, since, beat, problem, told_to_end = now, time.monotonic(), 0, None, None
@@ -465,8 +478,8 @@ class Watchdog:
     def _look_for_dead_neighbours(self) -> None:
         """Tell all ranks which processes on this host are gone: only from here they can be seen."""
         keys = [f"process{rank}" for rank in range(self._size)]
-        if not self._processes and self._store.check(keys):  # All ranks have started their watchdogs.
-            self._processes = [text.decode() for text in self._store.multi_get(keys)]
+        if not self._processes and self._common.check(keys):  # All ranks have started a watchdog.
+            self._processes = [text.decode() for text in self._common.multi_get(keys)]
         for rank, process in enumerate(self._processes):
             if is_gone(process):
                 self._store.set(f"dead{rank}", "")
@@ -508,7 +521,7 @@ class Watchdog:
             elif rank < self._rank:
                 return None
         if dead:
-            return _death_of(dead)
+            return self._death_of(dead)
         if silent:
             return (
                 f"rank {', '.join(map(str, silent))} has given no sign of life for {self._silence:.0f} s, and others "
@@ -522,12 +535,17 @@ class Watchdog:
         # File names that are no UTF-8 are text that cannot be encoded.
         self._store.compare_set("stop", "", message.encode(errors="backslashreplace").decode())
 
-    def _log_reason(self) -> None:
+    def _death_of(self, ranks: Iterable[int]) -> str:
+        failure = self._common_value(_FAILURE).partition(" ")[2]
+        before = f". Before that, {failure}" if failure else ""
+        return f"rank {', '.join(map(str, ranks))} has died: its process is gone{before}"
+
+    def _log_failure(self) -> None:
         """Log once what a rank has failed with that waits for this line: this one may be killed before it raises."""
-        if not self._has_read and self._store.check(["failure"]):
-            self._has_read = True
-            _log.error("rank %d learns: %s", self._rank, self._told())
-            self._store.set(f"read{self._rank}", "")
+        failure, key = self._common_value(_FAILURE), f"read{self._rank}"
+        if failure != self._common_value(key):
+            _log.error("rank %d learns: %s", self._rank, failure.partition(" ")[2])
+            self._common.set(key, failure)
 
     def _obey(self) -> bool:
         """Stop if some rank has said so: break the communication, and end the process if that does not help."""
@@ -566,10 +584,6 @@ def watch_setup(owner: object, *, silence: timedelta | None, drain: Callable[[fl
     watchdog.start()
     weakref.finalize(owner, watchdog.end_with_program)
     return watchdog
-
-
-def _death_of(ranks: Iterable[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} has died: its process is gone"
 
 
 def _is_of_communication(error: BaseException) -> bool:

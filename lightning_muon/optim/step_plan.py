@@ -362,7 +362,10 @@ def require_equal_parameters(
     sizes = [members.axes.size for members in meshes if members.axes.group is not None]
     common = [("settings", settings), ("meshes of", f"{sizes} ranks")]
     own = {id(members.axes): [*lines_of(members), *common] for members in meshes}
-    what = "the list of parameters of ParallelMuon"
-    together(
-        lambda: None, [members.axes for members in meshes], lambda _, ranks: require_equal(own[id(ranks)], ranks, what)
+    what = "the list of parameters and hyper-parameters of ParallelMuon"
+    advice = (
+        "Build the model alike on every rank. Learning rates differ if a scheduler follows a metric that does: log it "
+        "with sync_dist=True."
     )
+    groups = [members.axes for members in meshes]
+    together(lambda: None, groups, lambda _, ranks: require_equal(own[id(ranks)], ranks, what, advice))

@@ -121,6 +121,9 @@ class ShardingMode(ABC):
         Call it before the last backward pass of a step; it holds until it is called again.
         """
 
+    def begin_backward(self) -> None:  # noqa: B027 - most modes have nothing to do
+        """A backward pass begins; local."""
+
     def backward_failed(self) -> None:  # noqa: B027 - with one process there is nothing to do
         """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
 

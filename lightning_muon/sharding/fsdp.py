@@ -29,11 +29,13 @@ from lightning_muon.compat.torch import (
     has_unfinished_backward,
     has_unfinished_forward,
     is_in_backward,
+    overwritten_weights,
     reset_fsdp,
     set_forward_resharding,
     start_reducing,
     unreduced_gradients,
 )
+from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
@@ -138,6 +140,25 @@ class Fsdp(ShardingMode):
             self._hooks.enter_context(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
             # Before the hooks of the log and of FSDP2, which hook what is returned.
             self._hooks.enter_context(unit.register_forward_hook(_replace_views, prepend=True, with_kwargs=True))  # type: ignore[attr-defined]
+            still_whole = torch.compiler.disable(partial(self._require_unwritten, unit))
+            self._hooks.enter_context(unit.register_forward_hook(still_whole, prepend=True))  # type: ignore[attr-defined]
+
+    def _require_unwritten(self, unit: FSDPModule, *_: Any) -> None:
+        """Raise if the program has written to gathered weights, which are about to be freed; local.
+
+        In the steps 0, 1, 2, 4, 8, ...: all weights of this rank are read, and the device is waited for.
+        """
+        assert self.call_log is not None
+        step = self.call_log.step
+        if step & (step - 1) or torch.is_inference_mode_enabled():
+            return
+        if names := overwritten_weights(unit):
+            raise RuntimeError(
+                f"the program has written to {len(names)} gathered weights ({clean_name(names[0])}, ...), which FSDP2 "
+                "throws away, so that the old values would stay. Change weights between steps (in on_train_batch_end "
+                "of a Trainer, for example), not in training_step or a forward; or use sharding='zero2' or 'ddp', "
+                "where each rank has all weights"
+            )
 
     def _enter(self, unit: FSDPModule, *_: Any) -> None:
         if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
@@ -252,6 +273,12 @@ class Fsdp(ShardingMode):
         if divisor != self._divisor:
             set_gradient_divisor(self._module, divisor)
             self._divisor = divisor
+
+    @override
+    def begin_backward(self) -> None:
+        if self.call_log is not None:
+            for root in self._roots:
+                self._require_unwritten(root)
 
     @override
     def backward_failed(self) -> None:

@@ -357,7 +357,8 @@ def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Modu
         if layer is unit or len(dtypes) > 1 or any(use.owner is not layer for use in uses) or layer is module:
             raise ValueError(
                 f"{uses[0].name} is {_name(parameter.dtype)}, but its FSDP2 unit {type(unit).__name__} is "
-                f"{_name(main)} and the parameter cannot be split off; use one dtype, or freeze one of them"
+                f"{_name(main)} and the parameter cannot be split off; use one dtype, freeze one of them, or "
+                "put the parameter into a module of its own"
             )
         split[layer] = None
     return list(split)

@@ -1,5 +1,6 @@
 """Save and resume: every later step is bit-equal to the run that was not interrupted."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,28 @@ def test_resuming_takes_a_scheduler_but_no_other_state(gloo: ProcessPool, tmp_pa
         _run, str(tmp_path / "c"), resume=checkpoint, configure="groups",
         exception=RuntimeError, match="other param groups.*groups", **kind,
     )  # fmt: skip
+
+
+def _hyper_parameters(path: str) -> tuple[list[str], list[str]]:
+    """What the checkpoint has of them, and the warnings of its saving."""
+    pl = training.load()
+
+    class Nested(training.language_model(pl).__class__):
+        def __init__(self, network: nn.Module, width: int, loss: nn.Module) -> None:
+            super().__init__()
+            self.network = network
+            self.save_hyperparameters()
+
+    fitter = training.trainer(pl, max_steps=1)
+    fitter.fit(Nested(training.Network(), 3, nn.MSELoss()), training.loader())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitter.save_checkpoint(path)
+    kept = torch.load(f"{path}/meta.pt", weights_only=False)["hyper_parameters"]
+    return sorted(kept), [str(each.message) for each in caught if "hyper-parameters" in str(each.message)]
+
+
+def test_a_part_of_the_module_is_no_hyper_parameter(gloo: ProcessPool, tmp_path: Path) -> None:
+    (kept, warned), (_, other) = gloo.run(_hyper_parameters, str(tmp_path / "nested.ckpt"), world_size=2)
+    assert kept == ["loss", "width"] and not other
+    assert len(warned) == 1 and "['network'], which are parts of the module" in warned[0]

@@ -362,6 +362,7 @@ class TrainerStrategy(MuonStrategy):
         whole = not self.options.save_distributed_checkpoint
         if models := describe_models(self.lightning_module):
             checkpoint[MODELS] = models
+        self._leave_out_modules(checkpoint)
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
             checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]
@@ -384,6 +385,18 @@ class TrainerStrategy(MuonStrategy):
         # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
         if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
             self.finish_saving()
+
+    def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
+        """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""
+        key, parts = self.lightning_module.CHECKPOINT_HYPER_PARAMS_KEY, set(self.lightning_module.modules())
+        given: Mapping[str, Any] = checkpoint.get(key) or {}
+        names = [name for name, value in given.items() if isinstance(value, nn.Module) and value in parts]
+        if names:
+            checkpoint[key] = {name: value for name, value in given.items() if name not in names}
+            self.package.fabric("utilities.rank_zero").rank_zero_warn(
+                f"checkpoints leave out the hyper-parameters {names}, which are parts of the module: give them to "
+                f"load_from_checkpoint, and save_hyperparameters(ignore={names}) says that this is meant"
+            )
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.engine.conversion import convert_optimizer
 from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
@@ -312,3 +313,24 @@ def test_what_a_unit_returns_may_be_changed_in_place(gloo: ProcessPool, how: str
     for weights in gloo.run(_train_in_place, how, 2, world_size=2):
         # Sums of float32 in another order.
         assert largest_difference(weights, expected)[0] < 1e-6
+
+
+def _refused_optimizers() -> list[str]:
+    module = nn.Linear(5, 7)
+    attach_fsdp(module, make_mesh((1, 2)))
+    optim, messages = torch.optim, list[str]()
+    for kind, options in (
+        (optim.LBFGS, {}), (optim.Adafactor, {}), (optim.Rprop, {}),
+        (optim.SGD, {"fused": True}), (optim.Adagrad, {"fused": True}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="on the shards of FSDP2") as refused:
+            convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep")
+        messages.append(str(refused.value).partition(" on the")[0])
+    for kind, options in ((optim.SGD, {}), (optim.AdamW, {"fused": True})):
+        assert convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep").summary
+    return messages
+
+
+def test_optimizers_that_fail_on_shards_are_refused(gloo: ProcessPool) -> None:
+    names = ("LBFGS", "Adafactor", "Rprop", "SGD(fused=True)", "Adagrad(fused=True)")
+    assert gloo.run(_refused_optimizers, world_size=2) == [[f"{name} of torch does not work" for name in names]] * 2
