@@ -15,7 +15,7 @@ from lightning_muon.math.product_costs import MeasuredCosts
 from tests.distributed.sharding.training import distributed_over, mesh_of
 from tests.reference.muon import ReferenceMuon, in_8_bits
 from tests.support.processes import ProcessPool
-from tests.support.tensors import random_tensors, whole
+from tests.support.tensors import random_tensors, whole, wholes
 
 # Odd sizes: rows that do not divide, fewer rows than ranks, tall, flat, a stack of experts, a convolution.
 SHAPES = {
@@ -29,7 +29,7 @@ SHAPES = {
     "convolution": (6, 4, 3, 3),
 }
 MESHES = [(1,), (2,), (3,), (4,), (1, 4), (2, 2), (3, 1), (1, 1)]
-NUM_STEPS = 4
+NUM_STEPS = 3
 LR = 0.02
 Options = dict[str, object]
 # fp32 wire and compute: the arithmetic is the reference's, in the same order, on any number of ranks.
@@ -44,7 +44,7 @@ def _train(place: Callable[[Tensor], Tensor], **options: object) -> dict[str, Te
         for name, grad in random_tensors(SHAPES, 1 + step).items():
             parameters[name].grad = place(grad)
         optimizer.step()
-    return {name: whole(parameter) for name, parameter in parameters.items()}
+    return wholes(parameters)
 
 
 def _train_each(mesh_shape: tuple[int, ...], cases: list[tuple[int | str | None, Options]]) -> list[dict[str, Tensor]]:
@@ -109,8 +109,10 @@ def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool) 
     _compare(gloo, (3,), [(0, options, _reference(**options), EXACT) for options in every])
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
-def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("mesh_shape", "first"), [((1,), 3), ((2,), 2), ((3,), 0), ((2, 2), 3)], ids=str)
+def test_each_preset_and_quality_is_that_of_full_matrices(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], first: int
+) -> None:
     # Gram iterations, which "fast" takes for unequal sides, add in another order; each step is off by some 1e-6.
     custom = tuple((3.0 - 0.2 * step, -3.0, 1.1) for step in range(4))
     qualities: list[tuple[Options, Any, float]] = [
@@ -120,7 +122,9 @@ def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mes
         ({"ns_quality": "fast"}, polar_express(3, 0.01), 50 * EXACT),
         ({"ns_quality": (0.95, 1.05)}, polar_express(4, 0.01), 50 * EXACT),
     ]
-    _compare(gloo, mesh_shape, [(0, options, _reference(steps=steps), limit) for options, steps, limit in qualities])
+    _compare(
+        gloo, mesh_shape, [(0, options, _reference(steps=steps), limit) for options, steps, limit in qualities[first:]]
+    )
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
@@ -137,7 +141,7 @@ def test_measured_costs_choose_alike_on_all_ranks(
     _compare(gloo, mesh_shape, [(0, fast | options, expected, 5 * EXACT) for options in every])
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
 def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     # So large a decay that each element of the wrong sign would show.
     options: Options = {"cautious_weight_decay": True, "weight_decay": 5.0}
@@ -146,8 +150,13 @@ def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: 
     _compare(gloo, mesh_shape, [(0, options, expected, EXACT)])
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
-def test_normalization_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+# All on three ranks, every other one elsewhere.
+@pytest.mark.parametrize(
+    ("mesh_shape", "first", "step"), [((1,), 0, 2), ((2,), 1, 2), ((3,), 0, 1), ((4,), 0, 2), ((2, 2), 1, 2)], ids=str
+)
+def test_normalization_is_that_of_full_matrices(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], first: int, step: int
+) -> None:
     every: list[Options] = [
         {"muon_eq": "R"},
         {"muon_eq": "C", "muon_plus": "row", "nesterov": False},
@@ -156,7 +165,7 @@ def test_normalization_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: t
         {"muon_plus": "row_col", "cautious_weight_decay": True},
     ]
     # Lengths are float64 in the reference; Newton-Schulz multiplies the rounding of small singular values by up to 500.
-    _compare(gloo, mesh_shape, [(1, options, _reference(**options), 20 * EXACT) for options in every])
+    _compare(gloo, mesh_shape, [(1, options, _reference(**options), 20 * EXACT) for options in every[first::step]])
 
 
 def _train_groups(mesh_shape: tuple[int, ...], groups: list[Options]) -> list[Tensor]:
@@ -199,8 +208,11 @@ def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return cut
 
 
-@pytest.mark.parametrize("momentum_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh_shape", "momentum_dtype"),
+    [((1,), "int8"), ((2,), "auto"), ((3,), "auto"), ((3,), "int8"), ((2, 2), "auto")],
+    ids=str,
+)
 def test_parts_along_both_sides_are_matrices(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], momentum_dtype: str
 ) -> None:
@@ -230,7 +242,7 @@ def _momentum_in_8_bits(num_parts: int) -> Callable[[str, Tensor], Tensor]:
     return kept
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2)], ids=str)
 def test_8_bit_momentum_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     # Shards of rows have the blocks of whole rows, however many they are; those of columns have their own blocks.
     options, of_whole = {"chunk_bytes": 8000, "momentum_dtype": "int8"}, _reference()

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_muon import FlexDeMo
 from tests.reference.flexdemo import ReferenceFlexDeMo, Rules
+from tests.support.tensors import wholes
 
 # Rows that do not divide, primes, fewer rows than ranks (empty shards), a stack, a convolution, one and no dimension.
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -102,16 +103,12 @@ class Ranks:
         check_equal({name: parameter.detach() for name, parameter in self.parameters.items()}, self.mesh)
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: full(parameter.detach()) for name, parameter in self.parameters.items()}
+        return wholes(self.parameters)
 
     def residuals(self) -> dict[str, Tensor]:
         """All nodes' residuals, (R, *shape)."""
-        states = self.optimizer.state
-        return {
-            name: full(states[parameter]["residual"])
-            for name, parameter in self.parameters.items()
-            if "residual" in states[parameter]
-        }
+        states = {name: self.optimizer.state[parameter] for name, parameter in self.parameters.items()}
+        return wholes({name: state["residual"] for name, state in states.items() if "residual" in state})
 
 
 def check_equal(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
@@ -128,10 +125,6 @@ def check_equal(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def train(case: Case, kind: type[Ranks] = Ranks) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

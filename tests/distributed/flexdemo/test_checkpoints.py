@@ -30,12 +30,12 @@ from tests.distributed.flexdemo.setup import (
     Ranks,
     assert_close,
     assert_equal,
-    full,
     local,
     train,
     train_all,
 )
 from tests.support.processes import ProcessPool
+from tests.support.tensors import wholes
 
 STOP, END = 3, 5
 SPARSE: dict[str, Any] = {"dense_below": 16, "chunk_bytes": 700, "replicator": DCTTopK(chunk_size=8, top_k=5)}
@@ -67,11 +67,10 @@ class Run:
     def everything(self) -> dict[str, Tensor]:
         """Weights and optimizer state of this node, as they are now."""
         self.model.reshard()  # type: ignore[operator]
-        found = {name: full(parameter.detach()).clone() for name, parameter in self.model.named_parameters()}
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        for parameter, state in self.optimizer.state.items():
-            found |= {f"{names[parameter]}.{key}": full(value).clone() for key, value in state.items()}  # type: ignore[index]
-        return found
+        found: dict[str, Tensor] = dict(self.model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            found |= {f"{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
+        return wholes(found)
 
     def state(self, **options: bool) -> dict[str, Any]:
         chosen = StateDictOptions(**options)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import DiLoCo, NoReplication
-from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal, full
+from tests.distributed.flexdemo.setup import MATRICES, Case, Ranks, assert_close, assert_equal
 from tests.reference.diloco import ReferenceDiLoCo, Rules
 from tests.support.processes import ProcessPool
+from tests.support.tensors import wholes
 
 LR = 0.05
 MESHES = [(2, 1), (2, 2), (3, 1)]
@@ -136,8 +137,8 @@ def _loaded(case: Case, state: dict[str, Any]) -> tuple[dict[str, Tensor], dict[
     ranks.optimizer.load_state_dict(deepcopy(state))
     states = ranks.optimizer.state
     weights = _weights(ranks)
-    momentum = {name: full(states[parameter]["outer_momentum"]).clone() for name, parameter in ranks.parameters.items()}
-    inner = {name: full(states[ranks.parameters[name]]["momentum_buffer"]).clone() for name in MATRICES}
+    momentum = wholes({name: states[parameter]["outer_momentum"] for name, parameter in ranks.parameters.items()})
+    inner = wholes({name: states[ranks.parameters[name]]["momentum_buffer"] for name in MATRICES})
     ranks.train(range(case.num_steps, case.num_steps + 3), agree=False)
     assert ranks.optimizer.num_exchanges == case.num_steps + 3
     return weights, momentum, inner

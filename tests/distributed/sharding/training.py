@@ -20,6 +20,7 @@ from lightning_muon import ParallelMuon
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
+from tests.support.tensors import weights_of
 
 WORDS, WIDTH, LENGTH, ROWS = 11, 7, 5, 2
 
@@ -153,10 +154,7 @@ class Training:
 
     def weights(self) -> dict[str, Tensor]:
         self.mode.finish_parameters()
-        return {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()  # type: ignore[operator]
-            for name, p in self.net.named_parameters()
-        }
+        return weights_of(self.net)
 
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
