@@ -88,7 +88,7 @@ class Run:
     accumulate: int = 1
     max_norm: float | None = None
     branch_of: Callable[[int, int], int] = first_branch
-    steps: int = 4
+    steps: int = 3
 
 
 def model() -> OddNet:

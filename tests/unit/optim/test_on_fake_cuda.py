@@ -34,8 +34,9 @@ NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
     "fsdp, step": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step"),
-    "fsdp, backward, clip": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", clip=True),
-    "fsdp, backward, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", lr_on_device=True),
+    "fsdp, backward, clip, lr on the device": lambda: run_fsdp(
+        SMALL, NUM_RANKS, overlap="backward", clip=True, lr_on_device=True
+    ),
     "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
     "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
     "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
@@ -45,8 +46,7 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, clip, 8 bits on the host": lambda: run_fsdp(
         SMALL, NUM_RANKS, overlap="backward", clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
     ),
-    "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2),
-    "zero2, clip": lambda: run_zero2(SMALL, NUM_RANKS, clip=True),
+    "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
     "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
     "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, base="muon", overlap="backward"),
