@@ -224,8 +224,8 @@ def _state_bytes(job: Job, split: Split, own: tuple[int, ...]) -> float:
         momentum = 2 * job.itemsize if job.flexdemo.base == "adamw" else 0
         of_elementwise = 0 if job.flexdemo.base == "sgd" else of_elementwise
     if split.sharding == "zero2":
-        own, matrices = zero2_elements(job, split)
-        return momentum * matrices + of_elementwise * (own - matrices)
+        owned, matrices = zero2_elements(job, split)
+        return momentum * matrices + of_elementwise * (owned - matrices)
     return sum(
         held(each, split.shards_of_weights) * (averages + (momentum if each.algorithm == "muon" else of_elementwise))
         for part in own
