@@ -119,7 +119,7 @@ def _fit(
 @pytest.mark.parametrize(
     ("replicator", "options"),
     [
-        (DiLoCo(period=4), {"world_size": 4}),
+        (DiLoCo(period=3), {"world_size": 2}),
         (DiLoCo(period=4, overlap=True), {"world_size": 2, "after_fit": True, "single_file": True, "base": "muon"}),
     ],
     ids=str,

@@ -233,7 +233,8 @@ def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, opti
 def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> None:
     config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
     options = {"optimizer": config, "replicate_size": 2}
-    failed, reference = (gloo.run(_skip_with_fabric, "backward", options, fails=fails)[0][0] for fails in (True, False))
+    runs = (gloo.run(_skip_with_fabric, "backward", options, fails=fails, world_size=2) for fails in (True, False))
+    failed, reference = (results[0][0] for results in runs)
     assert training.max_difference(failed, reference) == 0.0
 
 

@@ -60,7 +60,7 @@ def _run_script(arguments: list[str]) -> str:
     """What the script prints, started as by ``lightning-muon launch``."""
     printed = io.StringIO()
     with (
-        fsdp2_on_cpu(replicate_size=2, shard_size=2),
+        fsdp2_on_cpu(replicate_size=1, shard_size=2),
         mock.patch.object(accelerate, "Accelerator", lightning_muon.accelerate.Accelerator),
         mock.patch("sys.argv", ["accelerate_t5.py", *arguments]),
         contextlib.redirect_stdout(printed),
@@ -77,11 +77,11 @@ def _losses(printed: str) -> dict[str, float]:
 def test_the_example_learns_saves_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     options: dict[str, Any] = _SMALL | {"source": write_csv(tmp_path), "cache": tmp_path, "output": tmp_path / "out"}
     arguments = [f"--{key}={value}" for key, value in options.items()]
-    losses = _losses(gloo.run(_run_script, arguments, timeout=170.0)[0])
+    losses = _losses(gloo.run(_run_script, arguments, world_size=2, timeout=170.0)[0])
     assert losses.keys() == {"untrained", "epoch 1", "epoch 2"}
     assert losses["epoch 2"] < losses["untrained"]
     # The epochs are over: what is printed first is the loss of the weights that were loaded.
-    resumed = _losses(gloo.run(_run_script, [*arguments, "--resume"], timeout=170.0)[0])
+    resumed = _losses(gloo.run(_run_script, [*arguments, "--resume"], world_size=2, timeout=170.0)[0])
     assert resumed == {"untrained": losses["epoch 2"]}
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "out" / "model")
     assert model.get_input_embeddings().weight.shape == (400, 16)

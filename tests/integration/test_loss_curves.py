@@ -74,14 +74,13 @@ _NORM, _VALUE = {"gradient_clip_val": 0.3}, {"gradient_clip_val": 0.002, "gradie
     ("world_size", "sizes", "options"),
     [
         (1, {}, _NORM | {"accumulate_grad_batches": 3}),
-        (4, {"shard_size": 1}, _NORM | {"accumulate_grad_batches": 3}),
+        (2, {"shard_size": 1}, _NORM | {"accumulate_grad_batches": 3}),
         (4, {"data_parallel_size": 4}, _NORM | {"accumulate_grad_batches": 3}),
         (4, {"replicate_size": 2}, _NORM | {"tied": True}),
-        (4, {"replicate_size": 2}, _VALUE),
-        (2, {"reshard_after_backward": False}, {"accumulate_grad_batches": 2}),
+        (2, {"reshard_after_backward": False}, _VALUE | {"accumulate_grad_batches": 2}),
         (4, {"sharding": "zero2", "replicate_size": 2}, _NORM | {"tied": True}),
         (2, {"sharding": "zero2"}, _VALUE),
-        (4, {"sharding": "ddp"}, _NORM | {"accumulate_grad_batches": 4}),
+        (2, {"sharding": "ddp"}, _NORM | {"accumulate_grad_batches": 4}),
     ],
     ids=str,
 )

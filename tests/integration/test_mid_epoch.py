@@ -79,14 +79,14 @@ def _loader(kind: str) -> Any:
     if kind == "stateful":
         return _Stateful(TensorDataset(torch.arange(60.0).reshape(12, 5) / 60), batch_size=2)
     data: Any = _Stream() if kind == "stream" else _Augmented(24 if kind == "augmented" else 12)
-    if kind == "plain":
+    if kind in ("plain", "worker"):
         data = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
     options: dict[str, Any] = {"shuffle": True} if kind in ("random", "generator") else {}
     if kind == "generator":
         options["generator"] = torch.Generator().manual_seed(5)
     if kind == "numpy":
         options["sampler"] = _NumpyOrder()
-    return DataLoader(data, batch_size=2, num_workers=int(kind == "plain"), **options)
+    return DataLoader(data, batch_size=2, num_workers=int(kind == "worker"), **options)
 
 
 def _run(
@@ -131,7 +131,7 @@ def _run(
         strategy=training.strategy_class()(**options),
         callbacks=[callback],
         enable_checkpointing=True,
-        use_distributed_sampler=kind in ("plain", "augmented", "torchdata"),
+        use_distributed_sampler=kind in ("plain", "worker", "augmented", "torchdata"),
         reload_dataloaders_every_n_epochs=int(kind == "augmented"),
         max_epochs=num_epochs,
         max_steps=num_steps,
@@ -151,14 +151,15 @@ def _rows(seen: list[Any], epoch: int) -> list[Any]:
 
 
 _NO_TORCHDATA = pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata")
-_KINDS = ["plain", "augmented", "random", "generator", "numpy", "stream", "stateful"]
+_KINDS = ["worker", "augmented", "random", "generator", "numpy", "stream", "stateful"]
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, pytest.param("torchdata", marks=_NO_TORCHDATA)])
 def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
     # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
     at_end = [] if kind in ("stateful", "torchdata") else [_NUM_BATCHES]
-    saved = [_NUM_BATCHES - 1, *at_end, _NUM_BATCHES + 2]
+    before_end = [_NUM_BATCHES - 1] if kind == "worker" or not at_end else []
+    saved = [*before_end, *at_end, _NUM_BATCHES + 2]
     whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, saved, world_size=2)
     assert len(whole[0]) == 2 * _NUM_BATCHES
     if kind == "torchdata":  # Each row once in an epoch, in another order in the next one.
@@ -201,12 +202,12 @@ def test_a_run_that_ended_in_mid_epoch_is_extended(gloo: ProcessPool, tmp_path: 
     """Lightning counts the epoch as ended, and shuffles as in the next one."""
     options, ends = {"num_epochs": -1, "world_size": 2}, [4, _NUM_BATCHES + 3, 2 * _NUM_BATCHES + 1]
     whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, num_steps=ends[-1], **options)
-    for first, last in pairwise([0, *ends]):
-        # Saved at the end of the epoch, or by the program after the end of the run.
-        for name in ("step={}.ckpt", "end.ckpt"):
-            checkpoint = f"{tmp_path}/{first}/{name.format(first)}" if first else None
-            found = gloo.run(_run, f"{tmp_path}/{last}", kind, checkpoint, num_steps=last, **options)
-            assert found == [each[first:last] for each in whole], f"{name} of step {first}"
+    # Saved at the end of the epoch, or by the program after the end of the run.
+    names = ["step={}.ckpt", "end.ckpt"][:: 1 if kind == "plain" else -1]
+    for (first, last), name in zip(pairwise([0, *ends]), ["", *names], strict=True):
+        checkpoint = f"{tmp_path}/{first}/{name.format(first)}" if first else None
+        found = gloo.run(_run, f"{tmp_path}/{last}", kind, checkpoint, num_steps=last, **options)
+        assert found == [each[first:last] for each in whole], f"{name} of step {first}"
 
 
 def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -239,7 +240,7 @@ def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, 
     assert sorted(_rows(rest, 1)) == sorted(_rows(whole[0] + whole[1], 1))
 
 
-def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, int, list[str]]:
+def _resume_by_itself(directory: str, steps: int, package: str = training.PACKAGES[1]) -> tuple[int, int, list[str]]:
     """First and last step of a run whose program names no checkpoint, and its warnings."""
     pl = training.load(package)
     model, begun = training.language_model(pl), list[int]()
@@ -260,19 +261,18 @@ def _resume_by_itself(directory: str, package: str, steps: int) -> tuple[int, in
     return begun[0], fitter.global_step, [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("package", training.PACKAGES)
-def test_a_program_goes_on_from_the_newest_intact_one(gloo: ProcessPool, tmp_path: Path, package: str) -> None:
+def test_a_program_goes_on_from_the_newest_intact_one(gloo: ProcessPool, tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     (directory / "train.log").touch()
-    assert gloo.run(_resume_by_itself, str(directory), package, 5, world_size=2)[0][:2] == (0, 5)
-    assert gloo.run(_resume_by_itself, str(directory), package, 7, world_size=2)[0][:2] == (4, 7)
+    assert gloo.run(_resume_by_itself, str(directory), 5, world_size=2)[0][:2] == (0, 5)
+    assert gloo.run(_resume_by_itself, str(directory), 7, world_size=2)[0][:2] == (4, 7)
     newest, second = newest_first(directory)[:2]
     shard = newest / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    for began, ended, warned in gloo.run(_resume_by_itself, str(directory), package, 8, world_size=2):
+    for began, ended, warned in gloo.run(_resume_by_itself, str(directory), 8, world_size=2):
         assert (began, ended) == (4, 8)
         text = f"{newest} is damaged:\n  {shard} is not as it was written\nGoing on from {second}"
         assert warned.count(next((each for each in warned if text in each), "")) in (0, 1)

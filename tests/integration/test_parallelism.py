@@ -72,14 +72,12 @@ def test_weights_are_those_of_one_process(
     assert [seen for _, seen in results] == [num_samples // num_data_ranks] * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "num_data_ranks"), [({}, 4), ({"tensor_size": 2, "replicate_size": 2}, 2)], ids=str
-)
-def test_a_configure_model_for_lightnings_strategy_runs(gloo: ProcessPool, options: Any, num_data_ranks: int) -> None:
-    kwargs = {"gradient_clip_val": 0.3}
+@pytest.mark.parametrize(("options", "world_size"), [({}, 2), ({"tensor_size": 2, "replicate_size": 2}, 4)], ids=str)
+def test_a_configure_model_for_lightnings_strategy_runs(gloo: ProcessPool, options: Any, world_size: int) -> None:
+    kwargs: dict[str, Any] = {"gradient_clip_val": 0.3, "max_epochs": 1}
     expected, _ = gloo.run(_train, {}, num_data_ranks=1, world_size=1, **kwargs)[0]
-    kwargs |= {"num_data_ranks": num_data_ranks, "by_lightning": True}
-    weights, _ = gloo.run(_train, options, world_size=4, **kwargs)[0]
+    kwargs |= {"num_data_ranks": 2, "by_lightning": True}
+    weights, _ = gloo.run(_train, options, world_size=world_size, **kwargs)[0]
     assert training.max_difference(weights, expected) < 5e-6
 
 
@@ -100,7 +98,7 @@ def _from_meta(directory: str, resume: str | None) -> dict[str, Tensor]:
     del model.network
     strategy = training.strategy_class()(optimizer=training.EXACT, tensor_size=2)
     callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
-    data = torch.utils.data.DataLoader(training.loader().dataset, batch_size=4)
+    data = torch.utils.data.DataLoader(training.dataset(16), batch_size=4)
     fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True)
     fitter.fit(model, data, ckpt_path=resume, weights_only=False)
     return training.full_weights(model)

@@ -184,7 +184,7 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[in
     assert (tmp_path / "told").read_text() == "requeue 77\n"
 
 
-_NUM_STEPS = 12
+_NUM_STEPS = 8
 
 
 def _train(take_step: Callable[[int], None], save: Callable[[int], None], start: int, number: int) -> tuple[int, Any]:

@@ -56,7 +56,7 @@ def test_a_fit_on_a_local_file_ends_with_the_whole_report(
 @pytest.mark.slow
 def test_two_processes_end_with_a_table_of_what_ran_on_muon(tmp_path: Path) -> None:
     options = [each for each in arguments(tmp_path) if not each.startswith("--trainer.strategy")]
-    options += ["--trainer.devices=2", "--trainer.strategy.init_args.replicate_size=1"]
+    options += ["--trainer.devices=2", "--trainer.max_epochs=1", "--trainer.strategy.init_args.replicate_size=1"]
     text = run_program("-m", "recipes.t5_summarization.demo", *options, directory=ROOT, num_ranks=2, timeout=170.0)
     report = text[text.index("What ran on which optimizer") :]
     assert "Muon: 36 tensors" in report

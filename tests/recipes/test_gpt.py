@@ -165,7 +165,7 @@ def _fit(name: str, shared: Path, folder: Path, *more: str) -> str:
     sizes = {key.replace("-", "_"): value for key, value in SIZES.items()}
     options = {f"{'data' if key == 'batch_size' else 'model'}.{key}": value for key, value in sizes.items()}
     options |= {f"data.{key}": sizes[key] for key in ("vocab_size", "context_size")} | {"data.text_files": f"[{PAGES}]"}
-    options |= {"trainer.max_steps": 24, "trainer.val_check_interval": 12, "trainer.limit_val_batches": 2}
+    options |= {"trainer.max_steps": 12, "trainer.val_check_interval": 6, "trainer.limit_val_batches": 2}
     options |= {"data.cache_dir": shared, "model.sample_tokens": 5, "trainer.enable_progress_bar": "false"}
     words = [f"--{key}={value}" for key, value in options.items()] + CONFIGURATIONS[name]
     return run_program(
@@ -189,11 +189,11 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     first, second = losses = _losses(folder)
     assert float(second) < float(first) < 6.1, "a guess has log(400) = 5.99"
     samples = json.loads((folder / "samples.json").read_text())
-    assert [sample["step"] for sample in samples] == [24, 12] and all(sample["text"] for sample in samples)
+    assert [sample["step"] for sample in samples] == [12, 6] and all(sample["text"] for sample in samples)
     expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "two_nodes_slow_link": "2 nodes, "}
     assert expected[name] in printed
     if name == "gpt":
-        (checkpoint,) = folder.glob("checkpoints/step=12-*")
+        (checkpoint,) = folder.glob("checkpoints/step=6-*")
         main(["convert", str(checkpoint), str(tmp_path / "model"), "--to", "hf"])
         assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<|endoftext|>"
         _fit(name, shared, tmp_path, f"--ckpt_path={checkpoint}")
@@ -214,18 +214,18 @@ def _run_accelerate(arguments: list[str]) -> str:
 
 
 def test_the_accelerate_twin_trains_resumes_and_exports(gloo: ProcessPool, shared: Path, tmp_path: Path) -> None:
-    options = SIZES | {"validation-batches": 2, "validate-every": 8, "cache": shared, "output": tmp_path}
+    options = SIZES | {"validation-batches": 2, "validate-every": 4, "cache": shared, "output": tmp_path}
     words = [f"--{key}={value}" for key, value in options.items()] + ["--text-files", str(PAGES)]
-    whole = gloo.run(_run_accelerate, [*words, "--steps=24"], world_size=2)[0]
+    whole = gloo.run(_run_accelerate, [*words, "--steps=12"], world_size=2)[0]
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", whole)]
     assert len(losses) == 3 and losses[2] < losses[0] < 6.1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     tokens = tokenizer("The optimizer", return_tensors="pt")
     assert torch.isfinite(model(**tokens, labels=tokens["input_ids"]).loss)
-    # Goes on from step 24 of the same schedule's end.
-    resumed = gloo.run(_run_accelerate, [*words, "--steps=32", "--resume"], world_size=2)[0]
-    assert re.findall(r"step (\d+)", resumed) == ["32"]
+    # Goes on from step 12 of the same schedule's end.
+    resumed = gloo.run(_run_accelerate, [*words, "--steps=16", "--resume"], world_size=2)[0]
+    assert re.findall(r"step (\d+)", resumed) == ["16"]
 
 
 def test_both_read_their_halves_of_the_config() -> None:

@@ -83,7 +83,7 @@ def _fit(directory: str, is_async: bool, whole: bool) -> Any:
         training.dataset(), batch_size=4, num_workers=1, multiprocessing_context="fork"
     )
     with gate.shut():
-        fitter = training.trainer(pl, strategy=strategy, callbacks=[Saves()], max_epochs=3)
+        fitter = training.trainer(pl, strategy=strategy, callbacks=[Saves()], max_epochs=2)
         fitter.fit(model, loader)
     return seen, model.losses
 

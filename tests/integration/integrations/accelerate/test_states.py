@@ -38,31 +38,30 @@ class _Counter:
 
 
 def _train(
-    directory: str, *, begin: int = 0, end: int = _STEPS, **options: Any
-) -> tuple[dict[str, Tensor], dict[str, Any], float]:
-    """Load what was saved unless ``begin`` is 0, train, save; weights, state of the optimizer, a random number."""
+    directory: str, *, resumes: bool = False, save_at: int = 2, end: int = _STEPS, **options: Any
+) -> tuple[dict[str, Tensor], dict[str, Any], float, float]:
+    """Train, saved on the way, or from there on; weights, state of the optimizer, its rate, a random number."""
     with accelerator_on_cpu(**options) as accelerator:
-        model: Any = network(seed=dist.get_rank() + begin)
+        model: Any = network(seed=dist.get_rank() + 2 * resumes)
         optimizer = adamw(model)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, accelerator.num_processes, gamma=0.7)
         model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         counter = _Counter()
         accelerator.register_for_checkpointing(counter)
-        if begin:
+        if resumes:
             accelerator.load_state(directory)
-            assert counter.value == begin
-        run_steps(accelerator, model, optimizer, steps=range(begin, end), scheduler=scheduler)
-        counter.value = end
-        accelerator.save_state(directory)
+            assert counter.value == save_at
+        else:
+            run_steps(accelerator, model, optimizer, steps=range(save_at), scheduler=scheduler)
+            counter.value = save_at
+            accelerator.save_state(directory)
         draw = float(torch.rand(()))
-        if begin:
-            accelerator.load_state(directory)
-            assert float(torch.rand(())) == draw, "random numbers go on"
+        run_steps(accelerator, model, optimizer, steps=range(save_at, end), scheduler=scheduler)
         states = {
             name: {key: _local(value) for key, value in optimizer.state[parameter].items()}
             for name, parameter in model.named_parameters()
         }
-        return accelerator.get_state_dict(model), states, scheduler.get_last_lr()[0]
+        return accelerator.get_state_dict(model), states, scheduler.get_last_lr()[0], draw
 
 
 def _local(value: Any) -> Any:
@@ -81,11 +80,12 @@ def _local(value: Any) -> Any:
 def test_a_resumed_training_is_bit_equal(
     gloo: ProcessPool, tmp_path: Path, world_size: int, options: dict[str, Any]
 ) -> None:
-    whole = gloo.run(_train, str(tmp_path / "whole"), world_size=world_size, **options)
-    gloo.run(_train, str(tmp_path / "parts"), end=2, world_size=world_size, **options)
-    parts = gloo.run(_train, str(tmp_path / "parts"), begin=2, world_size=world_size, **options)
-    for (weights, states, rate), (expected, expected_states, expected_rate) in zip(parts, whole, strict=True):
-        assert rate == expected_rate
+    whole, parts = (
+        gloo.run(_train, str(tmp_path / "state"), resumes=resumes, world_size=world_size, **options)
+        for resumes in (False, True)
+    )
+    for (weights, states, *numbers), (expected, expected_states, *wanted) in zip(parts, whole, strict=True):
+        assert numbers == wanted, "the learning rate, and random numbers"
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
         for name, state in expected_states.items():
             assert state.keys() == states[name].keys()
@@ -123,7 +123,7 @@ def test_skipped_steps_count_on_after_load_state(gloo: ProcessPool, tmp_path: Pa
 def test_other_ranks_and_shardings_go_on(
     gloo: ProcessPool, tmp_path: Path, sizes: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
 ) -> None:
-    gloo.run(_train, str(tmp_path), end=1, world_size=sizes[0], **before)
+    gloo.run(_train, str(tmp_path), save_at=1, end=1, world_size=sizes[0], **before)
     found = gloo.run(_train_without_schedule, str(tmp_path), world_size=sizes[1], **after)
     assert max_difference(found[0], reference(steps=3)) <= _TOLERANCE
 
