@@ -21,6 +21,7 @@ from lightning_muon.compat.torch import (
     is_compiled,
     is_in_backward,
     new_group,
+    overwritten_weights,
     reset_fsdp,
     reset_fsdp_by_hand,
     world_timeout,
@@ -80,6 +81,18 @@ def test_gradients_without_reduction_can_be_dropped(mesh: DeviceMesh, reduce_dty
         drop_unreduced_gradients(unit, [] if is_reduced else [unit.weight])
     assert unit.weight.grad.full_tensor().tolist() == [[3.0, 3.0]] * 2
     assert unit.bias.grad.full_tensor().tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_gathered_weights_that_were_written_to_are_named(mesh: DeviceMesh, param_dtype: torch.dtype | None) -> None:
+    unit = fully_shard(nn.Linear(7, 13), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype))
+    assert overwritten_weights(unit) == []  # Nothing is gathered yet.
+    unit.unshard()
+    assert overwritten_weights(unit) == []
+    unit.weight.data[12, 6] = 2.0
+    assert overwritten_weights(unit) == ["weight"]
+    unit.reshard()
+    assert overwritten_weights(unit) == []
 
 
 @pytest.mark.parametrize("reset", [reset_fsdp, reset_fsdp_by_hand])
