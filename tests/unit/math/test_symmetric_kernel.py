@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import pytest
@@ -101,6 +102,9 @@ def _run(program: str, *arguments: str, **variables: str) -> None:
 
 @needs_triton
 def test_the_kernel_agrees_with_full_products() -> None:
+    numpy, triton = (tuple(map(int, version(name).split(".")[:2])) for name in ("numpy", "triton"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        pytest.skip("the interpreter of this Triton needs a NumPy before 2.4")
     _run(AGREES, "cpu", TRITON_INTERPRET="1")
 
 
