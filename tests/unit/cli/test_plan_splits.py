@@ -80,6 +80,16 @@ def test_two_stages_of_two_shards_by_hand(capsys: pytest.CaptureFixture[str], ar
     assert found["idle"] == pytest.approx(1 - 6 * _FORWARD / end, rel=_ROUNDED)
 
 
+def test_frozen_weights_have_no_states(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], tmp_path: Path
+) -> None:
+    embedding, *others = SHAPES["parameters"]
+    (tmp_path / "tiny.json").write_text(json.dumps(SHAPES | {"parameters": [embedding | {"frozen": True}, *others]}))
+    memory = _plan(capsys, *arguments, "--activations", "kept")[1, 1, 4]["memory_bytes"]
+    # Of 808 elements 256 are the embedding's, 256 are on Muon, and 296 on AdamW.
+    assert (memory["weights"], memory["optimizer"]) == (4 * 202, 4 * (64 + 2 * 74))
+
+
 def test_recomputed_layers_keep_their_inputs(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     kept, again = (
         _plan(capsys, *arguments, "--schedules", "1f1b", "--activations", way)[2, 1, 2]
