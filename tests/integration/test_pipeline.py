@@ -184,7 +184,7 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
     expected, metrics, predictions = gloo.run(_fit, {}, world_size=1, **kwargs)[0]
     results = gloo.run(_fit, options, world_size=world_size, **kwargs)
     assert _difference(results, expected) < _TOLERANCE
-    if "gradient_clip_val" in kwargs:  # A factor of all gradients shows here only: Muon makes steps of any length alike.
+    if "gradient_clip_val" in kwargs:  # A factor of all gradients shows here only: a step of Muon has its own length.
         assert [own["grad_norm"] for _, own, _ in results] == pytest.approx([metrics["grad_norm"]] * world_size, 1e-5)
     for _, own, predicted in results if "evaluates" in kwargs else ():
         wanted = {"val": metrics["val"], "test": metrics["test"], "train_loss": metrics["loss"]}
