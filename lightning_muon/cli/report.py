@@ -7,7 +7,8 @@ import csv
 import json
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -115,24 +116,29 @@ class LoggedRun:
                     found.curves.setdefault(name, []).append((step, value))
             if "seconds" in row:
                 found.times.append((step, row["seconds"]))
-        lines = folder / FOLDER / LINES
-        if lines.exists():
-            with lines.open(encoding="utf-8") as file:  # Of str.splitlines, U+2028 would be the end of a line.
-                for number, line in enumerate(file, start=1):
-                    try:
-                        found.measured.append(json.loads(line))
-                    except ValueError as error:
-                        raise ValueError(f"line {number} of {lines} is not JSON: {error}") from error
-        first = int((folder / _METRICS).exists())  # Of Lightning's loggers the first step is 0.
-        has_times = bool(found.times)
-        for line in found.measured:
-            found.times += [] if has_times else [(line["step"] - first, line["seconds"])]
-            for name, value in line["values"].items() if not (folder / _METRICS).exists() else ():
-                found.curves.setdefault(name, []).append((line["step"], value))
-        if (folder / _SAMPLES).exists():
-            found.samples = json.loads((folder / _SAMPLES).read_text(encoding="utf-8"))
+        with _reading(lines := folder / FOLDER / LINES):
+            found._read_monitor(lines)
+        with _reading(folder / _SAMPLES):
+            if (folder / _SAMPLES).exists():
+                found.samples = list(map(dict, json.loads((folder / _SAMPLES).read_text(encoding="utf-8"))))
         found.times.sort()
         return found
+
+    def _read_monitor(self, path: Path) -> None:
+        """Take over the lines of a monitor; the last one may be half, of a process that was killed."""
+        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
+        for number, line in enumerate(lines[:-1], start=1):
+            try:
+                self.measured.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+        has_metrics = (path.parents[1] / _METRICS).exists()
+        has_times = bool(self.times)
+        for line in self.measured:
+            if not has_times:  # Of Lightning's loggers the first step is 0.
+                self.times.append((line["step"] - int(has_metrics), line["seconds"]))
+            for name, value in line["values"].items() if not has_metrics else ():
+                self.curves.setdefault(name, []).append((line["step"], value))
 
     def over_seconds(self, curve: _Curve) -> _Curve:
         """A curve over the seconds of training, by straight lines between the known ones; empty without them."""
@@ -148,13 +154,23 @@ class LoggedRun:
         return moved
 
 
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Name the file in which something is missing or no JSON."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is not what a run writes: {type(error).__name__}: {error}") from error
+
+
 def _rows(folder: Path) -> Iterable[dict[str, float]]:
     """What loggers have written, in the order of time."""
     if (folder / _METRICS).exists():
         with (folder / _METRICS).open(newline="", encoding="utf-8") as file:
             table: list[Mapping[str, Any]] = list(csv.DictReader(file))
     elif (folder / _HISTORY).exists():
-        table = json.loads((folder / _HISTORY).read_text(encoding="utf-8"))["log_history"]
+        with _reading(folder / _HISTORY):
+            table = list(map(dict, json.loads((folder / _HISTORY).read_text(encoding="utf-8"))["log_history"]))
     else:
         table = []
     for row in table:

@@ -88,12 +88,12 @@ def _import_class(path: object, where: str) -> type[Any]:
     module_name, _, name = str(path).rpartition(".")
     try:
         module = importlib.import_module(module_name or _PACKAGE)
+        found = getattr(module, name, None)
     except ImportError as error:
         raise ValueError(f"{where}: class_path {path!r} cannot be imported: {error}") from error
-    found = getattr(module, name, None)
     if not isinstance(found, type):
-        classes = [key for key in dir(module) if isinstance(getattr(module, key, None), type) and key[0] != "_"]
-        meant = nearest(name, classes)
+        # By their names: to look at all of them would import what they need.
+        meant = nearest(name, [key for key in dir(module) if key[0].isupper()])
         raise ValueError(
             f"{where}: class_path {path!r} names no class" + (f"; did you mean {meant!r}?" if meant else "")
         )

@@ -368,18 +368,20 @@ class TrainingEngine:
         if self._replica_check is not None:
             self._replica_check.step_begins(optimizer)
         with self.explaining():
-            if closure is None:
-                with_whole_gradients()
-                result = take_step(optimizer)
-            else:
-                result = take_step(optimizer, closure=with_whole_gradients)
+            try:
+                if closure is None:
+                    with_whole_gradients()
+                    result = take_step(optimizer)
+                else:
+                    result = take_step(optimizer, closure=with_whole_gradients)
+            finally:
+                if isinstance(optimizer, PlannedOptimizer):
+                    optimizer.nonfinite_elsewhere = None
             self.weights_have_changed()
             for follow in self.after_step:
                 follow(self.finite_check(optimizer).skipped_steps > num_skipped)
             if self._replica_check is not None:
                 self._replica_check.step_has_ended(optimizer)
-        if isinstance(optimizer, PlannedOptimizer):
-            optimizer.nonfinite_elsewhere = None
         self.has_run = False
         if self._guard is not None:
             self._guard.end_step()

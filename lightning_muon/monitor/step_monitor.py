@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -163,8 +164,10 @@ class StepMonitor:
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._rank == 0:
             lines = self._folder / LINES
-            old = lines.read_text(encoding="utf-8").splitlines(keepends=True) if lines.exists() else []
-            lines.write_text("".join(each for each in old if json.loads(each)["step"] <= self.num_steps), "utf-8")
+            old = lines.read_text(encoding="utf-8", errors="replace").split("\n") if lines.exists() else []
+            draft = lines.with_suffix(".draft")
+            draft.write_text("".join(f"{each}\n" for each in old if _is_taken(each, self.num_steps)), "utf-8")
+            draft.replace(lines)
 
     @property
     def _device(self) -> torch.device:
@@ -404,6 +407,13 @@ class _Measured:
             name = _OTHER_NAMES.get(name, name)
             found[name if name in AXES else "other"] += size
         return found
+
+
+def _is_taken(line: str, num_steps: int) -> bool:
+    """Whether a line is of one of the first ``num_steps`` steps; a killed process may have left half a line."""
+    with suppress(ValueError, LookupError, TypeError):
+        return json.loads(line)["step"] <= num_steps
+    return False
 
 
 def orthogonality_error(update: Tensor) -> Tensor:

@@ -114,7 +114,9 @@ def _orthogonalized(result: dict[str, Any], name: str) -> Tensor:
 def test_the_numbers_are_those_of_weights_messages_and_shapes(
     gloo: ProcessPool, mesh_shape: tuple[int, ...], tmp_path: Path
 ) -> None:
-    num_ranks = math.prod(mesh_shape)
+    num_ranks, folder = math.prod(mesh_shape), tmp_path / "muon_monitor"
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text('{"step": 0}\n{"step": 0, "sec')  # Of a process that was killed.
     results = gloo.run(_train, mesh_shape, str(tmp_path), world_size=num_ranks)
     result, values = results[0], results[0]["taken"][-1]
     assert all(each["taken"] == result["taken"] and each["is_gone"] for each in results)
@@ -135,8 +137,9 @@ def test_the_numbers_are_those_of_weights_messages_and_shapes(
     assert {axis: values.get(f"bytes/{axis}", 0) for axis in sent} == sent
     assert list(map(bool, sent.values())) == [mesh_shape[-1] > 1, len(mesh_shape) > 1], "or nothing was compared"
 
-    folder = tmp_path / "muon_monitor"
-    line = json.loads((folder / "steps.jsonl").read_text().splitlines()[-1])
+    lines = [json.loads(each) for each in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in lines] == [0, EVERY, 2 * EVERY]
+    line = lines[-1]
     singular = torch.linalg.svdvals(_orthogonalized(result, line["matrix"]))
     error = math.sqrt(float((singular.square() - 1).square().mean()))
     assert values["orthogonality_error"] == pytest.approx(error, rel=1e-3)

@@ -97,10 +97,26 @@ def test_runs_are_drawn_in_the_same_pictures(folder: Path, tmp_path: Path) -> No
     with pytest.raises(FileNotFoundError, match=r"has no metrics\.csv, trainer_state\.json, muon_monitor"):
         write_report([tmp_path.parent / "nothing"])
     (tmp_path / "muon_monitor").mkdir()
-    line = '{"step": 1, "seconds": 1, "values": {"a\u2028b": 1}}\n'
-    (tmp_path / "muon_monitor" / "steps.jsonl").write_text(line + '{"step', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line 2 of .*steps\.jsonl is not JSON"):
-        write_report([tmp_path])
+    lines = tmp_path / "muon_monitor" / "steps.jsonl"
+    # Half a line, of a process that was killed, is left out.
+    lines.write_text('{"step": 1, "seconds": 1, "values": {"a\u2028b": 1}}\n{"step', encoding="utf-8")
+    assert [line["step"] for line in LoggedRun.read(tmp_path).measured] == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("muon_monitor/steps.jsonl", '{"step\n', "line 1: Unterminated string"),
+        ("muon_monitor/steps.jsonl", '{"step": 1}\n', "KeyError: 'seconds'"),
+        ("trainer_state.json", '{"a": 1}', "KeyError: 'log_history'"),
+        ("samples.json", "[1, 2]", "'int' object is not iterable"),
+    ],
+)
+def test_a_file_that_no_run_writes_is_named(tmp_path: Path, name: str, text: str, what: str) -> None:
+    (tmp_path / "muon_monitor").mkdir()
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=f"{name} is not what a run writes: .*{what}"):
+        LoggedRun.read(tmp_path)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
