@@ -33,8 +33,8 @@ def main() -> None:
     print("by op:", ", ".join(f"{name} {count}" for name, count in simulation.ops.most_common(16) if count))
     print("communications:", dict(simulation.comms))
     print("the host waits:", dict(simulation.syncs))
-    assert optimizer._bound is not None
-    buffers = optimizer._bound.matrix_step._pool._buffers
+    assert optimizer._planned is not None
+    buffers = optimizer._planned.matrix_step._pool._buffers
     print(f"buffers: {sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()) / 1e9:.2f} GB")
 
 

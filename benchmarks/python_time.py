@@ -85,7 +85,7 @@ def measure(found: Found, overlap: str, num_steps: int) -> Seconds:
         hooks.append(_seconds(lambda: backward(found, gradients)))
         if not steps:
             # As in training: the first backward pass is over, so hooks have their first call in the second.
-            plan = _seconds(optimizer._bind)
+            plan = _seconds(optimizer._make_plan)
         steps.append(_seconds(optimizer.step))
         optimizer.zero_grad()
     return Seconds(

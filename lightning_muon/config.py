@@ -393,7 +393,7 @@ def check_one_of(key: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{key} must be one of {allowed}, got {value!r}")
 
 
-def listed(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
+def join_names(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:
     """The first ``most`` of some names, and how many more there are."""
     more = [f"and {len(names) - most} more"] if len(names) > most else []
     return separator.join([*list(names)[:most], *more])

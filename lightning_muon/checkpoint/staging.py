@@ -61,7 +61,7 @@ def replacing(
         for target in targets:
             own = _folder(_FINISHED, target, targets[0])
             for folder in {*_finished_with(target), *([own] if own.is_dir() else [])}:
-                _settle(folder)
+                _move_into_place(folder)
 
     def make_folders() -> None:
         for folder in folders:
@@ -81,7 +81,7 @@ def replacing(
         for parent in {folder.parent for folder in finished}:
             sync_directory(parent)
         for folder in finished:
-            _settle(folder)
+            _move_into_place(folder)
 
     on_first_rank(end_earlier_saves, everyone)
     together(lambda: [_require_replaceable(target, whole=whole) for target in targets], (everyone,))
@@ -169,7 +169,7 @@ def discard(path: Path) -> None:
         path.unlink()
         return
     for folder in _finished_with(path.resolve()):
-        _settle(folder)
+        _move_into_place(folder)
     folder = _folder(_REPLACED, path, path)
     _move_away(path, folder)
     remove(folder)
@@ -228,7 +228,7 @@ def _of_others(path: Path) -> list[Path]:
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
 
 
-def _settle(folder: Path) -> None:
+def _move_into_place(folder: Path) -> None:
     """Put what is finished in its place; also to end what a process began that was killed."""
     replaced = _other_kind(folder, _REPLACED)
     remove(replaced)  # What a process has moved there that was killed may be a file where a directory is to go.

@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_muon.checkpoint.manifest import hash_files, write_manifest
 from lightning_muon.checkpoint.saving import MODELS, NAMES
 from lightning_muon.cli.report import LoggedRun, is_of_optimizer
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.params.uses import clean_name
 
 _CONFIG, _TOKENIZER, _IMAGES = "config.json", "tokenizer_config.json", "preprocessor_config.json"
@@ -135,7 +135,8 @@ def _prefix_of(names: Collection[str], expected: Collection[str]) -> str:
     best = found.most_common(2)
     if not best:
         raise ValueError(
-            f"no weight of the checkpoint is one of the model: it has {listed(names)}; the model {listed(expected)}"
+            f"no weight of the checkpoint is one of the model: it has {join_names(names)}; the model "
+            f"{join_names(expected)}"
         )
     if len(best) == 2 and best[0][1] == best[1][1]:
         raise ValueError(f"the weights of the model are there twice: --prefix {best[0][0]!r} or {best[1][0]!r}")
@@ -146,8 +147,8 @@ def _own_weights(weights: Mapping[str, Tensor], prefix: str, *, is_given: bool) 
     others = [name for name in weights if not name.startswith(prefix)]
     if others and not is_given:
         raise ValueError(
-            f"{listed(others)} of the checkpoint belong to no part of the model, whose names begin with {prefix!r}; "
-            f"--prefix {prefix!r} leaves them out"
+            f"{join_names(others)} of the checkpoint belong to no part of the model, whose names begin with "
+            f"{prefix!r}; --prefix {prefix!r} leaves them out"
         )
     return {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
 
@@ -166,9 +167,9 @@ def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
         for name, value in expected.items()
         if name in weights and weights[name].shape != value.shape
     ]
-    problems = [f"the checkpoint lacks {listed(missing)}"] if missing else []
-    problems += [f"the model has no {listed(extra)}"] if extra else []
-    problems += [listed(shapes)] if shapes else []
+    problems = [f"the checkpoint lacks {join_names(missing)}"] if missing else []
+    problems += [f"the model has no {join_names(extra)}"] if extra else []
+    problems += [join_names(shapes)] if shapes else []
     if problems:
         raise ValueError(f"{type(model).__name__} of this config does not fit: {'; '.join(problems)}")
     model.load_state_dict({name: value.detach() for name, value in weights.items()}, strict=False, assign=True)

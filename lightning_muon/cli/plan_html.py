@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_muon.cli.plan_model import cells_of
 from lightning_muon.cli.plan_strategies import Outcome
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.monitor import html
 from lightning_muon.schedule.draw import rows_shown
 from lightning_muon.schedule.program import Op, OpKind
@@ -64,6 +64,6 @@ def _about_matrices(outcome: Outcome) -> Callable[[int, Op], str]:
             owner = f"rank {owners[0]}" if len(owners) == 1 else "all ranks"
             lines.append(f"{spec.name} {spec.rows} x {spec.cols}: {owner}, {spec.flops / 1e9:,.4g} GFLOP")
         title = f"{size}, {op.cost / 1e9:,.4g} GFLOP" if op.cost else size
-        return title + "\n" + listed(lines, _MOST_MATRICES, separator="\n")
+        return title + "\n" + join_names(lines, _MOST_MATRICES, separator="\n")
 
     return about

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.monitor import html
 from lightning_muon.monitor.step_monitor import FOLDER, LINES, PARTS
 from lightning_muon.monitor.timeline import Recording, predict, read_parts
@@ -281,6 +281,6 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
 def _about(recording: Recording, rank: int, op: Op) -> str:
     """Matrices, FLOPs and bytes of an op, for who points at it."""
     names = recording.matrices.get(rank, {}).get(op.name, [])
-    lines = [listed(names, separator="\n")] if names else []
+    lines = [join_names(names, separator="\n")] if names else []
     lines += [f"{op.cost / 1e9:.3g} GFLOP"] if op.cost else []
     return "\n".join(lines + ([f"{op.bytes / 1e6:.3g} MB"] if op.bytes else []))

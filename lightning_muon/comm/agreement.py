@@ -137,13 +137,15 @@ class StepAgreement:
         """Whether these are the ranks that it is for; local."""
         return _ranks(host) == self._ranks
 
-    def post(self, numbers: Callable[[], Sequence[int]], settle: Callable[[Sequence[int]], Collection[Tensor]]) -> None:
+    def post(
+        self, numbers: Callable[[], Sequence[int]], on_maxima: Callable[[Sequence[int]], Collection[Tensor]]
+    ) -> None:
         """Let int32 ``numbers``, equally many on all ranks, travel with the next message; local, alike on all ranks.
 
-        ``settle``, which may be collective over the ranks, takes the maximum of each number over the ranks, and returns
-        the parameters that no rank has a gradient for.
+        ``on_maxima``, which may be collective over the ranks, takes the maximum of each number over the ranks, and
+        returns the parameters that no rank has a gradient for.
         """
-        self._posted = numbers, settle
+        self._posted = numbers, on_maxima
 
     def join(self, is_stale: Callable[[], bool], word: Callable[[], int]) -> None:
         """Ask in every message of a reducer whether a plan is out of date on any rank, and ``word`` equal on all.

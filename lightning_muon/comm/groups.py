@@ -55,7 +55,7 @@ class PrivateGroup:
     # message whose handle is gone to the next one that is received, or ends the process if the sizes differ.
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
 
-    def settle(self) -> bool:
+    def wait_for_sent(self) -> bool:
         """Wait for all that is in flight; ``False`` if that fails. The other ranks must have launched the same."""
         try:
             for launched in list(self.in_flight):
@@ -136,7 +136,7 @@ class MadeGroups:
         everyone = gather(free, base) if made else []
         for number, count in free.items():
             if all(other.get(number) == count for other in everyone):
-                if all(gather(made[number].settle(), base)):
+                if all(gather(made[number].wait_for_sent(), base)):
                     return Lease(made[number])
                 made[number].is_free = False
         made.append(PrivateGroup(self._make(ranks, backend)))

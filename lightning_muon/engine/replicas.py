@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.math.methods import NewtonSchulz
@@ -63,9 +63,9 @@ class ReplicaCheck:
         if everywhere:
             raise RuntimeError(
                 f"silent corruption: what several ranks must have alike differs after step {num_steps}: "
-                f"{listed(everywhere, separator='; ')}. Something has changed bits on some ranks only: broken memory, "
-                "a broken device, or a program that changes weights on one rank. Load a checkpoint from before, and "
-                "leave out the machine if it is named again"
+                f"{join_names(everywhere, separator='; ')}. Something has changed bits on some ranks only: broken "
+                "memory, a broken device, or a program that changes weights on one rank. Load a checkpoint from "
+                "before, and leave out the machine if it is named again"
             )
 
     def _differing_copies(self, optimizer: torch.optim.Optimizer) -> list[str]:

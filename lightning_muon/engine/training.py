@@ -16,7 +16,7 @@ from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.groups import ALONE, axis_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
@@ -93,7 +93,9 @@ class TrainingEngine:
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
-        self.is_sharded = self._is_explaining = self._is_attached = False
+        self.is_sharded = False
+        self._is_explaining = False
+        self._is_attached = False
         self.has_run = False  # Since the last step, so that there may be gradients.
         self._info, self._warn, self._saves = info, warn, saves
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
@@ -110,6 +112,11 @@ class TrainingEngine:
         # Of the backward passes of now, of the last one, and of the gradients there are.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
+
+    @property
+    def _stage_group(self) -> AxisGroup:
+        """The ranks with the other stages of a pipeline; this rank alone without one."""
+        return ALONE if self._stages is None else self._stages.runtime.group
 
     # ---- before the first step
 
@@ -152,11 +159,10 @@ class TrainingEngine:
         module, options = self.module, self.options
         forget_own(given)
         self.rebind(given)
-        stages = ALONE if self.pipeline is None else self.pipeline.group
         if self._stages is not None:
             self._stages.require_parameters(given)
         choice = options.optimizer
-        conversions = convert_optimizers(given, module, choice=choice, stages=stages)
+        conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
         before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
@@ -579,11 +585,12 @@ class TrainingEngine:
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
         check = self.finite_check(optimizer)
         layout, device = self.mode.layout, mesh_device(self.mesh)
-        stages = ALONE if self.pipeline is None else self.pipeline.group
         settings = [
             (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
         ]
-        found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
+        found = find_nonfinite(
+            parameters, named, layout=layout, across=self._stage_group, device=device, settings=settings
+        )
         if check.observe(found):
             for parameter in parameters:
                 parameter.grad = None

@@ -69,7 +69,7 @@ class MomentumBucket:
             components.append(Components(rounded, indices))
         return components
 
-    def settle(self, sent: Sequence[Components], number: ExchangeStep, taking_part: Collection[Tensor]) -> None:
+    def subtract_sent(self, sent: Sequence[Components], number: ExchangeStep, taking_part: Collection[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
         for part, batch, views, components in zip(self.plan.parts, self._batches, self._views, sent, strict=True):
             part.replicator.subtract_(batch, _by_block(part, components), number)
@@ -254,10 +254,10 @@ class Exchange:
             sends = dict.fromkeys(self._others, pack(plan, own))
             self._send(sends, dict.fromkeys(sends, plan.message_bytes()), reduce_group)
 
-    def settle(self, taking_part: set[Tensor]) -> None:
+    def subtract_sent(self, taking_part: set[Tensor]) -> None:
         """Take what was sent from the residuals of the parameters that take part; local."""
         self.taking_part = taking_part
-        self._bucket.settle(self._own, self._number, taking_part)
+        self._bucket.subtract_sent(self._own, self._number, taking_part)
 
     def updates(self, rule: str, *, sign: bool) -> dict[Tensor, Tensor]:
         """Update of each parameter that takes part, float32; waits for what the nodes have sent."""

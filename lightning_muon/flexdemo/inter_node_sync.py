@@ -17,7 +17,7 @@ from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
-from lightning_muon.optim.parameters import BoundParameter, Gradients, StateCompletion, States
+from lightning_muon.optim.parameters import Gradients, RoutedParameter, StateCompletion, States
 from lightning_muon.params.layout import StepPart, local_tensor
 
 if TYPE_CHECKING:
@@ -92,16 +92,16 @@ class InterNodeSync(StateCompletion):
         state.setdefault("placeholder", torch.zeros((), device="cpu"))
 
     @override
-    def keys(self, parameter: BoundParameter) -> frozenset[str]:
+    def keys(self, parameter: RoutedParameter) -> frozenset[str]:
         return self.state_keys | self._keys_of_base(parameter)
 
     @override
-    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+    def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
         self.init_state(parameter.tensor, state)
         if not state.keys() >= self._keys_of_base(parameter):
             super().fill(parameter, state)
 
-    def _keys_of_base(self, parameter: BoundParameter) -> frozenset[str]:
+    def _keys_of_base(self, parameter: RoutedParameter) -> frozenset[str]:
         config = self.config
         has_state = config.base != "sgd" if parameter.route.algorithm == "adamw" else config.has_inner_momentum
         return super().keys(parameter) if has_state else frozenset()

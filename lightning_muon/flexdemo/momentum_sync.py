@@ -19,7 +19,7 @@ from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, filled
 from lightning_muon.optim.executor import Executor
-from lightning_muon.optim.parameters import BoundParameter, Gradients, States
+from lightning_muon.optim.parameters import Gradients, RoutedParameter, States
 from lightning_muon.params.layout import StepPart, local_tensor
 from lightning_muon.schedule.program import IN_BACKWARD, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
@@ -148,7 +148,7 @@ class MomentumSync(InterNodeSync):
         return {}
 
     @override
-    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
+    def complete(self, parameters: Sequence[RoutedParameter], states: States) -> None:
         trained = [parameter.tensor for parameter in parameters if parameter.tensor.requires_grad]
         for plan in self.bucket_plans(trained):
             for part in plan.parts:
@@ -186,7 +186,7 @@ class MomentumSync(InterNodeSync):
             settles.append(Op(kind=OpKind.SETTLE, key=key, rank=0, deps=sent, when=(Condition.GRADIENTS,)))
             users = [name for name, read in reads.items() if not set(bucket.parameters).isdisjoint(read)]
             decode.append((Op(kind=OpKind.DECODE, key=key, rank=0), users))
-        actions = {OpKind.EXCHANGE: self._exchange, OpKind.SETTLE: self._settle, OpKind.DECODE: self._decode}
+        actions = {OpKind.EXCHANGE: self._exchange, OpKind.SETTLE: self._subtract_sent, OpKind.DECODE: self._decode}
         if self.early is not None:
             actions[OpKind.EARLY_EXCHANGE] = self.early.run
         return StepPart(
@@ -229,10 +229,10 @@ class MomentumSync(InterNodeSync):
         self.start(op.key, filled(self.buckets[op.key].parameters, self._gradients))
         return ()
 
-    def _settle(self, op: Op) -> Sequence[Work]:
+    def _subtract_sent(self, op: Op) -> Sequence[Work]:
         """Take from the residuals what was sent of a bucket, early or in the step."""
         one = self._in_flight.pop(op.key)
-        one.settle(self._taking_part(op.key))
+        one.subtract_sent(self._taking_part(op.key))
         if self.config.delay:
             self._delayed[op.key] = one
         else:

@@ -45,8 +45,8 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import BoundParameter, StateCompletion
-from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
+from lightning_muon.optim.parameters import RoutedParameter, StateCompletion
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 
@@ -127,7 +127,7 @@ class FlexDeMo(PlannedOptimizer):
     ) -> None:
         self.config = from_arguments(FlexDeMoConfig, locals())
         self._sync = make_sync(self.config, mesh)
-        self._checked: Bound | None = None
+        self._checked: PlannedStep | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -279,14 +279,14 @@ class FlexDeMo(PlannedOptimizer):
     def _abandon(self) -> None:
         """Receive what is on its way, and forget the plan. Collective over all nodes; every rank must call it."""
         self._sync.finish_in_flight(self._existing_state)
-        early = None if self._bound is None else self._bound.early
+        early = None if self._planned is None else self._planned.early
         if early is not None and self._mesh is not None:
             keys = early.keys(set(parameters_of(self)))
             is_sent = maxima_over(host_group(axis_group(self._mesh, (0, 1))), [early.is_sent(key) for key in keys])
             sent = [key for key, is_of_any in zip(keys, is_sent, strict=True) if is_of_any]
-            early.settle(sent, sent, {})
+            early.finish_sends(sent, sent, {})
             early.close()
-        self._bound = None
+        self._planned = None
 
     def __getstate__(self) -> dict[str, Any]:
         self._sync.finish_in_flight(self._existing_state)
@@ -318,7 +318,7 @@ class FlexDeMo(PlannedOptimizer):
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         return (is_alone or self._mesh is not None) and super()._can_make_state()
 
-    def _prepare(self, parameters: Sequence[BoundParameter]) -> None:
+    def _prepare(self, parameters: Sequence[RoutedParameter]) -> None:
         self._require_mesh()
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         if self._mesh is not None:
@@ -346,20 +346,20 @@ class FlexDeMo(PlannedOptimizer):
     def _elementwise(self) -> Elementwise:
         return sgd_step_ if self.config.base == "sgd" else super()._elementwise
 
-    def _end_step(self, bound: Bound, agreed: AgreedGradients) -> None:
-        super()._end_step(bound, agreed)
+    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
+        super()._end_step(planned, agreed)
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
         self._sync.finish()
         every = self.config.check_every
         # Also right after a new plan: weights that were not equal from the beginning show at once.
-        is_due = every > 0 and (count % every == 0 or self._checked is not bound)
+        is_due = every > 0 and (count % every == 0 or self._checked is not planned)
         if is_due and self._mesh is not None:
-            names, common = bound.plan.names, self._sync.common(self._trained())
+            names, common = planned.plan.names, self._sync.common(self._trained())
             named = [(names[p], tensor) for p, tensor in zip(parameters_of(self), common, strict=False)]
             check_equal(named, host_group(axis_group(self._mesh, (0, 1))))
-            self._checked = bound
+            self._checked = planned
 
     def _settings(self) -> str:
         return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"

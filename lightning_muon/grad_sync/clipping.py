@@ -17,7 +17,7 @@ from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.collectives import start_all_reduce_max, start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.params.layout import Layout, sharded_axes
 
@@ -158,7 +158,7 @@ class FiniteCheck:
             self._in_a_row += 1
             self.skipped_steps += 1
             return True
-        names = listed(nonfinite_names)
+        names = join_names(nonfinite_names)
         if self._in_a_row:
             names += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
         raise NonFiniteGradientError(

@@ -29,23 +29,24 @@ TRAINERS = {
 FABRICS = {"lightning.fabric": TRAINERS["lightning.pytorch"], "lightning_fabric": TRAINERS["pytorch_lightning"]}
 
 
-class _Made(NamedTuple):
-    """A class that is made for each package."""
+class _Mixed(NamedTuple):
+    """A class of ours that is mixed with classes of each package."""
 
-    place: str  # Module of integrations/, and the class there that does the work.
-    bases: str  # Module of the package, and its classes that are the other bases.
-    packages: Mapping[str, LightningPackage]  # Those that it is made for, in order of preference.
+    module: str  # Of lightning_muon.integrations.
+    name: str  # The class there that does the work.
+    bases: tuple[str, ...]  # Further bases: module of the package, and class.
+    packages: Mapping[str, LightningPackage] = TRAINERS  # In order of preference.
 
 
+_MODEL_PARALLEL, _CALLBACK = "strategies.ModelParallelStrategy", "callbacks.Callback"
+_SAVING = ("callbacks.OnExceptionCheckpoint", "callbacks.ModelCheckpoint")
 CLASSES = {
-    "ParallelMuonStrategy": _Made("lightning.strategy TrainerStrategy", "strategies ModelParallelStrategy", TRAINERS),
-    "ParallelMuonFabricStrategy": _Made("fabric.strategy FabricStrategy", "strategies ModelParallelStrategy", FABRICS),
-    "AutoResume": _Made(
-        "lightning.auto_resume AutoResumeCallback", "callbacks OnExceptionCheckpoint ModelCheckpoint", TRAINERS
-    ),
-    "MuonMonitor": _Made("lightning.muon_monitor MuonMonitorCallback", "callbacks Callback", TRAINERS),
-    "FirstCallback": _Made("lightning.first_callback FirstCallback", "callbacks Callback", TRAINERS),
-    "QKClip": _Made("lightning.qk_clip QKClipCallback", "callbacks Callback", TRAINERS),
+    "ParallelMuonStrategy": _Mixed("lightning.strategy", "TrainerStrategy", (_MODEL_PARALLEL,)),
+    "ParallelMuonFabricStrategy": _Mixed("fabric.strategy", "FabricStrategy", (_MODEL_PARALLEL,), FABRICS),
+    "AutoResume": _Mixed("lightning.auto_resume", "AutoResumeCallback", _SAVING),
+    "MuonMonitor": _Mixed("lightning.muon_monitor", "MuonMonitorCallback", (_CALLBACK,)),
+    "FirstCallback": _Mixed("lightning.first_callback", "FirstCallback", (_CALLBACK,)),
+    "QKClip": _Mixed("lightning.qk_clip", "QKClipCallback", (_CALLBACK,)),
 }
 # Where users find the classes that were made for a package, if not in ours.
 _HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}
@@ -74,20 +75,19 @@ def strategy_class(package: str) -> type[Any]:
 
 def make(name: str, package: str) -> type[Any]:
     """The class of this name, one of :data:`CLASSES`, for a package; always the same one."""
-    module, *bases = CLASSES[name].bases.split()
+    paths = [base.split(".") for base in CLASSES[name].bases]
     # This import may be what registers, and so makes the class.
-    beside = importlib.import_module(f"{package}.{module}")
-    return _make(name, package, tuple(getattr(beside, base) for base in bases))
+    return _make(name, package, tuple(getattr(importlib.import_module(f"{package}.{m}"), base) for m, base in paths))
 
 
 @cache
 def _make(name: str, package: str, bases: tuple[type[Any], ...]) -> type[Any]:
-    module, class_name = CLASSES[name].place.split()
-    ours = getattr(importlib.import_module(f"lightning_muon.integrations.{module}"), class_name)
+    mixed = CLASSES[name]
+    ours = getattr(importlib.import_module(f"lightning_muon.integrations.{mixed.module}"), mixed.name)
     body = {
         "__doc__": ours.__doc__,
         "__module__": _HOMES.get(package, "lightning_muon"),
-        "package": CLASSES[name].packages[package],
+        "package": mixed.packages[package],
     }
     return type(name, (ours, *bases), body)
 

@@ -26,7 +26,7 @@ from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import check_whole
 from lightning_muon.monitor.timeline import WHOLE_STEP, TimelineRecorder, write_part
 from lightning_muon.optim.matrix_step import lr_scale_of
-from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
 from lightning_muon.optim.step_plan import MatrixJob
 from lightning_muon.params.layout import Decoupled, Layout, parameters_of
 from lightning_muon.params.uses import parameter_uses
@@ -179,22 +179,22 @@ class StepMonitor:
         """If the next step is to be measured, begin now: parts of it may run in the backward pass before it."""
         if (self.num_steps + 1) % self.every_n_steps:
             return
-        bound = self.optimizer._bound if isinstance(self.optimizer, PlannedOptimizer) else None
-        measured = self._measured = _Measured(bound, TimelineRecorder(self._device))
+        planned = self.optimizer._planned if isinstance(self.optimizer, PlannedOptimizer) else None
+        measured = self._measured = _Measured(planned, TimelineRecorder(self._device))
         collectives.observers.append(measured.sent)
-        if bound is not None:
-            bound.matrix_step.executor.recorder = measured.recorder
-            jobs = [job for group in bound.plan.exchange_groups for job in group.jobs]
+        if planned is not None:
+            planned.matrix_step.executor.recorder = measured.recorder
+            jobs = [job for group in planned.plan.exchange_groups for job in group.jobs]
             jobs = [job for job in jobs if job.parameter.group["muon_plus"] == "none"]
             measured.sample = jobs[self._num_measured % len(jobs)] if jobs else None
-            bound.matrix_step.observer = measured.orthogonalized
+            planned.matrix_step.observer = measured.orthogonalized
 
     def _disarm(self) -> None:
         measured, self._measured = self._measured, None
         if measured is not None:
             collectives.observers.remove(measured.sent)
-            if measured.bound is not None:
-                measured.bound.matrix_step.executor.recorder = measured.bound.matrix_step.observer = None
+            if measured.planned is not None:
+                measured.planned.matrix_step.executor.recorder = measured.planned.matrix_step.observer = None
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         measured = self._measured
@@ -246,7 +246,7 @@ class StepMonitor:
         failed = [rank for rank, row in enumerate(rows) if row["failed"]]
         if failed:
             raise RuntimeError(f"StepMonitor: rank {failed[0]} has failed to measure step {self.num_steps}")
-        self._values = self._summary(rows) | learning_rates(self.optimizer, measured.bound)
+        self._values = self._summary(rows) | learning_rates(self.optimizer, measured.planned)
         self._seconds += _mean(rows, "elapsed")
         self._since, self._steps_since, self._tokens = time.monotonic(), 0, 0.0
         if self._folder is not None:
@@ -324,7 +324,7 @@ class StepMonitor:
             if parameter.requires_grad
         ]
         algorithms = (
-            {} if planned is None else {id(each.tensor): each.route.algorithm for each in planned._bind_parameters()}
+            {} if planned is None else {id(each.tensor): each.route.algorithm for each in planned._routed_parameters()}
         )
         local = [layout.local(parameter).detach() for _, parameter in groups]
         stride = math.ceil(sum(each.numel() for each in local) / MOST_ELEMENTS)
@@ -344,8 +344,8 @@ class StepMonitor:
     def _axis_names(self) -> dict[int, Sequence[str]]:
         """Number of axes of a mesh of parameters -> their names."""
         meshes: list[DeviceMesh | None] = []
-        if isinstance(self.optimizer, PlannedOptimizer) and self.optimizer._bound is not None:
-            meshes = [self.optimizer._mesh, *(each.mesh for each in self.optimizer._bound.plan.meshes)]
+        if isinstance(self.optimizer, PlannedOptimizer) and self.optimizer._planned is not None:
+            meshes = [self.optimizer._mesh, *(each.mesh for each in self.optimizer._planned.plan.meshes)]
         unnamed = ("replicate", "shard")
         return {mesh.ndim: mesh.mesh_dim_names or unnamed[-mesh.ndim :] for mesh in meshes if mesh is not None}
 
@@ -353,7 +353,7 @@ class StepMonitor:
         self, folder: Path, measured: _Measured, spans: Sequence[Span], rows: Sequence[Mapping[str, float]]
     ) -> None:
         recorded = [span for span in spans if span.op != WHOLE_STEP]
-        write_part(folder, recorded, measured.bound, step=self.num_steps, rank=self._rank, num_ranks=self._num_ranks)
+        write_part(folder, recorded, measured.planned, step=self.num_steps, rank=self._rank, num_ranks=self._num_ranks)
         if self._rank:
             return
         line = {
@@ -380,7 +380,7 @@ class _Part(NamedTuple):
 class _Measured:
     """What is noted of one step."""
 
-    bound: Bound | None
+    planned: PlannedStep | None
     recorder: TimelineRecorder
     sample: MatrixJob | None = None  # Whose orthogonality is looked at, on its owners.
     error: Tensor | None = None
@@ -441,11 +441,11 @@ def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
     return found
 
 
-def learning_rates(optimizer: torch.optim.Optimizer, bound: Bound | None) -> dict[str, float]:
+def learning_rates(optimizer: torch.optim.Optimizer, planned: PlannedStep | None) -> dict[str, float]:
     """``lr`` of each param group, and what the update of each shape of its matrices is multiplied by. Local."""
     number_of = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     found = {f"lr/group{number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
-    jobs = [] if bound is None else [job for each in bound.plan.exchange_groups for job in each.jobs]
+    jobs = [] if planned is None else [job for each in planned.plan.exchange_groups for job in each.jobs]
     for job in jobs:
         group, matrix = job.parameter.group, job.matrix
         scale = 1.0 if group["hyperball"] else lr_scale_of(matrix, group["adjust_lr_fn"], group["muon_plus"])

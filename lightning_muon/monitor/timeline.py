@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.planned_optimizer import Bound, PlannedOptimizer
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
 from lightning_muon.pipeline.runtime import PipelineRuntime
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program, without_absent
@@ -137,8 +137,8 @@ class StepRecorder:
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipelineRuntime | None = None) -> None:
         self._optimizer, self._runtime = optimizer, runtime
-        self._bound = optimizer._bound if isinstance(optimizer, PlannedOptimizer) else None
-        if isinstance(optimizer, PlannedOptimizer) and self._bound is None:
+        self._planned = optimizer._planned if isinstance(optimizer, PlannedOptimizer) else None
+        if isinstance(optimizer, PlannedOptimizer) and self._planned is None:
             raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
         self._begun, self._recorded = 0.0, list[Span]()
 
@@ -147,12 +147,12 @@ class StepRecorder:
         """Around the step. Collective over the default group; every rank must enter it."""
         told: list[Any] = [] if self._runtime is None else [self._runtime]
         device = self._optimizer.param_groups[0]["params"][0].device
-        if self._bound is not None:
-            told, device = [*told, self._bound.matrix_step.executor], self._bound.plan.device
+        if self._planned is not None:
+            told, device = [*told, self._planned.matrix_step.executor], self._planned.plan.device
         recorder = TimelineRecorder(device)
 
         def whole_step(*_: Any) -> None:
-            if self._bound is None:
+            if self._planned is None:
                 recorder.started(WHOLE_STEP)
                 recorder.ended(WHOLE_STEP)
 
@@ -172,41 +172,41 @@ class StepRecorder:
     def result(self) -> Recording:
         """When everything happened on all ranks. Collective over the default group; every rank must call it."""
         shift = _clock_shift()
-        spans, matrices = described(self._recorded, self._bound, self._runtime, shift)
+        spans, matrices = described(self._recorded, self._planned, self._runtime, shift)
         return _merge(gather((self._begun + shift, spans, matrices), None))
 
 
 def described(
-    recorded: Sequence[Span], bound: Bound | None, runtime: PipelineRuntime | None, shift: float
+    recorded: Sequence[Span], planned: PlannedStep | None, runtime: PipelineRuntime | None, shift: float
 ) -> tuple[list[Span], dict[str, list[str]]]:
     """What a rank has recorded, with ranks of the world and ``shift`` seconds later, and the matrices of each op.
 
-    ``bound`` and ``runtime`` are the optimizer's and the pipeline's whose ops they are. Local.
+    ``planned`` and ``runtime`` are the optimizer's and the pipeline's whose ops they are. Local.
     """
     spans: list[Span] = []
     matrices: dict[str, list[str]] = {}
     gradients: tuple[str, ...] = ()  # After which they are whole: what the norm and the optimizer wait for.
     for op, start, end in recorded:
-        bucket = None if bound is None else bound.plan.buckets.get(op.key)
+        bucket = None if planned is None else planned.plan.buckets.get(op.key)
         is_of_step = op.kind not in _OF_PIPELINE or op in (GRADIENT_NORM, WHOLE_STEP)
         if op == WHOLE_STEP:  # Only its end is known.
             start = max((span.end - shift for span in spans), default=start)
         matrices[op.name] = [bucket.group.jobs[index].matrix.name for index in op.items] if bucket else []
-        group, deps = _world_ranks(op, bound, runtime), (*op.deps, *(gradients if is_of_step else ()))
+        group, deps = _world_ranks(op, planned, runtime), (*op.deps, *(gradients if is_of_step else ()))
         op = replace(op, rank=dist.get_rank() if dist.is_initialized() else 0, group=group, deps=deps)
         spans.append(Span(op, start + shift, end + shift))
         gradients += (op.name,) if op.kind in _WHOLE_GRADIENTS else ()
     return spans, matrices
 
 
-def _world_ranks(op: Op, bound: Bound | None, runtime: PipelineRuntime | None) -> tuple[int, ...]:
+def _world_ranks(op: Op, planned: PlannedStep | None, runtime: PipelineRuntime | None) -> tuple[int, ...]:
     """The group of an op in ranks of the world, not of its process group; empty if that is not known."""
     if op == GRADIENT_NORM:
         return tuple(range(dist.get_world_size()))
     axes = None
     if op.kind in _OF_PIPELINE:
         axes = runtime and runtime.group
-    elif bound is not None and (bucket := bound.plan.buckets.get(op.key)) is not None:
+    elif planned is not None and (bucket := planned.plan.buckets.get(op.key)) is not None:
         axes = bucket.group.axes
     if not op.group or axes is None or axes.group is None:
         return ()
@@ -270,15 +270,15 @@ def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -
 
 
 def write_part(
-    folder: Path, recorded: Sequence[Span], bound: Bound | None, *, step: int, rank: int, num_ranks: int
+    folder: Path, recorded: Sequence[Span], planned: PlannedStep | None, *, step: int, rank: int, num_ranks: int
 ) -> None:
     """Keep what this rank has recorded of a step in a file of its own, on the clock of its machine; local."""
-    spans, matrices = described(recorded, bound, None, time.time() - time.monotonic())
+    spans, matrices = described(recorded, planned, None, time.time() - time.monotonic())
     content = {
         "step": step,
         "rank": rank,
         "num_ranks": num_ranks,
-        "device_type": "cpu" if bound is None else bound.plan.device.type,
+        "device_type": "cpu" if planned is None else planned.plan.device.type,
         "spans": [[asdict(op), start, end] for op, start, end in spans],
         "matrices": matrices,
     }

@@ -97,7 +97,7 @@ class BackwardPrefetch(ABC):
             return self._differs(key, gradients)
         return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
 
-    def settle(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
+    def finish_sends(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
         """Send what any rank has ``sent``, wait for what is ``void`` of it, and get ready for the next backward pass.
 
         Collective over the ranks that share buckets; every rank must call it, with equal ``sent`` and ``void``.

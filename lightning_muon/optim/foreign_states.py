@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim.parameters import ADAMW_STATE, BoundParameter, ParamGroup, States, state_keys
+from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParameter, States, state_keys
 
 Kind = Literal["torch.optim.Muon", "torch.optim.AdamW", "Muon by Keller Jordan", "dion"]
 
@@ -30,7 +30,7 @@ _OF_KELLER_JORDAN = {"adjust_lr_fn": "original", "muon_lr_factor": 1.0} | {
 _NAMES_IN_DION = {"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"}
 
 
-def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParameter]]) -> Mapping[str, Any]:
+def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[RoutedParameter]]) -> Mapping[str, Any]:
     """A state by number or by name, as ParallelMuon has it; the same object if it is of no other optimizer.
 
     ``own`` are the parameters of each param group here. Parameters that never had a gradient may have no state. Local.
@@ -60,7 +60,7 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[BoundParame
     return {**state_dict, "state": states, "param_groups": groups}
 
 
-def take_moments_as_momenta_(parameters: Sequence[BoundParameter], states: States) -> None:
+def take_moments_as_momenta_(parameters: Sequence[RoutedParameter], states: States) -> None:
     """Let matrices that run on Muon now, and ran on AdamW when our own state was saved, go on with it; local."""
     moved = [
         parameter
@@ -94,7 +94,7 @@ def _kind_of(group: Mapping[str, Any]) -> Kind | None:
     return "torch.optim.AdamW" if keys >= {"betas", "eps", "amsgrad"} else None
 
 
-def _in_our_order(keys: Sequence[Any], own: Sequence[BoundParameter], states: Mapping[Any, Any]) -> list[Any]:
+def _in_our_order(keys: Sequence[Any], own: Sequence[RoutedParameter], states: Mapping[Any, Any]) -> list[Any]:
     """The saved number of each of our parameters: the distributed version of that optimizer sorts them by size."""
     momenta = [states.get(key, {}).get("momentum_buffer") for key in keys]
     missing = sum(each is None for each in momenta)
@@ -112,7 +112,7 @@ def _in_our_order(keys: Sequence[Any], own: Sequence[BoundParameter], states: Ma
     return list(keys)
 
 
-def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[BoundParameter]) -> ParamGroup:
+def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[RoutedParameter]) -> ParamGroup:
     """Hyper-parameters by our names; what is not in it stays as it is here."""
     found = dict(group)
     if kind == "torch.optim.Muon":
@@ -132,7 +132,7 @@ def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[BoundParam
     return found
 
 
-def _group_of_dion(group: ParamGroup, own: Sequence[BoundParameter]) -> ParamGroup:
+def _group_of_dion(group: ParamGroup, own: Sequence[RoutedParameter]) -> ParamGroup:
     if group.get("cautious_wd"):
         raise ValueError("the state was saved with cautious_wd=True, which is not supported; load only weights")
     found: ParamGroup = {key: float(group[key]) for key in ("lr", "initial_lr", "weight_decay") if key in group}
@@ -152,7 +152,7 @@ def _group_of_dion(group: ParamGroup, own: Sequence[BoundParameter]) -> ParamGro
 
 
 def _state(
-    kind: Kind | None, group: Mapping[str, Any], state: Mapping[str, Any], parameter: BoundParameter
+    kind: Kind | None, group: Mapping[str, Any], state: Mapping[str, Any], parameter: RoutedParameter
 ) -> dict[str, Any]:
     """Entries of one parameter by our names, with the momentum as an average."""
     found, algorithm = dict(state), parameter.route.algorithm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
@@ -16,11 +16,11 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import Message, StepAgreement, are_equal, both_signs, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch, is_unreduced, is_unusable
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_word
+from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
 
@@ -61,7 +61,7 @@ class _Flags(Message):
     must_stop: int
     backward_has_failed: int
     may_lack_gradients: int
-    hyperparameters: list[int]  # A word in both signs.
+    hyperparameters: list[int]  # A digest in both signs.
 
 
 @dataclass
@@ -106,21 +106,45 @@ class _Findings:
         self.must_stop |= bool(flags.must_stop) or any(unusable) or any(flags.is_nonfinite)
 
 
-class LocalGradients(dict[Tensor, Any]):
-    """Local gradient of each parameter; ``None`` is one that the layout has, maybe later, and is asked for here."""
+class LocalGradients(MutableMapping[Tensor, Tensor]):
+    """Local gradient of each parameter; those that the layout has, maybe later, are read when they are first used."""
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__()
         self._layout = layout
+        self._found: dict[Tensor, Tensor | None] = {}
+
+    def add_unread(self, tensors: Iterable[Tensor]) -> None:
+        """Parameters whose gradients the layout has when they are used."""
+        self._found.update(dict.fromkeys(tensors))
 
     @override
     def __getitem__(self, tensor: Tensor) -> Tensor:
-        found = super().__getitem__(tensor)
+        found = self._found[tensor]
         if found is None:
             gradient = self._layout.gradient(tensor)
             assert gradient is not None
-            found = self[tensor] = gradient.to(tensor.dtype)
+            found = self._found[tensor] = gradient.to(tensor.dtype)
         return found
+
+    @override
+    def __setitem__(self, tensor: Tensor, gradient: Tensor) -> None:
+        self._found[tensor] = gradient
+
+    @override
+    def __delitem__(self, tensor: Tensor) -> None:
+        del self._found[tensor]
+
+    @override
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._found)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._found)
+
+    @override
+    def __contains__(self, tensor: object) -> bool:
+        return tensor in self._found
 
 
 def agree_on_gradients(
@@ -150,28 +174,31 @@ def agree_on_gradients(
     expected, layout.agreed = layout.agreed, None
     if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
         return _with_known_gradients(plan, expected, findings, nonfinite_elsewhere)
-    looks = _looks_at_once(plan.device) and not layout.arrives_late
+    host_reads = plan.device.type == "cpu" and not layout.arrives_late  # Without waiting for a device.
     nonfinite_elsewhere = nonfinite_elsewhere if error_if_nonfinite else None
-    findings.must_stop = looks and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
+    findings.must_stop = host_reads and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
     for members in plan.meshes:
         keys = early.keys(set(members.tensors)) if early is not None else []
-        own = _local_flags(members, keys, plan, found, findings, early=early, check=error_if_nonfinite, looks=looks)
+        own = _local_flags(
+            members, keys, plan, found, findings, early=early, check=error_if_nonfinite, host_reads=host_reads
+        )
         unused: Collection[Tensor] = ()
         if step is not None and step.is_over(members.host):
             maxima, unused = step.reduce(own.pack())
         else:
             maxima = maxima_over(members.host, own.pack())
         for tensor in unused:
-            found.pop(tensor, None)
+            if tensor in found:
+                del found[tensor]
         findings.add(own.unpack(maxima), unused, members, keys, plan)
     void = _void_early(findings, early, layout)
     valid = frozenset(findings.sent) - void
     deferred_check = None
-    if not looks and not findings.must_stop and not findings.is_stale:
+    if not host_reads and not findings.must_stop and not findings.is_stale:
         check = _DeferredCheck(plan, found, numbers, error_if_nonfinite, nonfinite_elsewhere, early=early, valid=valid)
         deferred_check = check.begun()
     if early is not None:
-        early.settle(findings.sent, void, found)
+        early.finish_sends(findings.sent, void, found)
     _raise_if_needed(findings)
     if findings.is_stale:
         return None
@@ -195,17 +222,14 @@ def _with_known_gradients(
         is_wrong = has and (is_unusable(tensor.grad) or is_unreduced(tensor, tensor.grad))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
-        if is_expected:
-            found[tensor] = None if has and not is_wrong else torch.zeros_like(layout.local(tensor))
+        if is_expected and has and not is_wrong:
+            found.add_unread([tensor])
+        elif is_expected:
+            found[tensor] = torch.zeros_like(layout.local(tensor))
     check = _DeferredCheck(plan, found, numbers, True, nonfinite_elsewhere, has_changed=has_changed)
     return AgreedGradients(
         gradients=found, deferred_check=check.begun(), numbers=numbers, is_given_up=findings.is_stale
     )
-
-
-def _looks_at_once(device: torch.device) -> bool:
-    """Whether looking at gradients does not make the host wait."""
-    return device.type == "cpu"
 
 
 def _local_flags(
@@ -217,19 +241,19 @@ def _local_flags(
     *,
     early: BackwardPrefetch | None,
     check: bool,
-    looks: bool,
+    host_reads: bool,
 ) -> _Flags:
     """What this rank knows; adds the gradients that it has to ``found``. Local."""
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
     unusable = {tensor for tensor in present if is_unusable(tensor.grad)}
-    found.update((tensor, None) for tensor in present if tensor not in unusable)
+    found.add_unread(tensor for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
-    if check and looks:
+    if check and host_reads:
         (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
     # A rank that needs a new plan may lack the state that it would have to compare.
-    compares = looks and not findings.is_stale
+    compares = host_reads and not findings.is_stale
     return _Flags(
         has=[*has],
         lacks=[not each for each in has],
@@ -244,7 +268,7 @@ def _local_flags(
         must_stop=findings.must_stop,
         backward_has_failed=findings.backward_has_failed,
         may_lack_gradients=findings.may_lack_gradients or any(has),
-        hyperparameters=both_signs([hyperparameter_word(plan.groups_of[members])]),
+        hyperparameters=both_signs([hyperparameter_digest(plan.groups_of[members])]),
     )
 
 
@@ -388,9 +412,9 @@ def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
 def _raise_if_needed(findings: _Findings) -> None:
     if findings.unusable:
         raise TypeError(
-            f"the gradient of {listed(findings.unusable)} is sparse or complex, or a partial sum that only some ranks "
-            "have; ParallelMuon takes dense real ones, and partial sums only from all ranks. For an embedding, set "
-            "sparse=False"
+            f"the gradient of {join_names(findings.unusable)} is sparse or complex, or a partial sum that only some "
+            "ranks have; ParallelMuon takes dense real ones, and partial sums only from all ranks. For an embedding, "
+            "set sparse=False"
         )
     if findings.must_stop:
         raise GradientsAreNotFinite(findings.nonfinite or ("a parameter of another mesh or stage, or in the loss",))

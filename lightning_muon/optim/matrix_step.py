@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -223,8 +223,7 @@ class MatrixStep:
         if transfer is None or transfer.taken != taken:
             transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool)
         transfer.slots = slots
-        for is_sent in (True, False):  # Take the memory now: on CUDA it belongs to the stream that is current.
-            transfer.buffer(transfer.gather, is_sent=is_sent)
+        transfer.reserve_gather()
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
         """Wait for what must be known before anything changes."""
@@ -486,13 +485,15 @@ def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPl
 
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
     """The jobs that are orthogonalized together."""
-    batches: dict[Any, list[MatrixJob]] = {}
+    batches: dict[Hashable, list[MatrixJob]] = {}
     # Of each param group once: a model may have thousands of small matrices.
     groups = {id(job.parameter.group): job.parameter.group for job in jobs}
     options = {number: (NewtonSchulzOptions.of(group), group["eps"]) for number, group in groups.items()}
     for job in jobs:
-        matrix, key = job.matrix, cast("Any", job)
+        matrix = job.matrix
         if worth_batching(matrix.rows, matrix.cols, device_type):
-            key = (matrix.box.shape, matrix.rows, matrix.is_transposed, options[id(job.parameter.group)])
-        batches.setdefault(key, []).append(job)
+            alike = (matrix.box.shape, matrix.rows, matrix.is_transposed, options[id(job.parameter.group)])
+            batches.setdefault(alike, []).append(job)
+        else:
+            batches[job] = [job]
     return list(batches.values())

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.quantization import dequantize, num_blocks, quantize
-from lightning_muon.optim.parameters import BoundParameter, StateCompletion, States
+from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, States
 from lightning_muon.optim.step_plan import MatrixJob
 from lightning_muon.params.layout import Layout, held_boxes, local_tensor
 from lightning_muon.params.logical import Box, logical_matrices
@@ -59,7 +59,7 @@ class StoredMomentum:
     The piece of each matrix is quantized for itself, since matrices of one parameter may be in different buckets.
     """
 
-    def __init__(self, parameter: BoundParameter, config: MuonConfig) -> None:
+    def __init__(self, parameter: RoutedParameter, config: MuonConfig) -> None:
         local = parameter.layout.local(parameter.tensor).detach()
         is_quantized = config.momentum_dtype == "int8"
         self.dtype = torch.float32 if is_quantized else local.dtype  # Of the values.
@@ -112,7 +112,7 @@ class StoredMomentum:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _boxes(parameter: BoundParameter) -> list[Box]:
+def _boxes(parameter: RoutedParameter) -> list[Box]:
     """The calling rank's pieces of the matrices of a parameter, as places in its local part; without empty ones."""
     tensor, shape = parameter.tensor, tuple(parameter.tensor.shape)
     mesh, placements = parameter.layout.mesh_and_placements(tensor)
@@ -141,14 +141,14 @@ class MomentumCompletion(StateCompletion):
         self._config = config
 
     @override
-    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+    def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
         is_new = KEY not in state
         super().fill(parameter, state)
         if is_new and self._is_stored(parameter):
             state[KEY] = StoredMomentum(parameter, self._config)
 
     @override
-    def convert(self, parameters: Sequence[BoundParameter], states: States) -> None:
+    def convert(self, parameters: Sequence[RoutedParameter], states: States) -> None:
         for parameter in parameters:
             before: Any = states.get(parameter.tensor, {}).get(KEY)
             if before is None or not self._is_stored(parameter):
@@ -167,7 +167,7 @@ class MomentumCompletion(StateCompletion):
         # On the host: on the device all of them would take the memory that was to be saved there.
         return {**state, KEY: layout.laid_out(parameter, stored.on_host())}
 
-    def _is_stored(self, parameter: BoundParameter) -> bool:
+    def _is_stored(self, parameter: RoutedParameter) -> bool:
         device = parameter.layout.local(parameter.tensor).device
         return parameter.route.algorithm != "adamw" and (
             self._config.momentum_dtype != "auto" or offloads(self._config, device)

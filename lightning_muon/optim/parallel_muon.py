@@ -128,17 +128,17 @@ class ParallelMuon(PlannedOptimizer):
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
-        return "\n".join([super().summary(), *(_decisions(self._bound.plan) if self._bound is not None else ())])
+        return "\n".join([super().summary(), *(_decisions(self._planned.plan) if self._planned is not None else ())])
 
     def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
         """A state as this optimizer has it, by :func:`~lightning_muon.optim.foreign_states.translated`; local."""
-        bound = iter(self._bind_parameters())
-        return translated(state_dict, [[next(bound) for _ in group["params"]] for group in self.param_groups])
+        routed = iter(self._routed_parameters())
+        return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(dict(self.translated(state_dict)))
-        take_moments_as_momenta_(self._bind_parameters(), self._existing_state)
+        take_moments_as_momenta_(self._routed_parameters(), self._existing_state)
 
     @override
     def _own_completion(self) -> StateCompletion:

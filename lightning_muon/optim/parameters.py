@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
 from typing import Any
@@ -23,14 +23,16 @@ from lightning_muon.params.logical import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 States = dict[Tensor, dict[str, Any]]
-Gradients = dict[Tensor, Tensor]
+Gradients = MutableMapping[Tensor, Tensor]
 ParamGroup = dict[str, Any]
 # Keys of the state of a parameter.
 ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MUON_STATE = frozenset({"momentum_buffer"})
 # Of Muon with NorMuon and with Hyperball: float32, a value for each neuron of each matrix, sharded like the neurons.
 # The norm is that of the whole matrix, once for each neuron, so that every rank with a piece has it; 0: not known yet.
-SECOND_MOMENT, INITIAL_NORM = NEURON_STATE = ("second_momentum_buffer", "initial_norm")
+SECOND_MOMENT = "second_momentum_buffer"
+INITIAL_NORM = "initial_norm"
+NEURON_STATE = (SECOND_MOMENT, INITIAL_NORM)
 _NEURON_STATE_OF = {SECOND_MOMENT: "normuon", INITIAL_NORM: "hyperball"}
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
@@ -93,7 +95,7 @@ class CheckedGroups:
         return True
 
 
-def hyperparameter_word(groups: Sequence[ParamGroup]) -> int:
+def hyperparameter_digest(groups: Sequence[ParamGroup]) -> int:
     """A number that is equal on ranks with equal hyper-parameters, those on a device left out; int32, not negative."""
     return zlib.crc32(repr([compared(group, waits=False) for group in groups]).encode()) >> 1
 
@@ -185,7 +187,7 @@ def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str])
 
 
 @dataclass(frozen=True, eq=False)
-class BoundParameter:
+class RoutedParameter:
     """A parameter, its param group, its route, and where it lives."""
 
     tensor: nn.Parameter
@@ -304,7 +306,7 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
     return replace(by_shape, reason=f"{route.reason}, {reason}")
 
 
-def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool) -> None:
+def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: bool) -> None:
     """Say once per plan, on rank 0, what a user may not expect of gradients and routes."""
     guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
     if guessed and not has_module:
@@ -322,7 +324,7 @@ def warn_of_parameters(parameters: Sequence[BoundParameter], *, has_module: bool
         )
 
 
-def zero_state(parameter: BoundParameter) -> dict[str, Any]:
+def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
     if parameter.route.algorithm != "adamw":
         shape = tuple(parameter.tensor.shape)
@@ -349,11 +351,11 @@ class StateCompletion:
         # Parameters for which zero state was made since the ranks last agreed.
         self._made: set[Tensor] = set()
 
-    def keys(self, parameter: BoundParameter) -> frozenset[str]:
+    def keys(self, parameter: RoutedParameter) -> frozenset[str]:
         """What the state of a parameter must have."""
         return parameter.state_keys
 
-    def fill(self, parameter: BoundParameter, state: dict[str, Any]) -> None:
+    def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
         """Put zero state of a parameter in the place of what there is; of its neurons alone if only that is missing.
 
         What another algorithm has left is dropped.
@@ -365,7 +367,7 @@ class StateCompletion:
             zeros = {key: value for key, value in zeros.items() if key not in state}
         state.update(zeros)
 
-    def complete(self, parameters: Sequence[BoundParameter], states: States) -> None:
+    def complete(self, parameters: Sequence[RoutedParameter], states: States) -> None:
         """Make what these parameters lack, frozen ones too, so that all ranks have equal keys; local."""
         for parameter in parameters:
             state = states[parameter.tensor]
@@ -374,7 +376,7 @@ class StateCompletion:
                 self.fill(parameter, state)
         self.convert(parameters, states)
 
-    def convert(self, parameters: Sequence[BoundParameter], states: States) -> None:
+    def convert(self, parameters: Sequence[RoutedParameter], states: States) -> None:
         """Bring tensors that were loaded into the form in which they are kept; local."""
 
     def as_tensors(self, parameter: Tensor, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
@@ -390,7 +392,7 @@ class StateCompletion:
         nothing = dict[str, Any]()
         return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
-    def agree(self, parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], states: States) -> None:
+    def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
         """Begin with zeros on all ranks where only some had to make state. Collective; every rank must call it."""
         lost: dict[Tensor, None] = {}
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}

@@ -25,7 +25,7 @@ from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep
-from lightning_muon.optim.parameters import BoundParameter
+from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
@@ -36,7 +36,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, eq=False)
-class Bound:
+class PlannedStep:
     """The plan, what runs it, and the state of the optimizer (``key``) that it was made for."""
 
     key: tuple[Any, ...]
@@ -67,11 +67,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
             {key: value for key, value in vars(config).items() if key in parameters.COMPARED} | defaults,
         )
         if self._module is not None:
-            self._bind_parameters()
+            self._routed_parameters()
 
     def _begin_anew(self, *, is_fresh: bool) -> None:
         """Begin without what is not pickled: plan, layout, and what was found out about parameters."""
-        self._bound: Bound | None = None
+        self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
         self._private_groups = PrivateGroups()
@@ -114,21 +114,21 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
                     "before its first step, and load a state_dict afterwards"
                 )
-            self._layout, self._bound = layout, None
+            self._layout, self._planned = layout, None
         self._complete_state()
 
     def join(self, step: StepAgreement) -> None:
         """Share the message that precedes each step with what reduces the gradients; local, alike on all ranks."""
         self._step_agreement = step
         step.join(
-            lambda: self._bound is None or self._is_stale(self._bound),
-            lambda: parameters.hyperparameter_word(self.param_groups),
+            lambda: self._planned is None or self._is_stale(self._planned),
+            lambda: parameters.hyperparameter_digest(self.param_groups),
         )
 
     @property
     def routes(self) -> list[Route]:
         """What each parameter is, in the order of the param groups."""
-        return [parameter.route for parameter in self._bind_parameters()]
+        return [parameter.route for parameter in self._routed_parameters()]
 
     def frozen_routes(self) -> list[Route]:
         """What the frozen parameters of the module are, which it may unfreeze and add to this optimizer; local."""
@@ -151,21 +151,21 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         has_loss = closure is None or loss is not None
         try:
-            bound, agreed = self._begin_step(has_loss=has_loss)
+            planned, agreed = self._begin_step(has_loss=has_loss)
             is_done = False
             while not is_done:
                 try:
-                    bound.matrix_step.run(self._received(agreed), self.state, self.sample)
+                    planned.matrix_step.run(self._received(agreed), self.state, self.sample)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # Since they were finished, on some rank. Nothing has been updated yet, and now the ranks ask.
-                    bound, agreed = self._begin_step(has_loss=has_loss)
+                    planned, agreed = self._begin_step(has_loss=has_loss)
                 except gradients.PrefetchIsVoid as void:
                     # Found out on the device, with nothing changed yet: once more, without what was sent early.
-                    assert bound.early is not None
-                    bound.early.failed(void.keys)
+                    assert planned.early is not None
+                    planned.early.failed(void.keys)
                     agreed = replace(agreed, valid=frozenset(), deferred_check=None)
-            self._end_step(bound, agreed)
+            self._end_step(planned, agreed)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
@@ -181,7 +181,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @property
     def plan_fingerprint(self) -> str | None:
         """Of owners, buckets and Newton-Schulz; ``None`` before the first step. Local."""
-        return None if self._bound is None else self._bound.plan.fingerprint
+        return None if self._planned is None else self._planned.plan.fingerprint
 
     @property
     def skipped_steps(self) -> int:
@@ -194,22 +194,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout.forget(parameters_of(self))
         drop_unreduced_gradients_of(parameters_of(self))
 
-    def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
+    def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
         """Plan, anew if any rank needs that, and gradients. Collective as :meth:`step` is; every rank must call it."""
-        bound = self._bound or self._bind()
-        agreed = self._agree_on_gradients(bound, has_loss=has_loss)
+        planned = self._planned or self._make_plan()
+        agreed = self._agree_on_gradients(planned, has_loss=has_loss)
         if agreed is None:
-            bound = self._bind()
-            agreed = self._agree_on_gradients(bound, has_loss=has_loss)
+            planned = self._make_plan()
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
             assert agreed is not None, "parameters changed during the step"
         self.is_fresh = False
-        return bound, agreed
+        return planned, agreed
 
-    def _end_step(self, bound: Bound, agreed: AgreedGradients) -> None:
+    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
         """The parameters have their new values. Collective as :meth:`step` is; every rank must call it."""
         self._layout.end_step()
-        if bound.early is not None:
-            bound.early.succeeded(agreed.valid)
+        if planned.early is not None:
+            planned.early.succeeded(agreed.valid)
         if self._is_reached:
             self._is_reached = False
 
@@ -277,7 +277,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._shape_of_state)
         if kept:
-            self._completion.convert(self._bind_parameters(), states)
+            self._completion.convert(self._routed_parameters(), states)
 
     def _take_neuron_state(self, state_dict: Mapping[str, Any]) -> None:
         """Values of neurons as they were saved, in float32; torch rounds them to the dtype of the parameter. Local."""
@@ -300,7 +300,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         shape = tuple(parameter.shape)
         if key not in parameters.NEURON_STATE:
             return shape
-        self._bind_parameters()
+        self._routed_parameters()
         return neuron_shape(shape, self._routes[parameter])
 
     def _own_layout(self) -> Layout:
@@ -311,7 +311,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """What else must be the same on all ranks."""
         return ""
 
-    def _prepare(self, bound: Sequence[BoundParameter]) -> None:
+    def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
         """A plan will be made for these. Collective as :meth:`step` is; every rank must call it."""
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
@@ -327,7 +327,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return agreed
 
     def _complete_state(self) -> None:
-        self._completion.complete(self._bind_parameters(), self._existing_state)
+        self._completion.complete(self._routed_parameters(), self._existing_state)
 
     def _own_completion(self) -> parameters.StateCompletion:
         """How the state of a parameter is made."""
@@ -340,10 +340,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def summary(self) -> str:
         """Table of what runs on Muon, what on AdamW, and why."""
-        bound = self._bind_parameters()
-        return routing_table([(b.route, tuple(b.tensor.shape), not b.tensor.requires_grad) for b in bound])
+        routed = self._routed_parameters()
+        return routing_table([(each.route, tuple(each.tensor.shape), not each.tensor.requires_grad) for each in routed])
 
-    def _bind_parameters(self) -> list[BoundParameter]:
+    def _routed_parameters(self) -> list[RoutedParameter]:
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
         if self._routes.update(self.param_groups, self._module, self._existing_state):
             for parameter in parameters_of(self):
@@ -359,7 +359,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     where = f"{self._routes[parameter].name} {tuple(parameter.shape)} is"
                     require_backend(mesh, parameter.device, where)
         return [
-            BoundParameter(param, group, self._routes[param], self._layout)
+            RoutedParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
@@ -370,23 +370,23 @@ class PlannedOptimizer(torch.optim.Optimizer):
         kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "hyperball")]
         return id(self._module), *kinds, *params
 
-    def _bind(self) -> Bound:
+    def _make_plan(self) -> PlannedStep:
         """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
         meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
-        bound = together(self._checked_parameters, [members.axes for members in meshes])
-        parameters.warn_of_parameters(bound, has_module=self._module is not None)
-        device = self._layout.local(bound[0].tensor).device
+        routed = together(self._checked_parameters, [members.axes for members in meshes])
+        parameters.warn_of_parameters(routed, has_module=self._module is not None)
+        device = self._layout.local(routed[0].tensor).device
         arithmetic = together(lambda: self.arithmetic(device), [members.axes for members in meshes])
         wire_dtype, options = self._plan_options(device, arithmetic)
         dtypes = f"wire_dtype={wire_dtype} momentum_dtype={self._options.momentum_dtype}"
-        require_equal_parameters(bound, meshes, f"{dtypes} {self._settings()} {options}")
+        require_equal_parameters(routed, meshes, f"{dtypes} {self._settings()} {options}")
 
-        if self._bound is not None and self._bound.early is not None:
-            self._bound.early.close()
-        self._watch([parameter.tensor for parameter in bound])
-        self._completion.agree(bound, meshes, self._existing_state)
-        self._prepare(bound)
-        plan = make_step_plan(bound, meshes, self._private_groups, options=options, make_part=self._step_part)
+        if self._planned is not None and self._planned.early is not None:
+            self._planned.early.close()
+        self._watch([parameter.tensor for parameter in routed])
+        self._completion.agree(routed, meshes, self._existing_state)
+        self._prepare(routed)
+        plan = make_step_plan(routed, meshes, self._private_groups, options=options, make_part=self._step_part)
         require_norms(plan)
         step = MatrixStep(
             plan,
@@ -395,18 +395,18 @@ class PlannedOptimizer(torch.optim.Optimizer):
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,
         )
-        self._bound = Bound(self._key(), plan, step, self._prefetch(plan, step))
-        return self._bound
+        self._planned = PlannedStep(self._key(), plan, step, self._prefetch(plan, step))
+        return self._planned
 
-    def _checked_parameters(self) -> list[BoundParameter]:
+    def _checked_parameters(self) -> list[RoutedParameter]:
         """The parameters, with the state of each; raises for wrong hyper-parameters and without a matrix. Local."""
         self._checked_groups.check(self.param_groups)
-        bound = self._bind_parameters()
+        routed = self._routed_parameters()
         # A user who sends every group to AdamW means it.
         if self.needs_matrices and any(group["algorithm"] != "adamw" for group in self.param_groups):
-            require_muon(chain((parameter.route for parameter in bound), self.frozen_routes()))
-        self._completion.complete(bound, self._existing_state)
-        return bound
+            require_muon(chain((parameter.route for parameter in routed), self.frozen_routes()))
+        self._completion.complete(routed, self._existing_state)
+        return routed
 
     def _plan_options(self, device: torch.device, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
         """The dtype in which matrices travel, and what a plan is made by; local."""
@@ -428,14 +428,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached = None  # Nobody has watched until now.
         self._layout.watch(tensors)
 
-    def _agree_on_gradients(self, bound: Bound, *, has_loss: bool) -> AgreedGradients | None:
+    def _agree_on_gradients(self, planned: PlannedStep, *, has_loss: bool) -> AgreedGradients | None:
         given = parameters_of(self)
         return agree_on_gradients(
-            bound.plan,
-            bound.early,
+            planned.plan,
+            planned.early,
             self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
-            is_stale=self._is_stale(bound),
+            is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,
             backward_has_failed=self._layout.backward_has_failed(),
             # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
@@ -447,11 +447,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
             ),
         )
 
-    def _is_stale(self, bound: Bound) -> bool:
+    def _is_stale(self, planned: PlannedStep) -> bool:
         """Whether a new plan must be made, or a hyper-parameter is wrong; local."""
         is_valid = self._checked_groups.are_right(self.param_groups)
         is_complete = self._completion.is_complete(self._existing_state)
-        return bound.key != self._key() or not is_valid or not is_complete
+        return planned.key != self._key() or not is_valid or not is_complete
 
     def arithmetic(self, device: torch.device) -> Arithmetic:
         """Of Newton-Schulz on a device; local. Raises a ``ValueError`` if there is no ``ns_costs`` to read."""

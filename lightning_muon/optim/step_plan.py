@@ -16,7 +16,7 @@ from lightning_muon.comm.agreement import gather, maxima_over, require_equal, to
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
 from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
-from lightning_muon.optim.parameters import BoundParameter, MeshMembers, ParamGroup, compared
+from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
@@ -31,7 +31,7 @@ from lightning_muon.schedule.validate import check_step
 class MatrixJob:
     """One Newton-Schulz job: a logical matrix and where it lies."""
 
-    parameter: BoundParameter
+    parameter: RoutedParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
     neurons: NeuronValues | None = None  # Of the state, if it has any.
@@ -89,7 +89,7 @@ ElementwiseBatch = Sequence[tuple[ParamGroup, Sequence[Tensor]]]
 class StepPlan:
     """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters."""
 
-    parameters: tuple[BoundParameter, ...]  # All of them, in the order of the param groups.
+    parameters: tuple[RoutedParameter, ...]  # All of them, in the order of the param groups.
     meshes: tuple[MeshMembers, ...]  # On which they live.
     layout: Layout  # Where they lie on these.
     exchange_groups: tuple[ExchangeGroup, ...]  # Matrices by the ranks among which they travel.
@@ -146,7 +146,7 @@ class StepPlan:
 
 
 def make_step_plan(
-    parameters: Sequence[BoundParameter],
+    parameters: Sequence[RoutedParameter],
     meshes: tuple[MeshMembers, ...],
     private_groups: PrivateGroups,
     *,
@@ -205,7 +205,7 @@ def make_step_plan(
     return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
 
 
-def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
+def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
     """The parameters that are no matrices, those together whose gradients arrive together."""
     groups: dict[Tensor, ParamGroup] = {
         each.tensor: each.group for each in parameters if each.route.algorithm == "adamw"
@@ -223,7 +223,7 @@ def _batches(parameters: Sequence[BoundParameter], layout: Layout) -> Sequence[E
 
 
 def _exchange_groups(
-    parameters: Sequence[BoundParameter],
+    parameters: Sequence[RoutedParameter],
     meshes: Sequence[MeshMembers],
     private_groups: PrivateGroups,
     options: exchange.PlanOptions,
@@ -338,14 +338,14 @@ def require_norms(plan: StepPlan) -> None:
 
 
 def require_equal_parameters(
-    parameters: Sequence[BoundParameter], meshes: Sequence[MeshMembers], settings: str
+    parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], settings: str
 ) -> None:
     """Raise on all ranks if they differ in any of these. Collective over ``meshes``; every rank must call it."""
-    of_tensor: dict[Tensor, BoundParameter] = {each.tensor: each for each in parameters}
+    of_tensor: dict[Tensor, RoutedParameter] = {each.tensor: each for each in parameters}
 
     def lines_of(members: MeshMembers) -> list[tuple[str, str]]:
         lines: list[tuple[str, str]] = []
-        firsts: dict[int, BoundParameter] = {}
+        firsts: dict[int, RoutedParameter] = {}
         for each in map(of_tensor.__getitem__, members.tensors):
             tensor, route = each.tensor, each.route
             first = firsts.setdefault(id(each.group), each)

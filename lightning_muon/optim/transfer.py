@@ -198,7 +198,13 @@ class Transfer:
     def sum_splits(self) -> Sequence[int]:
         """Elements of the sums for each rank: all of them for those of the same replica, this one too."""
         replica_of, numel = self.group.replica_of, NUM_SUMS * len(self.summed)
-        return [numel * (replica == replica_of[self.group.axes.rank]) for replica in replica_of]
+        own = replica_of[self.group.axes.rank]
+        return [numel if replica == own else 0 for replica in replica_of]
+
+    def reserve_gather(self) -> None:
+        """Take the buffers of the gather from the pool: on CUDA, memory belongs to the stream that is current."""
+        for is_sent in (True, False):
+            self.buffer(self.gather, is_sent=is_sent)
 
     def buffer(self, leg: Leg, *, is_sent: bool) -> Tensor:
         """What goes to the others, or what they fill."""

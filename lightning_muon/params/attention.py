@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.compat.torch import is_compiled
-from lightning_muon.config import listed
+from lightning_muon.config import join_names
 from lightning_muon.params.layers import is_transposed_linear
 from lightning_muon.params.uses import Path, clean_name, walk
 
@@ -246,7 +246,7 @@ def _looks_like_attention(module: nn.Module) -> bool:
 def _require_told(problems: Mapping[str, str], found: Mapping[nn.Module, AttentionModule]) -> None:
     if problems:
         found_out = [f"{name or 'the model'}: {problem}" for name, problem in problems.items()]
-        raise ValueError(f"QKClip cannot clip the logits of {listed(found_out, separator='; ')}. {WHAT_TO_PASS}")
+        raise ValueError(f"QKClip cannot clip the logits of {join_names(found_out, separator='; ')}. {WHAT_TO_PASS}")
     if not found:
         raise ValueError(f"QKClip finds no attention in the model. {WHAT_TO_PASS}, or leave QKClip out")
     users: dict[nn.Parameter, str] = {}

@@ -37,7 +37,7 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
-from lightning_muon.sharding.fsdp_call_log import END, NO_WORD, NUM_WORDS, FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import DIGEST_SIZE, END, NO_DIGEST, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
     fsdp_modules,
@@ -337,10 +337,10 @@ class Fsdp(ShardingMode):
         number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
         store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
         # What all ranks, and what the ranks of a shard group, must have communicated alike until now.
-        counts, mesh, words = collective_counts(), self._reduced_over, log.words()
+        counts, mesh, numbers = collective_counts(), self._reduced_over, log.digest_numbers()
         *replicas, shards = (counts.get(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
-        of_all = f"{words[:NUM_WORDS]} {replicas}"
-        of_shards = f"{[word for word in words[NUM_WORDS:] if word != NO_WORD]} {shards}"
+        of_all = f"{numbers[:DIGEST_SIZE]} {replicas}"
+        of_shards = f"{[each for each in numbers[DIGEST_SIZE:] if each != NO_DIGEST]} {shards}"
         store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
         missing = missing_at(store, list(map(str, log.ranks)), _SECONDS_TO_FAIL_TOGETHER)
         if missing:
@@ -370,7 +370,7 @@ class Fsdp(ShardingMode):
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
             self.call_log.mark(END)
-            self._step.post(self._numbers, self._settle)
+            self._step.post(self._numbers, self._drop_unused_gradients)
             if plain or not self._is_deferred:
                 self._step.reduce(())
         if plain and (self._everyone.group is not None or self._divisor is not None):
@@ -384,14 +384,14 @@ class Fsdp(ShardingMode):
             was_used or (index in self._agreed and self._agreed[index]() is parameter.grad is not None)
             for index, (was_used, parameter) in enumerate(zip(self._used, self._parameters, strict=True))
         ]
-        own = [*self.call_log.words(), *used]
+        own = [*self.call_log.digest_numbers(), *used]
         before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
-        return [*[NO_WORD] * before, *own, *[NO_WORD] * after]
+        return [*[NO_DIGEST] * before, *own, *[NO_DIGEST] * after]
 
-    def _settle(self, maxima: Sequence[int]) -> list[Tensor]:
+    def _drop_unused_gradients(self, maxima: Sequence[int]) -> list[Tensor]:
         """Remove gradients that no rank has computed. Collective over the mesh; every rank must call it."""
         assert self.call_log is not None
-        size, num_words = len(maxima) // self._num_nodes, len(self.call_log.words())
+        size, num_words = len(maxima) // self._num_nodes, len(self.call_log.digest_numbers())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
         own = nodes[self._node]
         self.call_log.require_equal(own[:num_words])

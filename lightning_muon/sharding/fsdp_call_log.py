@@ -35,9 +35,9 @@ _TEXTS = {
     CLIP: "clips gradients",
     STEP: "steps the optimizer",
 }
-# Of a digest in :meth:`FsdpCallLog.words`, and what stands in the place of those that a rank does not have.
-NUM_WORDS = 4
-NO_WORD = -(2**31)
+# Of a digest in :meth:`FsdpCallLog.digest_numbers`, and what stands in the place of those that a rank does not have.
+DIGEST_SIZE = 4
+NO_DIGEST = -(2**31)
 
 Tail = tuple[int, list[int]]  # How many calls are left out, the first ones, and the others.
 
@@ -81,8 +81,8 @@ class CallList:
         with self._lock:
             return self.count - len(self._kept), list(self._kept)
 
-    def words(self) -> list[int]:
-        """Two words of the digest, 62 bits in all, each with its negative, whose maximum shows the minimum."""
+    def digest_numbers(self) -> list[int]:
+        """Two halves of the digest, 62 bits in all, each with its negative, whose maximum shows the minimum."""
         digest = self._digest.digest()
         first, second = (int.from_bytes(digest[at : at + 4], "little") >> 1 for at in (0, 4))
         return [first, -first, second, -second]
@@ -140,25 +140,25 @@ class FsdpCallLog:
         """Note that this rank does :data:`END`, :data:`CLIP`, :data:`STEP` or :data:`LEFT` now; local."""
         self._add(point, crosses=True, waits=point != LEFT)
 
-    def words(self) -> list[int]:
+    def digest_numbers(self) -> list[int]:
         """Digests for an all-reduce MAX over int32: one over all ranks, then one for each shard group."""
-        words = self.crossing.words() + [NO_WORD] * (NUM_WORDS * self._num_replicas)
-        start = NUM_WORDS * (1 + self._replica)
-        words[start : start + NUM_WORDS] = self.all_calls.words()
-        return words
+        numbers = self.crossing.digest_numbers() + [NO_DIGEST] * (DIGEST_SIZE * self._num_replicas)
+        start = DIGEST_SIZE * (1 + self._replica)
+        numbers[start : start + DIGEST_SIZE] = self.all_calls.digest_numbers()
+        return numbers
 
     @staticmethod
-    def differs(words: Sequence[int]) -> bool:
-        """Whether the maxima of :meth:`words` over the ranks show different orders; places left empty show none."""
-        return any(words[at] not in (NO_WORD, -words[at + 1]) for at in range(0, len(words), 2))
+    def differs(numbers: Sequence[int]) -> bool:
+        """Whether the maxima of :meth:`digest_numbers` over the ranks show different orders; empty places show none."""
+        return any(numbers[at] not in (NO_DIGEST, -numbers[at + 1]) for at in range(0, len(numbers), 2))
 
     def compare(self) -> None:
         """Compare the calls as :meth:`require_equal` does. Collective over the mesh; every rank must call it."""
         self.mark(END)
-        self.require_equal(maxima_over(self._host, self.words()))
+        self.require_equal(maxima_over(self._host, self.digest_numbers()))
 
     def require_equal(self, maxima: Sequence[int]) -> None:
-        """Begin a new log; raise on every rank if the maxima of :meth:`words` show that they ran different units.
+        """Begin a new log; raise on every rank if the maxima of :meth:`digest_numbers` show that their units differ.
 
         Collective over the mesh if they do; every rank must call it.
         """

@@ -150,7 +150,7 @@ def _count_early(backward: Callable[[Net, ParallelMuon, int], None], options: di
     with mock.patch.object(MatrixStep, "run", autospec=True, side_effect=MatrixStep.run) as run:
         for step in range(NUM_STEPS):
             backward(model, optimizer, step)
-            early = optimizer._bound.early if optimizer._bound else None
+            early = optimizer._planned.early if optimizer._planned else None
             sent = sum(map(early.is_sent, early.keys(set(model.parameters())))) if early else 0
             optimizer.step()
             counts.append((sent, len(run.call_args.args[1].valid)))
@@ -250,8 +250,8 @@ def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
 
 
 def _pool_bytes(optimizer: ParallelMuon) -> int:
-    assert optimizer._bound is not None
-    return sum(each.untyped_storage().nbytes() for each in optimizer._bound.matrix_step._pool._buffers.values())
+    assert optimizer._planned is not None
+    return sum(each.untyped_storage().nbytes() for each in optimizer._planned.matrix_step._pool._buffers.values())
 
 
 def _buffer_bytes(overlap: str, clips: bool = False) -> tuple[int, int]:
@@ -269,7 +269,7 @@ def _buffer_bytes(overlap: str, clips: bool = False) -> tuple[int, int]:
         model(torch.ones(2, 16)).square().mean().backward()
         if clips:
             nn.utils.clip_grad_norm_(model.parameters(), 1e-6)
-        before = _pool_bytes(optimizer) if optimizer._bound is not None else 0
+        before = _pool_bytes(optimizer) if optimizer._planned is not None else 0
         optimizer.step()
     return before, _pool_bytes(optimizer)
 

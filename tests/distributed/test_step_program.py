@@ -66,8 +66,8 @@ def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bo
 
 def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
     """With ZeRO-2, the sums of gradients were begun in the order of the program."""
-    assert optimizer._bound is not None
-    plan, facts = optimizer._bound.plan, optimizer._bound.matrix_step.facts
+    assert optimizer._planned is not None
+    plan, facts = optimizer._planned.plan, optimizer._planned.matrix_step.facts
     expected = [op.key for op in plan.ops if op.kind == OpKind.REDUCE_SCATTER and runs(op, facts)]
     launched = mode.layout._reducer.launched if expected else []
     assert [f"parameters.{index}" for index in launched] == [key.partition(" ")[0] for key in expected]

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.methods import Arithmetic
-from lightning_muon.optim.parameters import BoundParameter, group_by_mesh, zero_state
+from lightning_muon.optim.parameters import RoutedParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout
@@ -21,7 +21,7 @@ from lightning_muon.params.routing import route_by_shape
 def adamw_state(tensor: Tensor) -> dict[str, Any]:
     """State of AdamW before the first step."""
     route = replace(route_by_shape("w", tuple(tensor.shape)), kind="elementwise")
-    return zero_state(BoundParameter(nn.Parameter(tensor), {}, route, Layout()))
+    return zero_state(RoutedParameter(nn.Parameter(tensor), {}, route, Layout()))
 
 
 def plan_for(
@@ -33,7 +33,7 @@ def plan_for(
     """
     layout, of_all = Layout(mesh), {**vars(MuonConfig()), **(group or {})}
     parameters = [
-        BoundParameter(tensor, of_all, route_by_shape(f"w{index}", tuple(tensor.shape)), layout)
+        RoutedParameter(tensor, of_all, route_by_shape(f"w{index}", tuple(tensor.shape)), layout)
         for index, tensor in enumerate(
             each if isinstance(each, nn.Parameter) else nn.Parameter(each) for each in tensors
         )

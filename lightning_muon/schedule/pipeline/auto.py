@@ -107,7 +107,7 @@ def _improved(timed: _Timed, pipeline: Pipeline) -> _Timed:
     trials_left = min(_MOST_TRIALS, _NODES_TO_TRY // max(1, len(timed.run.end)))
     tried: set[tuple[Node, Node]] = set()
     while trials_left:
-        pairs = [pair for pair in _critical_pairs(timed, rank_of) if pair not in tried]
+        pairs = [pair for pair in _critical_pairs(timed) if pair not in tried]
         if not pairs:
             break
         trials_left -= 1
@@ -125,7 +125,7 @@ def _improved(timed: _Timed, pipeline: Pipeline) -> _Timed:
     return timed
 
 
-def _critical_pairs(timed: _Timed, rank_of: Mapping[int, int]) -> list[tuple[Node, Node]]:
+def _critical_pairs(timed: _Timed) -> list[tuple[Node, Node]]:
     """Neighbours of one rank of which the second waits for the first, and the end of all for both."""
     start, end = timed.run.start, timed.run.end
     before = {later: node for nodes in timed.order for node, later in pairwise(nodes)}

@@ -65,9 +65,9 @@ def _record(options: dict[str, Any], *, tied: bool, clips: bool) -> tuple[Record
     listed = [op.name for op in training.engine.pipeline._programs(_MICRO["pipeline_microbatches"], True)]
     listed += ["gradient_norm[all]"] if clips else []
     if isinstance(training.optimizer, ParallelMuon):
-        bound = training.optimizer._bound
-        assert bound is not None
-        listed += [op.name for op in bound.plan.ops if runs(op, bound.matrix_step.facts)]
+        planned = training.optimizer._planned
+        assert planned is not None
+        listed += [op.name for op in planned.plan.ops if runs(op, planned.matrix_step.facts)]
     else:
         listed.append("optimizer[all]")
     training.close()

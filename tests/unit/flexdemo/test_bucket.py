@@ -52,7 +52,7 @@ def test_what_is_sent_and_what_stays_are_the_momentum(replicator: Replicator, va
     message = pack(bucket.plan, sent)
     assert message.numel() == bucket.plan.message_bytes()
     _equal(unpack(bucket.plan, message), sent)
-    bucket.settle(sent, TURN, residuals)
+    bucket.subtract_sent(sent, TURN, residuals)
     updates = bucket.decode(merged(bucket.plan, [sent], "mean"), TURN, set(tensors), sign=False)
     for tensor in tensors:
         # Some roundings of numbers of size 5, and of a transform of 16 to 64 of them.
@@ -69,7 +69,7 @@ def test_parameters_that_do_not_take_part_keep_their_residual(replicator: Replic
     taking_part = set(tensors[1::2])
     bucket.accumulate(_of(tensors, 2), 0.9)
     sent = bucket.encode(TURN)
-    bucket.settle(sent, TURN, taking_part)
+    bucket.subtract_sent(sent, TURN, taking_part)
     for tensor in tensors:
         assert torch.equal(residuals[tensor], before[tensor]) == (tensor not in taking_part)
     updates = bucket.decode(sent, TURN, taking_part, sign=False)
@@ -111,7 +111,7 @@ def test_a_rank_without_elements_has_an_empty_bucket() -> None:
     bucket.accumulate(dict(zip(tensors, tensors, strict=True)), 0.9)
     assert bucket.is_accumulated(dict(zip(tensors, tensors, strict=True)), 0.9)
     assert bucket.encode(TURN) == []
-    bucket.settle([], TURN, {})
+    bucket.subtract_sent([], TURN, {})
     assert all(not update.numel() for update in bucket.decode([], TURN, set(tensors), sign=True).values())
 
 
@@ -126,7 +126,7 @@ def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator, va
         for node in range(5):
             bucket.accumulate(_of(tensors, node), 0.9)
             sent = bucket.encode(TURN)
-            bucket.settle(sent, TURN, residuals)
+            bucket.subtract_sent(sent, TURN, residuals)
             of_nodes.append(unpack(bucket.plan, pack(bucket.plan, sent)))
         bucket.decode(merged(bucket.plan, of_nodes, "contributors"), TURN, set(tensors), sign=True)
 

@@ -84,14 +84,14 @@ def test_freezing_thawing_and_new_groups_make_a_new_plan(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, [{"params": list(model[:2].named_parameters())}])
     _train(model, optimizer, range(1))
-    first = optimizer._bound
+    first = optimizer._planned
     _train(model, optimizer, range(1, 2))
-    assert optimizer._bound is first
+    assert optimizer._planned is first
     frozen = model[1].weight
     frozen.requires_grad_(False)
     before = frozen.detach().clone()
     _train(model, optimizer, range(2, 3))
-    assert optimizer._bound is not first
+    assert optimizer._planned is not first
     assert torch.equal(frozen, before)
     frozen.requires_grad_(True)
     optimizer.add_param_group({"params": list(model[3].named_parameters(prefix="3"))})
@@ -153,7 +153,7 @@ def test_copies_train_on_with_equal_bits(kind: Any) -> None:
     copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
     expected = _train(model, optimizer, range(2, 4))
     for other_model, other in copies:
-        assert other._bound is None
+        assert other._planned is None
         assert are_equal(_train(other_model, other, range(2, 4)), expected)
         assert [route.name for route in other.routes] == [route.name for route in optimizer.routes]
 

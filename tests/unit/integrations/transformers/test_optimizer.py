@@ -122,7 +122,7 @@ def _ranks_that_divide_the_work() -> int:
         optimizer = _make(model, dedupe="always")
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    groups = optimizer._bound.plan.exchange_groups
+    groups = optimizer._planned.plan.exchange_groups
     return max(group.axes.size for group in groups)
 
 
