@@ -11,7 +11,7 @@ from lightning_muon import ParallelMuon
 def train(model, batches):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("shard",))
     fully_shard(model, mesh=mesh)
-    optimizer = ParallelMuon(model, lr=1e-3)
+    optimizer = ParallelMuon(model, lr=1e-3, muon_lr_factor=3.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
     for tokens in batches:
         loss = nn.functional.cross_entropy(model(tokens), tokens)

@@ -141,7 +141,9 @@ class OptimizerConfig:
 
     Args:
         lr: Learning rate, per optimizer step.
-        weight_decay: Decoupled weight decay; a step multiplies the weights by ``1 - lr * weight_decay``.
+        weight_decay: Decoupled weight decay. A step multiplies matrices on Muon by ``1 - lr * muon_lr_factor *
+            weight_decay``, other parameters by ``1 - lr * weight_decay``. The factor of ``adjust_lr_fn`` is no part of
+            it.
         cautious_weight_decay: Decay only the weights that the update moves towards zero, ``update * weight >= 0`` (Chen
             et al. 2025, arXiv:2510.12402, Algorithm 1); for matrices on Muon and for parameters on AdamW.
         momentum: Decay of the exponential moving average of the gradients.

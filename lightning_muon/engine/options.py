@@ -38,11 +38,11 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         assert options == Options.from_mapping({"replicate_size": 2, "optimizer": {"momentum": 0.9}})
 
     Args:
-        optimizer: What to make of the optimizer of the program. ``"auto"``: AdamW and Adam become ParallelMuon with the
-            same learning rate. ``"keep"``: nothing is replaced. A config: as ``"auto"``, with its momentum, patterns
-            and so on; a LightningModule without ``configure_optimizers`` trains with it. A ``FlexDeMoConfig``: replicas
-            are nodes that average gradients inside only, and a FlexDeMo exchanges components of momenta between them.
-            A mapping of its keys stands for a config.
+        optimizer: What to make of the optimizer of the program. ``"auto"``: AdamW and Adam become ParallelMuon.
+            Matrices get 3 times the learning rate, everything else keeps it. ``"keep"``: nothing is replaced. A config:
+            as ``"auto"``, with its momentum, patterns and so on; a LightningModule without ``configure_optimizers``
+            trains with it. A ``FlexDeMoConfig``: replicas are nodes that average gradients inside only, and a FlexDeMo
+            exchanges components of momenta between them. A mapping of its keys stands for a config.
         sharding: ``"fsdp"``: parameters, gradients and state sharded (FSDP2, hybrid). ``"zero2"``: whole weights,
             sharded gradients and state. ``"ddp"``: replicas only. ``"none"``: one process.
         loss_scaling: ``"mean"``: gradients are averaged over the ranks. ``"tokens"``: the loss is a sum, and gradients

@@ -69,7 +69,7 @@ def _batches_of_both_ranks() -> list[Tensor]:
 def test_ddp_with_adamw_becomes_fsdp2_with_muon(gloo: ProcessPool) -> None:
     makers: dict[str, Any] = {
         "before": lambda model: torch.optim.AdamW(model.parameters(), weight_decay=0.1),
-        "after": lambda model: MuonAndAdamW(model, ["1.weight"], lr=1e-2),
+        "after": lambda model: MuonAndAdamW(model, ["1.weight"], lr=1e-2, muon_lr_factor=3.0),
     }
     for name, make in makers.items():
         model = _language()

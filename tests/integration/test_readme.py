@@ -123,7 +123,7 @@ def _batches(seed: int) -> list[torch.Tensor]:
 def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> None:
     seed = int(torch.randint(10**6, ()))
     model = _model(seed)
-    optimizer = MuonAndAdamW(model, ["1.weight", "3.weight"], lr=1e-3)
+    optimizer = MuonAndAdamW(model, ["1.weight", "3.weight"], lr=1e-3, muon_lr_factor=3.0)
     for step, tokens in enumerate(_batches(seed)):
         rate = 1e-3 * (1 / 3 + (1 - 1 / 3) * min(step / 5, 1))
         optimizer.muon.lr = optimizer.adamw.param_groups[0]["lr"] = rate

@@ -12,7 +12,7 @@ def main():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 50))
     model = fully_shard(model)
-    optimizer = ParallelMuon(model, lr=1e-2, weight_decay=0.1)
+    optimizer = ParallelMuon(model, lr=1e-2, muon_lr_factor=3.0, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(10):
