@@ -25,6 +25,8 @@ from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import State, save
+from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -32,6 +34,7 @@ from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.monitor.step_monitor import StepMonitor
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.routing import route_module, routing_table
 
 __all__ = ["MuonMonitor", "Trainer", "optimizer"]
@@ -108,6 +111,8 @@ class OptimizerFactory:
             optimizer: PlannedOptimizer = TrainerFlexDeMo.from_config(groups, config)
         else:
             optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
+            if mesh is not None:
+                _require_averaged_gradients(optimizer, axis_group(mesh, (0,)))
             if not dist.is_initialized() or dist.get_rank() == 0:
                 rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
                 table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
@@ -221,6 +226,25 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
             "DDP averages gradients over all ranks and leaves FlexDeMo nothing; use `lightning-muon launch`, FSDP2"
         )
     return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))
+
+
+def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -> None:
+    """Let the first step raise unless all ranks have the same gradients; that step is collective over ``ranks``."""
+
+    def check(*_: Any) -> None:
+        handle.remove()
+        gradients = [each.grad for each in parameters_of(optimizer)]
+        # Shards of a model that from_pretrained has divided are reduced by what divided it.
+        whole = [each for each in gradients if each is not None and not isinstance(each, DTensor)]
+        found = checksums(whole).tolist()
+        if any(other != found for other in gather(found, ranks)):
+            raise RuntimeError(
+                "the ranks have different gradients, which nothing averages: the model is not in "
+                "DistributedDataParallel. After Trainer.evaluate() or predict(), Trainer.train() of transformers "
+                "leaves it out; call train() first, or start the program with `lightning-muon launch`"
+            )
+
+    handle = optimizer.register_step_pre_hook(check)
 
 
 class MuonMonitor(transformers.TrainerCallback):

@@ -46,7 +46,10 @@ def world_timeout() -> timedelta:
 
 def inherit_timeout(group: dist.ProcessGroup) -> None:
     """Give ``group`` the timeout of the default group; local."""
-    dist.distributed_c10d._set_pg_timeout(world_timeout(), group)
+    set_timeout = (
+        getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    )  # Public since torch 2.14.
+    set_timeout(world_timeout(), group)
 
 
 def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:

@@ -22,9 +22,9 @@ from typing_extensions import override
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_reduce_max, start_reading
 from lightning_muon.comm.groups import axis_group
+from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import is_in_backward
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.grad_sync.parameter_all_gather import ModuleHook
 from lightning_muon.math.attention_logits import clip_factors, max_logits
 from lightning_muon.params.attention import (
     WHAT_TO_PASS,

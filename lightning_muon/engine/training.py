@@ -17,6 +17,7 @@ from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, s
 from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
@@ -218,9 +219,9 @@ class TrainingEngine:
 
     def follow_forward(self) -> None:
         """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
-        after = torch.compiler.disable(self._after_forward)
-        self._hooks.enter_context(self.module.register_forward_pre_hook(self._before_forward))
-        self._hooks.enter_context(self.module.register_forward_hook(after))  # type: ignore[arg-type]
+        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward, "call")
+        self._hooks.enter_context(self.module.register_forward_pre_hook(before))
+        self._hooks.enter_context(self.module.register_forward_hook(after))
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""

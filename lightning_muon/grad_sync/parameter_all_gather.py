@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, lru_cache, partial
-from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +13,8 @@ from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import Hop
 from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.compat import foreach
+from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
-
-Compiled = Literal["trace", "call", "nothing"]
 
 
 class ParameterAllGather:
@@ -127,33 +125,6 @@ class ParameterAllGather:
 
     def _indices(self, parameters: Iterable[Tensor]) -> set[int]:
         return {self._bucket_of[parameter] for parameter in parameters if parameter in self._bucket_of}
-
-
-class ModuleHook:
-    """Calls ``action`` with the arguments of a module's hook; does nothing in a copied model.
-
-    ``compiled``: what a compiled forward does: the same, ``"trace"``; call ``action``, but not as a part of the graph,
-    ``"call"``; or nothing.
-    """
-
-    def __init__(self, action: Callable[..., object] | None = None, compiled: Compiled = "trace") -> None:
-        self._action, self._compiled = action, compiled
-
-    def __call__(self, *args: Any) -> None:  # noqa: D102
-        if self._action is None:
-            return
-        if self._compiled == "trace" or not torch.compiler.is_compiling():
-            self._action(*args)
-        elif self._compiled == "call":
-            _outside_of_graph(self._action, *args)
-
-    def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
-        return ModuleHook, ()
-
-
-@torch.compiler.disable
-def _outside_of_graph(action: Callable[..., object], *args: Any) -> None:
-    action(*args)
 
 
 class _Travelling:

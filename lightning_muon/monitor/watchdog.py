@@ -45,9 +45,10 @@ _LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
 # Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
 _SHARE_OF_TIMEOUT = 0.8
 _ON_EVERY_RANK = (
-    "Call the model (a sample, generate, an evaluation) and clip gradients on every rank, outside of conditions such "
-    "as is_global_zero, and leave only what comes after it, as to print or to save, to one rank. Ranks that may have "
-    "different numbers of batches (an IterableDataset) need a limit that all reach, such as limit_train_batches."
+    "Call the model (a sample, generate, an evaluation), clip gradients, and save and load checkpoints on every rank, "
+    "outside of conditions such as is_global_zero, and leave only what needs no other rank, such as to print, to one. "
+    "Ranks that may have different numbers of batches (an IterableDataset) need a limit that all reach, such as "
+    "limit_train_batches."
 )
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
@@ -94,7 +95,8 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
                 )
         places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
         calls = [position.calls[1][-1] for position in (a, b) if position.calls[1]]
-        advice = call_log.advice(calls)
+        runs_units = any(call is not None and call >= 0 for call in calls)
+        advice = call_log.advice(calls) if runs_units else _ON_EVERY_RANK
         return f"The ranks wait for each other in different places: {places}. {advice}{_stand(positions.items())}"
     return None
 

@@ -46,6 +46,10 @@ class LazyGroup(dist.ProcessGroup):
     def getGroupName(self) -> str:  # noqa: N802 - torch calls it
         return self._name
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Torch 2.14 asks it whether messages are sent together."""
+        return self._gloo
+
     def alltoall_base(self, output: Any, given: Any, to: Sequence[int], source: Sequence[int], opts: Any) -> Any:
         self._connect_pairs(
             peer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from typing_extensions import override
 from lightning_muon.checkpoint.urls import is_url
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
+from lightning_muon.config import join_names
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, close_all
@@ -103,6 +105,12 @@ class Accelerator(accelerate.Accelerator):
         # Another rank may see another file.
         self.options = together(lambda: self._checked(read_options(options)))
         require_equal(self.options.lines, None, "the options of lightning_muon")
+        if self.ddp_handler is not None and self.ddp_handler.to_kwargs() and self.is_main_process:
+            warnings.warn(
+                f"DistributedDataParallelKwargs has no effect ({join_names(self.ddp_handler.to_kwargs())}): "
+                "lightning_muon averages gradients itself, and finds unused parameters",
+                stacklevel=2,
+            )
         self._engines: list[TrainingEngine] = []
         self._watchdog: Watchdog | None = None  # Until the first engine has it.
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -133,9 +141,11 @@ class Accelerator(accelerate.Accelerator):
         schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
         if (models or optimizers) and len(models) + len(self._engines) != 1:
+            after = " after another one" if self._engines else ""
             raise ValueError(
-                f"prepare was given {len(models)} models{' after another one' if self._engines else ''}; it "
-                "shards one, with its optimizers or before them, until accelerator.free_memory()"
+                f"prepare was given {len(models)} models{after}; an Accelerator shards one, with its optimizers or "
+                "before them, until accelerator.free_memory(). Put networks that train together into one nn.Module, and prepare one that "
+                "only evaluates with accelerator.prepare_model(model, evaluation_mode=True)"
             )
         if models:
             self._meshes = self._meshes or make_meshes(self.state, self.options)

@@ -1,7 +1,9 @@
 """Programs of Accelerate, with our Accelerator or one that becomes ours, give the weights of one process."""
 
+import copy
 import gc
 import os
+import warnings
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
@@ -432,3 +434,33 @@ def test_ranks_of_a_pipeline_shuffle_alike(gloo: ProcessPool, kind: str, world_s
 
 def test_dispatched_batches_are_refused_in_a_pipeline(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(_orders, "dispatched", match="set DataLoaderConfiguration.dispatch", world_size=2)
+
+
+def _copy(*, is_fsdp: bool = False, **options: Any) -> list[Tensor]:
+    """The weights of a copy of a prepared model that trains on."""
+    with accelerator_on_cpu(is_fsdp=is_fsdp, **options) as accelerator:
+        model: Any = network()
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        copied, expected = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
+        copied(torch.zeros(1, 4, dtype=torch.int64))  # Its hooks are those of no training.
+        run_steps(accelerator, model, optimizer, steps=range(1, 2))
+        return [(own - other).abs().max() for own, other in zip(copied.parameters(), expected, strict=True)]
+
+
+@pytest.mark.parametrize(("world_size", "sharding"), [(1, "fsdp"), (2, "ddp"), (2, "zero2")])
+def test_a_model_with_whole_weights_can_be_copied(gloo: ProcessPool, world_size: int, sharding: str) -> None:
+    assert not any(map(any, gloo.run(_copy, sharding=sharding, world_size=world_size)))
+
+
+def _keyword_of_ddp() -> list[str]:
+    with ddp_on_cpu(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
+        lightning_muon.accelerate.Accelerator(kwargs_handlers=[handler])
+    return [str(each.message) for each in caught if "lightning_muon" in str(each.message)]
+
+
+def test_keywords_of_ddp_have_no_effect_and_warn(gloo: ProcessPool) -> None:
+    first, second = gloo.run(_keyword_of_ddp, world_size=2)
+    assert second == [] and len(first) == 1 and "has no effect (find_unused_parameters)" in first[0]

@@ -56,6 +56,21 @@ def test_weights_are_those_of_a_training_written_out(
         assert max_difference(weights, expected) < 1e-6
 
 
+def _evaluate_and_train(directory: str) -> None:
+    with runs.accelerator_of("ddp"):
+        run = runs.trainer(directory, runs.causal_lm())
+        run.evaluate()
+        run.train()
+
+
+def test_gradients_that_nothing_averages_are_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
+    """Transformers leaves DDP out where an evaluation comes first; with its own optimizer the ranks drift apart."""
+    match = r"the ranks have different gradients, .* call train\(\) first"
+    gloo.expect_error_on_all_ranks(
+        _evaluate_and_train, str(tmp_path), world_size=2, exception=RuntimeError, match=match
+    )
+
+
 def _train_in_two(
     directory: str, parallel: str, *, resume: str = "", variables: dict[str, str] | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
