@@ -144,8 +144,8 @@ class Accelerator(accelerate.Accelerator):
             after = " after another one" if self._engines else ""
             raise ValueError(
                 f"prepare was given {len(models)} models{after}; an Accelerator shards one, with its optimizers or "
-                "before them, until accelerator.free_memory(). Put networks that train together into one nn.Module, and prepare one that "
-                "only evaluates with accelerator.prepare_model(model, evaluation_mode=True)"
+                "before them, until accelerator.free_memory(). Put networks that train together into one nn.Module, "
+                "and prepare one that only evaluates with accelerator.prepare_model(model, evaluation_mode=True)"
             )
         if models:
             self._meshes = self._meshes or make_meshes(self.state, self.options)
