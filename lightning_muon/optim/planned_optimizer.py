@@ -195,8 +195,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         drop_unreduced_gradients_of(parameters_of(self))
 
     def _begin_step(self, *, has_loss: bool) -> tuple[Bound, AgreedGradients]:
-        """Return the plan, made anew if any rank needs it, and gradients. Collective as :meth:`step` is; every rank
-        must call it.
+        """Return the plan, a new one if any rank needs it, and gradients.
+
+        Collective as :meth:`step` is; every rank must call it.
         """
         bound = self._bound or self._bind()
         agreed = self._agree_on_gradients(bound, has_loss=has_loss)

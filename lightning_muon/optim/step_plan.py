@@ -278,8 +278,9 @@ def _estimates(
     meshes: Sequence[MeshMembers],
     options: exchange.PlanOptions,
 ) -> dict[int, PrefetchEstimate | None]:
-    """Estimates by number of the exchange group, for the slowest links. Collective over ``meshes``; every rank must
-    call it.
+    """Estimate by number of the exchange group, with the slowest links.
+
+    Collective over ``meshes``; every rank must call it.
     """
     found: dict[int, PrefetchEstimate | None] = {}
     for members in meshes:
