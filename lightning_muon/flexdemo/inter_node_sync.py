@@ -123,7 +123,7 @@ class InterNodeSync(StateCompletion):
         """Prepare for the current parameters. Collective over the nodes; every rank must call it."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops that the exchange adds to a step; ``reads``: op of the step -> parameters that it updates. Local."""
+        """Ops that the exchange adds; ``reads``: op of the step -> parameters whose updates it reads. Local."""
         return StepPart()
 
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:

@@ -92,7 +92,7 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
 
 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """Value for each of ``num_nodes`` from (saved nodes, *shape): the mean; for ``"sum"``, an equal share of the sum."""
+    """Value for each of ``num_nodes`` from (saved nodes, *shape): the mean, or an equal share of the ``"sum"``."""
     return saved.sum(0) / (num_nodes if rule == "sum" else saved.shape[0])
 
 
