@@ -208,7 +208,7 @@ class PipelineTraining:
         if self._tokens is not None and (num_losses is not None or has_gradients):
             self._problem = RuntimeError(
                 "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
-                "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
+                "pipeline_microbatches, instead of accumulated gradients, and no num_items_in_batch"
             )
         earlier = self._is_nonfinite
         for parameter in before:

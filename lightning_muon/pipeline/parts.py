@@ -88,7 +88,7 @@ class StagedModel(ABC):
         """
         raise RuntimeError(
             f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
-            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the "
+            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead of the "
             "model and of backward, and evaluate under torch.no_grad()"
         )
 
