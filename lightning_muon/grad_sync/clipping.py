@@ -150,7 +150,7 @@ class FiniteCheck:
         self.skipped_steps, self._in_a_row = counts
 
     def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Return whether to skip the step; raise after too many. Local; all ranks must call it with the same names."""
+        """Whether to skip the step; raises after too many. Local; every rank must call it with the same names."""
         if not nonfinite_names:
             self._in_a_row = 0
             return False

@@ -131,7 +131,7 @@ class ShardingMode(ABC):
         """
 
     def forward_failed(self) -> None:  # noqa: B027
-        """Call after a forward pass raised: as :meth:`backward_failed`, but gradients stay. Local; all must call it."""
+        """Handle a forward failure as :meth:`backward_failed`, but keep gradients. Local; every rank must call it."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
