@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved of a training, written so that a kill loses nothing, and read on any number of ranks."""
+"""Checkpoints: saved so that a kill loses nothing, and read on any number of ranks."""

@@ -1,4 +1,4 @@
-"""Saving while the training goes on: a copy of the state in the memory of the host, and a thread that writes it."""
+"""Saves while the training goes on: a thread writes a copy of the state in host memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _log = logging.getLogger(__name__)
 
 
 class HostCopies:
-    """Copies of states in the memory of the host, each in the memory of the one before; pinned, for those of a GPU."""
+    """Copies of states in host memory, each in the memory of the last one; pinned for tensors of a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, list[Tensor]] = {}
 
     def copied(self, state: Any) -> Any:
-        """``state`` as it is now; valid until the next call. Waits for the GPU. Local."""
+        """Copy ``state``; the copy is valid until the next call. Waits for the GPU. Local."""
         free, self._buffers = self._buffers, defaultdict(list)
         by_memory: dict[Hashable, Tensor] = {}  # Tied weights stay tied.
         memo: dict[int, Any] = {}
@@ -64,11 +64,11 @@ def _empty_like(tensor: Tensor, *, pin_memory: bool) -> Tensor:
 
 
 class BackgroundSaves:
-    """Writes checkpoints in a thread, one at a time, which talks to the threads of other ranks over ``ranks``.
+    """Writes checkpoints in a thread, one at a time, which communicates with other ranks' threads over ``ranks``.
 
-    The process group of ``ranks``, all ranks, is one that nobody else communicates over: the training goes on over its
-    own. An error of a thread is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once.
-    The thread keeps the process alive until what it writes is written.
+    ``ranks`` are all ranks with a private process group, since the training goes on over its own. An error of a thread
+    is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once. The thread keeps the process
+    alive until its checkpoint is written.
     """
 
     def __init__(self, ranks: AxisGroup) -> None:
@@ -100,7 +100,7 @@ class BackgroundSaves:
             is_agreed.set()
 
     def after_commit(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once the save that runs has ended, and not if it fails; at once, if there is none. Local."""
+        """Call ``action`` when the running save has succeeded; at once, if there is none. Local."""
         with self._lock:
             if self._afterwards is not None:
                 self._afterwards.append(action)
@@ -119,13 +119,13 @@ class BackgroundSaves:
         fail_together(error, self._ranks)
 
     def wait(self, seconds: float | None = None) -> None:
-        """Wait until all is written, or has failed, for so long at most; local."""
+        """Wait until the save is written or has failed, at most ``seconds``; local."""
         thread = self._thread  # A watchdog waits here, too, while the main thread sets it to `None`.
         if thread is not None:
             thread.join(seconds)
 
     def give_up(self) -> None:
-        """Wait for what is written; if it fails, the log says so. For the end of a run that has failed. Local."""
+        """Wait for the running save, without raising its error, which is logged; for a run that has failed. Local."""
         self.wait()
         self._thread = self._error = None
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: a directory of shards, or a single file in the format of a program that runs in one process."""
+"""Reads a checkpoint: a directory of shards, or a single file in the format of a program with one process."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _NUM_SHOWN = 4  # Names of each kind in an error.
 
 
 class Checkpoint:
-    """A checkpoint that is being read; ``content`` is all that is in the single file, or what is beside the shards."""
+    """A checkpoint that is being read; ``content`` is that of the single file, or of the file beside the shards."""
 
-    # What to do if weights do not fit, or the state of an optimizer.
+    # Advice if weights do not fit, or the state of an optimizer.
     weights_advice = "strict=False loads what fits"
     state_advice = "load without {key!r}"
 
@@ -87,7 +87,7 @@ class Checkpoint:
         return cls(path, content, is_sharded=is_sharded)
 
     def whole(self, key: str) -> Any:
-        """What the single file has under a key of shards."""
+        """The content of the single file under a key that is also used for shards."""
         return self.content[key]
 
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
@@ -100,7 +100,7 @@ class Checkpoint:
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
                 load(state, checkpoint_id=self.path, planner=planner)
-            except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+            except CheckpointException as problem:  # On all ranks. Not a subclass of Exception.
                 raise RuntimeError(f"{key!r} in {self.path} cannot be read: {_first_failure(problem)}") from None
             set_model_state_dict(module, state[key], options=StateDictOptions(strict=strict))
             return
@@ -126,15 +126,15 @@ class Checkpoint:
         fail_together(error, None)
 
     def load_skipped_steps(self, checks: Mapping[str, FiniteCheck]) -> None:
-        """Count skipped steps on from what was saved with each optimizer, if it was; local."""
+        """Restore the counts of skipped steps that were saved with each optimizer; local."""
         saved = (describe(self.path) or {}).get(SKIPPED, {})
         for key in checks.keys() & saved.keys():
             checks[key].counts = tuple(saved[key])
 
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-        """Load everything that ``state`` names, and return what else is in the checkpoint, without shards.
+        """Load everything that ``state`` names, and return the rest of the checkpoint, without shards.
 
-        What cannot load itself goes into ``target``. Collective over all ranks; every rank must call it.
+        Values without ``load_state_dict`` go into ``target``. Collective over all ranks; every rank must call it.
         """
         absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
@@ -218,7 +218,7 @@ class Checkpoint:
         groups = own["param_groups"]
         if len(group_keys) != len(groups):
             raise ValueError(f"{len(group_keys)} param groups in the checkpoint, {len(groups)} here")
-        # A copy of a parameter of another stage goes on with the state of that one, if it was saved without copies.
+        # A copy of a parameter of another stage takes the state of that one, if the checkpoint has no copies.
         originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
         of_now: dict[str, dict[str, Any]] = own["state"]
         needed = {originals.get(name, name): state for name, state in of_now.items()}
@@ -252,7 +252,7 @@ class Checkpoint:
         whole = self.whole(key)
         state = optimizer.translated(whole) if isinstance(optimizer, ParallelMuon) else whole
         named = named_optimizer_state(state, module, optimizer)
-        # What the optimizer would save; nothing if it creates state at its first step.
+        # The state that the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
         if state is not whole:
             _begin_others(named["state"], own)
@@ -265,7 +265,7 @@ class Checkpoint:
             _begin_others(named["state"], own)
         _begin_neuron_state(named["state"], own)
         _check_entries(named["state"], own)
-        # torch takes the sizes of now for those of what it broadcasts. All ranks have the file.
+        # torch broadcasts tensors in the current sizes, so the saved ones must be equal. All ranks have the file.
         are_as_before = all(
             named["state"][name][entry].shape[0] == state[entry].shape[0]
             for name, state in own.items()
@@ -276,7 +276,7 @@ class Checkpoint:
             set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
-        """Keys of ``state`` that are not there. If nothing is, or ``strict``, that is an error, else a warning."""
+        """Keys of ``state`` that the checkpoint lacks; raise if ``strict`` or if it has none of them, else warn."""
         places = FileSystemReader(self.path).read_metadata().planner_data if self.is_sharded else None
         sharded = {place[0] for place in (places or {}).values()}
         wanted = state.modules.keys() | state.optimizers.keys()
@@ -298,7 +298,7 @@ class Checkpoint:
 def named_optimizer_state(
     state: Mapping[str, Any], module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
-    """Inverse of :func:`numbered_optimizer_state`; a state that goes by names already is returned as it is.
+    """Inverse of :func:`numbered_optimizer_state`; a state by names is returned as it is.
 
     A file without names, or with those of another model, has the parameters of ``optimizer`` in their order.
     """
@@ -329,7 +329,7 @@ def named_optimizer_state(
 
 @contextmanager
 def _all_trained(module: nn.Module, states: Collection[str]) -> Generator[None]:
-    """Inside, all parameters that have a state require gradients: torch leaves out the states of others. Local."""
+    """Context in which all parameters with a state require gradients: torch leaves out states of others. Local."""
     frozen = [p for name, p in module.named_parameters() if not p.requires_grad and clean_name(name) in states]
     for parameter in frozen:
         parameter.requires_grad_(True)
@@ -341,19 +341,19 @@ def _all_trained(module: nn.Module, states: Collection[str]) -> Generator[None]:
 
 
 def _first_failure(problem: BaseException) -> str:
-    """In one line what has gone wrong, without the tracebacks of all ranks that torch adds."""
+    """The error in one line, without the tracebacks of all ranks that torch adds."""
     if isinstance(problem, CheckpointException) and problem.failures:
         problem = next(iter(problem.failures.values()))[0]
     return f"{type(problem).__name__}: {problem}"
 
 
 def _cloned(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """A state of its own: two parameters of this rank must not share one."""
+    """Clone a state: two parameters of this rank must not share one."""
     return {entry: value.clone() if isinstance(value, torch.Tensor) else value for entry, value in entries.items()}
 
 
 def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let parameters without a state, which had no gradient in a program with another optimizer, begin with zeros."""
+    """Add zeros for parameters without a saved state, which had no gradient with the optimizer that saved."""
     for name, state in own.items():
         if name not in states:
             states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in state.items()}
@@ -362,7 +362,7 @@ def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) 
 def _without_new_neuron_state(
     saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Leave out what the checkpoint does not have of NorMuon and Hyperball: they begin anew, with a warning."""
+    """Leave out entries of NorMuon and Hyperball that the checkpoint lacks: they begin with zeros, with a warning."""
     return {
         name: {entry: state[entry] for entry in state if entry not in NEURON_STATE or entry in saved.get(name, ())}
         for name, state in own.items()
@@ -370,7 +370,7 @@ def _without_new_neuron_state(
 
 
 def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Zeros for what :func:`_without_new_neuron_state` leaves out: torch would let the values of now stay."""
+    """Add zeros for missing entries of NorMuon and Hyperball, whose current values torch would keep."""
     missing: list[str] = []
     for name, state in own.items():
         entries = [key for key in NEURON_STATE if key in state and name in states and key not in states[name]]
@@ -381,7 +381,7 @@ def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, A
 
 
 def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
-    """Matrices that ran on AdamW when they were saved and run on Muon now, and the other way round, with a warning."""
+    """Matrices that were saved on AdamW and run on Muon, and the other way round; with a warning."""
     to_muon: list[str] = []
     to_adamw: list[str] = []
     for name, state in own.items():
@@ -401,7 +401,7 @@ def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, An
 
 
 def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse entries that are missing or too many, which torch leaves out or drops."""
+    """Raise ``ValueError`` for missing or additional entries, which torch would ignore."""
     for name, state in own.items():
         there = set(saved.get(name, ()))
         # Optimizers that create state at their first step, and parameters that are frozen now, have none.
@@ -413,5 +413,5 @@ def _check_entries(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping
 
 
 def _of_nodes(optimizer: torch.optim.Optimizer) -> Collection[str]:
-    """Entries of the state that have a part for each node, which the optimizer shares anew if their number changes."""
+    """State entries with a part for each node, which the optimizer converts for another number of nodes."""
     return optimizer.per_node if isinstance(optimizer, FlexDeMo) else ()

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, written last: by it a damaged file is found before anything is loaded.
+"""Manifests of checkpoints, written last, by which a damaged file is found before anything is loaded.
 
 A directory has :data:`MANIFEST` with the size and SHA-256 of each file. A single file ends with its own, in the comment
 of the zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are
@@ -27,7 +27,7 @@ from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
-INDEX = ".metadata"  # Of torch.distributed.checkpoint.
+INDEX = ".metadata"  # The index file of torch.distributed.checkpoint.
 _FORMAT = 1
 # A zip archive without comment ends with the length of the comment, two bytes of zero.
 _LENGTH, _ARCHIVE, _PICKLE = 2, b"PK\3\4", b"\x80"
@@ -41,20 +41,20 @@ _PIECE = 2**22  # Bytes read at a time.
 class SaveClock:
     """Seconds since 1970, always later than those of the checkpoints that this process has read or written.
 
-    By them the newest checkpoint is chosen. A clock that was ahead and is put right would else make what a run saves
-    from then on older than what it began with.
+    They decide which checkpoint is newest. If a clock was ahead and is corrected, what a run saves afterwards would
+    else be older than what it began with.
     """
 
     def __init__(self) -> None:
         self._last = 0.0
 
     def now(self) -> float:
-        """For a save of now."""
+        """The time for a save that begins."""
         self._last = max(time.time(), self._last + 0.001)
         return self._last
 
     def has_seen(self, about: Mapping[str, Any] | None) -> None:
-        """Take note of what a manifest says."""
+        """Note the time in a manifest, so that later saves are later."""
         self._last = max(self._last, (about or {}).get("time", 0.0))
 
 
@@ -62,12 +62,12 @@ CLOCK = SaveClock()
 
 
 class HashedFile:
-    """A file that is being written, with the hash and the size of what it has so far; the rest is that of ``open``."""
+    """A file that is being written, with hash and size of its bytes so far; other attributes are those of ``open``."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._file = path, path.open("wb")
         self._sha256, self.size = hashlib.sha256(), 0
-        self.error: OSError | None = None  # The first one; torch.save says something else then.
+        self.error: OSError | None = None  # The first one, instead of which torch.save raises another error.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
@@ -93,7 +93,7 @@ class HashedFile:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the manifest says of the file."""
+        """The manifest's entry for the file."""
         return {"size": self.size, "sha256": self._sha256.hexdigest()}
 
     @contextmanager
@@ -101,7 +101,7 @@ class HashedFile:
         try:
             yield
         except OSError as error:
-            error.filename = str(self._path)  # As that of an error of `open`.
+            error.filename = str(self._path)  # As in errors of `open`.
             self.error = self.error or error
             raise
 
@@ -137,16 +137,16 @@ class ShardWriter(FileSystemWriter):
 
     @property
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Name of each file -> what the manifest says of it."""
+        """Name of each file -> its entry in the manifest."""
         return {name: file.entry for name, file in self.fs.files.items()}
 
     @property
     def error(self) -> OSError | None:
-        """Why this rank could not write, which ``torch.save`` hides behind an error of its own."""
+        """The error by which this rank could not write, which ``torch.save`` replaces by its own."""
         return next((file.error for file in self.fs.files.values() if file.error), None)
 
     def storage_meta(self) -> StorageMeta:
-        """What torch's index says of the directory: that a manifest belongs to it, which might get lost."""
+        """Metadata for torch's index, which notes that there is a manifest, so that its loss is noticed."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id, modules=[MANIFEST])
 
 
@@ -176,7 +176,7 @@ def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
 
 
 def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
-    """Write what ``directory`` consists of; local, by one rank, when all files are there."""
+    """Write the manifest of ``directory``; local, by one rank, when all files are there."""
     manifest = {"format": _FORMAT, **about, "files": dict(sorted(files.items()))}
     manifest["sha256"] = _hash_of(manifest)
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
@@ -187,7 +187,7 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], abou
 
 
 def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """What the manifest says of files that another package has written into ``directory``; local."""
+    """The manifest's entries for files that another package has written into ``directory``; local."""
     sizes = {path: path.stat().st_size for path in sorted(directory.iterdir())}
     return {path.name: {"size": size, "sha256": _hash_of_file(path, size)} for path, size in sizes.items()}
 
@@ -209,10 +209,10 @@ def sync_directory(directory: Path) -> None:
 
 
 def describe(path: Path) -> dict[str, Any] | None:
-    """What was said about the checkpoint when it was written, without reading it whole; ``None`` without a manifest.
+    """Read the manifest of a checkpoint, but not all of the checkpoint; ``None`` without a manifest.
 
     Raises:
-        DamagedCheckpointError: What says it has been damaged, or cannot be read.
+        DamagedCheckpointError: The manifest is damaged, or cannot be read.
     """
     try:
         if path.is_dir():
@@ -236,9 +236,9 @@ def _manifest_of(directory: Path) -> dict[str, Any] | None:
 
 
 def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | None:
-    """What is wrong with a checkpoint, if there is one, a line for each file; ``None`` without a manifest; local.
+    """Find damage of a checkpoint, a line for each file; ``[]`` if there is no checkpoint, ``None`` without a manifest.
 
-    With ``num_parts`` readers each reads about as many bytes; ``part`` is the number of this one.
+    With ``num_parts`` readers each reads about as many bytes; ``part`` is the number of this one. Local.
     """
     if not path.exists() and not path.is_symlink():
         return []
@@ -264,13 +264,13 @@ def _has_lost_manifest(directory: Path) -> bool:
         return False
     try:
         about = FileSystemReader(directory).read_metadata().storage_meta
-    except Exception as problem:  # Unpickling damaged bytes raises anything.
+    except Exception as problem:  # Unpickling damaged bytes may raise anything.
         raise DamagedCheckpointError(f"{directory / INDEX} cannot be read: {type(problem).__name__}") from None
     return about is not None and MANIFEST in about.modules
 
 
 def require_one_save(paths: Sequence[Path]) -> None:
-    """Raise if these were not written by one save, as far as they say so; local."""
+    """Raise if the manifests of these show that they were written by different saves; local."""
     saves = {path: about["save"] for path in paths if (about := describe(path)) is not None}
     if len(set(saves.values())) > 1:
         raise DamagedCheckpointError(f"{', '.join(map(str, saves))} were written by different saves")
@@ -295,7 +295,7 @@ def _damages_of_file(path: Path) -> list[str]:
 
 
 def _unlike(path: Path, size: int, sha256: str) -> str | None:
-    """What to say unless the first ``size`` bytes have this hash."""
+    """A line on the damage if the first ``size`` bytes do not have this hash; else ``None``."""
     try:
         return None if _hash_of_file(path, size) == sha256 else f"{path} is not as it was written"
     except OSError as problem:  # A disk that fails.
@@ -303,7 +303,7 @@ def _unlike(path: Path, size: int, sha256: str) -> str | None:
 
 
 def _comment_of(path: Path) -> bytes | None:
-    """The comment of ours at the end of an archive, though one of its bytes be wrong; ``None`` if there is none."""
+    """Our comment at the end of an archive, also if a byte of it is wrong; ``None`` if there is none."""
     with path.open("rb") as file:
         start = file.read(len(_ARCHIVE))
         is_archive = start == _ARCHIVE
@@ -316,7 +316,7 @@ def _comment_of(path: Path) -> bytes | None:
         raise DamagedCheckpointError(f"{path} has no end: it was cut off")
     if not is_archive and place < 0:
         if start.startswith(_PICKLE):
-            return None  # Before version 1.6 torch wrote other files.
+            return None  # Files of torch before version 1.6.
         raise DamagedCheckpointError(f"{path} is no file that torch.save writes")
     start = end.rfind(_MARK) if _MARK in end else place + _SIZE_OF_END
     comment = end[start:]

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from: the newest one whose files are as they were written."""
+"""Finds the checkpoint to resume from: the newest one whose files are as they were written."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lightning_muon.errors import DamagedCheckpointError
 
 
 def newest_first(*folders: Path, of_runs: bool = True) -> list[Path]:
-    """The checkpoints in ``folders``, those written last first; damaged ones are among them.
+    """The checkpoints in ``folders``, also damaged ones, those written last first.
 
     Local. These are files and directories with the suffix ``.ckpt``, and other directories with a manifest; with
-    ``of_runs`` only those that a run can go on from, which have more than weights.
+    ``of_runs`` only those from which a run can be resumed, which have more than weights.
     """
     found: list[tuple[float, Path]] = []
     for path in {path for folder in folders if folder.is_dir() for path in folder.iterdir()}:
@@ -43,7 +43,7 @@ def _time_of(path: Path) -> float:
 
 
 def first_intact(paths: Sequence[Path]) -> Path:
-    """Where the first of ``paths`` that is as it was written is to be read; rank 0 warns of those before it.
+    """Where to read the first of ``paths`` that is not damaged; rank 0 warns of those before it.
 
     Each rank reads a part of the bytes. Rank 0's ``paths`` count. Collective over all ranks; every rank must call it.
 

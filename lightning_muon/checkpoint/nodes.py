@@ -24,19 +24,19 @@ from lightning_muon.sharding.weights import broadcast, mesh_device
 
 
 def show_common(optimizers: Sequence[Any], *, for_good: bool = False) -> bool:
-    """Put the weights that all nodes have in common into the module; whether it has other ones now. Local."""
+    """Put the weights that all nodes have in common into the module; return whether they changed. Local."""
     have_changed = [each.show_common_weights(for_good=for_good) for each in _training_alone(optimizers)]
     return any(have_changed)
 
 
 def show_own(optimizers: Sequence[Any]) -> bool:
-    """Undo :func:`show_common`, unless it was for good; whether there was something to undo. Local."""
+    """Undo :func:`show_common`, unless it was for good; return whether weights changed. Local."""
     have_changed = [each.show_own_weights() for each in optimizers if isinstance(each, FlexDeMo)]
     return any(have_changed)
 
 
 def forget_own(optimizers: Sequence[Any]) -> None:
-    """The weights in the module are those to go on with; local."""
+    """Keep the weights in the module, and forget the nodes' own ones; local."""
     for each in optimizers:
         if isinstance(each, FlexDeMo):
             each.forget_own_weights()
@@ -44,7 +44,7 @@ def forget_own(optimizers: Sequence[Any]) -> None:
 
 @contextmanager
 def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
-    """Inside, parameters are those of all nodes, if there are such; yields whether they must be copied. Local."""
+    """Context in which parameters are those common to all nodes; yields whether they must be copied. Local."""
     alone = _training_alone(optimizers)
     with ExitStack() as stack:
         for optimizer in alone:
@@ -53,25 +53,25 @@ def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
 
 
 def steps_left_out(optimizers: Sequence[Any]) -> int:
-    """Last steps of the nodes that the weights of the last average do not have; local."""
+    """Number of last steps that are not in the weights of the last average; local."""
     most = 0
     for optimizer in _training_alone(optimizers):
         replicator, steps = optimizer.config.replicator, optimizer.num_exchanges
         if isinstance(replicator, DiLoCo):
-            # With overlap the average that was begun last is still to be applied.
+            # With overlap the average that was begun last is not applied yet.
             is_begun = replicator.overlap and steps >= replicator.period
             most = max(most, steps % replicator.period + (replicator.period if is_begun else 0))
     return most
 
 
 def _training_alone(optimizers: Sequence[Any]) -> list[FlexDeMo]:
-    """Those whose nodes have been going their own ways; before the first step they have equal weights."""
+    """The optimizers whose nodes train by themselves and have taken a step, so that weights may differ."""
     flexdemo = [each for each in optimizers if isinstance(each, FlexDeMo) and each.num_exchanges]
     return [each for each in flexdemo if isinstance(each.config.replicator, LocalSteps)]
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The same weights in memory of their own, tied ones once; local."""
+    """Clone the weights, tied ones once; local."""
     tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
     copies = {key: value.detach().clone() for key, value in tensors.items()}
     return {name: copies.get(id(value), value) for name, value in state.items()}
@@ -88,7 +88,7 @@ def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
 
 
 def zeros_of_nodes(own: Tensor, size: Sequence[int]) -> Tensor:
-    """What ``own``, which has an entry for each node, was when there were ``size[0]`` nodes: zeros to load into."""
+    """Zeros like ``own``, an entry for each node, but for ``size[0]`` nodes, to load a saved entry into."""
     if not isinstance(own, DTensor):
         return own.new_zeros(size)
     placements = [Replicate(), *own.placements[1:]]

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: what each rank gives to it, as a directory of shards or as a single file."""
+"""Writes a checkpoint from all ranks, as a directory of shards or as a single file."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 
     lightning-muon convert THIS_DIRECTORY FILE
 """
-SKIPPED = "skipped_steps"  # In the manifest.
-NAMES = "qualified_names"  # In a param group of a single file: those of its parameters.
-MODELS = "transformers"  # In the checkpoint of a Trainer: what `lightning-muon convert --to hf` needs.
+SKIPPED = "skipped_steps"  # Key in the manifest.
+NAMES = "qualified_names"  # Key in a param group of a single file: names of its parameters.
+MODELS = "transformers"  # Key in the checkpoint of a Trainer: models for `lightning-muon convert --to hf`.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
 @dataclass
 class State:
-    """What a program saves or loads, by kind; the keys are its own."""
+    """The objects that a program saves or loads, by kind; the program chooses the keys."""
 
     # Key -> a module and the optimizers that step it.
     modules: dict[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]] = field(default_factory=dict)
     # Key -> an optimizer and the module that it steps, which comes first.
     optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
     rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
-    checks: dict[str, FiniteCheck] = field(default_factory=dict)  # Key of an optimizer -> what counts skipped steps.
+    checks: dict[str, FiniteCheck] = field(default_factory=dict)  # Key of an optimizer -> its count of skipped steps.
     about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
 
 
@@ -84,14 +84,14 @@ def save(
         own = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.rest.items()}
         return _filtered(own, filters)
 
-    # On all ranks or none: filters and objects are the program's own, and only rank 0 has whole weights.
+    # An error is raised on all ranks: filters and objects are the program's own, and only rank 0 has whole weights.
     content = together(lambda: _filtered(content, filters))
     about = {**state.about, **skipped_steps(state.checks)}
     write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=about, saves=saves)
 
 
 def skipped_steps(checks: Mapping[str, FiniteCheck]) -> dict[str, Any]:
-    """An entry of the manifest: how many steps of each optimizer were skipped so far; local."""
+    """Entry of the manifest with the number of skipped steps of each optimizer; local."""
     return {SKIPPED: {key: check.counts for key, check in checks.items()}}
 
 
@@ -103,9 +103,9 @@ def weights_to_save(
     whole: bool,
     offload: bool = True,
 ) -> dict[str, Any]:
-    """Weights that all nodes have in common. Collective over all ranks; every rank must call it.
+    """Return weights that all nodes have in common. Collective over all ranks; every rank must call it.
 
-    Without ``offload`` shards stay on the GPU, for who copies them.
+    Without ``offload`` shards stay on the GPU, for callers that copy them.
     """
     broadcast_buffers(module, mesh if is_stage(module) else None)
     with common_weights(optimizers) as differ:
@@ -150,7 +150,7 @@ def full_weights(module: nn.Module) -> dict[str, Any]:
 
 
 def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
-    """Those of all stages on rank 0, one tensor after the other; a copy of a tied weight is the same tensor there."""
+    """Weights of all stages on rank 0, sent tensor by tensor; copies of a tied weight are one tensor there."""
     group, state = runtime_of(module).group, module.state_dict()
     described = {
         name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, torch.Tensor) else value
@@ -176,9 +176,9 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
 
 
 def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """State by name -> state by position in the param groups, whose ``names`` are in order: that of ``state_dict()``.
+    """Convert a state by name to one by position, as in ``state_dict()``; ``names`` are in order of the param groups.
 
-    Each group also has the names, by which a stage of a pipeline finds its own, and ``lightning-muon convert`` shards.
+    Each group also gets the names, which a stage of a pipeline and ``lightning-muon convert`` need.
     """
     numbers = {name: index for index, name in enumerate(names)}
     groups = [
@@ -203,12 +203,12 @@ def write_checkpoint(
     about: Mapping[str, Any] | None = None,
     saves: BackgroundSaves | None = None,
 ) -> None:
-    """Write a checkpoint in the place of what is at ``path``. Collective over all ranks; every rank must call it.
+    """Write a checkpoint instead of what is at ``path``. Collective over all ranks; every rank must call it.
 
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
     everything. ``about`` goes to the manifest. With ``saves`` all is copied, and written while the program goes on.
     """
-    # Of a Trainer, unless it saves weights alone.
+    # False for a Trainer that saves only weights.
     is_whole_run = "loops" in rest or "global_step" not in rest
     about = describe_save(**(about or {}), step=rest.get("global_step"), weights_only=not is_whole_run)
 
@@ -231,7 +231,7 @@ def write_checkpoint(
 
 
 def describe_save(**more: Any) -> dict[str, Any]:
-    """What the manifest says of a save beside its files; one for all that is saved together. Collective."""
+    """Facts for the manifest, beside files; the same for all that one save writes. Collective over all ranks."""
     own = {"lightning_muon": VERSION, "torch": torch.__version__, "num_ranks": dist.get_world_size()}
     found = [{"save": uuid.uuid4().hex, "time": CLOCK.now(), **own, **more}]
     dist.broadcast_object_list(found, src=0)
@@ -246,10 +246,10 @@ def write_shards(
     *,
     everyone: AxisGroup | None = None,
 ) -> None:
-    """Write what each rank has, ``beside`` it what rank 0 has, and at last the manifest.
+    """Write the shards of each rank, then files of rank 0 ``beside`` them, and at last the manifest.
 
-    ``beside`` maps names of files to what writes them. A thread gives ``everyone``, all ranks with a process group of
-    its own. Collective over all ranks; every rank must call it.
+    ``beside`` maps names of files to functions that write them. A thread gives ``everyone``, all ranks with a process
+    group of its own. Collective over all ranks; every rank must call it.
     """
     writer, files = ShardWriter(directory), dict[str, Any]()
 
@@ -264,7 +264,7 @@ def write_shards(
     try:
         group = None if everyone is None else everyone.group
         dcp_save(dict(content), storage_writer=writer, process_group=group)
-    except CheckpointException as problem:  # On all ranks; and no Exception, so that it ends a process.
+    except CheckpointException as problem:  # On all ranks. Not a subclass of Exception.
         fail_together(writer.error, everyone)
         raise RuntimeError(f"shards could not be written to {directory}: {problem}") from problem
     for entries in gather(writer.entries, everyone):

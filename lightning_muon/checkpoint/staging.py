@@ -1,13 +1,13 @@
-"""Checkpoints that take the place of others: what was there stays until all of the new one is written.
+"""Replaces checkpoints atomically: the old one stays until all of the new one is written.
 
 A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at which that folder is renamed to
-``.finished-ID`` the new checkpoint counts in place of the old one, for all targets of the save; then its entries take
-the places of the old ones. A process may be killed at any point: :func:`last_written` finds what counts, and the next
-save to the same target ends what was begun. The target itself stays there throughout, if perhaps as an empty directory,
-because a Trainer that looks for a checkpoint to resume from looks for its name before a strategy is asked.
+``.finished-ID`` the new checkpoint counts instead of the old one, for all targets of the save; then its entries are
+moved to the targets. A process may be killed at any point: :func:`last_written` finds the one that counts, and the next
+save to the same target finishes the move. The target itself exists throughout, perhaps as an empty directory, because
+a Trainer that looks for a checkpoint to resume from looks for its name before it asks a strategy.
 
-In object stores, where nothing can be renamed at once, each save has a folder inside its target, and counts from the
-moment at which it has a manifest.
+In object stores, which have no atomic rename, each save has a folder inside its target, and counts from the moment at
+which it has a manifest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 
-# What torch.distributed.checkpoint writes into a directory, and what Fabric puts beside it.
+# Files that torch.distributed.checkpoint, Fabric and we write into a directory.
 README = "README-lightning-muon.txt"
 _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
-# File in a finished folder: names beside it that go when its entries take their places.
+# File in a finished folder: names beside it that are removed when its entries are moved.
 _OBSOLETE = ".obsolete"
 _SAVE = "save-"  # Folders inside of a URL.
 
@@ -39,11 +39,11 @@ _SAVE = "save-"  # Folders inside of a URL.
 def replacing(
     *paths: Path, whole: bool, obsolete: Sequence[Path] = (), everyone: AxisGroup | None = None
 ) -> Generator[list[Path]]:
-    """Give the block paths to write to, beside ``paths``, whose places they take when all is written.
+    """Context that yields paths to write to, which replace ``paths`` when all is written.
 
-    ``paths``, the same on all ranks, are replaced together if they are in one directory; what is at ``obsolete``,
-    beside the first of them, goes in the same moment. With ``whole`` the block writes files, in place of directories of
-    shards. What others have put into a directory of shards moves into the one that follows.
+    ``paths``, the same on all ranks, are replaced together if they are in one directory; ``obsolete`` paths beside the
+    first of them are removed at the same moment. With ``whole`` the block writes files instead of directories of
+    shards. Files of others in a directory of shards are moved to its replacement.
 
     Collective over all ranks; every rank must call it, and the block fails on all of them or on none. A thread gives
     ``everyone``, all ranks with a process group of its own.
@@ -91,7 +91,7 @@ def replacing(
         on_first_rank(require_written, everyone)
     except BaseException:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
-            with suppress(OSError):  # What failed says more than what could not be cleared away.
+            with suppress(OSError):  # The first error is raised, not one of the cleanup.
                 for folder in folders:
                     remove(folder)
         raise
@@ -100,13 +100,13 @@ def replacing(
 
 @contextmanager
 def _adding(urls: Sequence[Path], *, whole: bool, everyone: AxisGroup | None) -> Generator[list[Path]]:
-    """:func:`replacing` where nothing can be renamed at once: the manifest, written last, is what makes a save count.
+    """:func:`replacing` without an atomic rename: a save counts when its manifest, written last, is there.
 
-    Each save of shards has a folder of its own inside ``urls``, in which the manifests of earlier ones go before their
-    shards. Files are replaced by one request. Collective over all ranks; every rank must call it.
+    Each save of shards has its own folder inside ``urls``; of earlier saves, manifests are removed before shards.
+    Files are replaced by one request. Collective over all ranks; every rank must call it.
     """
-    name = f"{_SAVE}{gather(time.time_ns(), everyone)[0]:x}"  # Later ones come later in the alphabet, too.
-    # That of a file has one name, so that what a killed save has left there goes with the next one.
+    name = f"{_SAVE}{gather(time.time_ns(), everyone)[0]:x}"  # Alphabetical order is the order of time.
+    # The folder for a file always has the same name, so that the next save overwrites what a killed one has left.
     drafts = [_folder(_UNFINISHED, url, url) / url.name if whole else url / name for url in urls]
 
     def require_kind() -> None:
@@ -115,7 +115,7 @@ def _adding(urls: Sequence[Path], *, whole: bool, everyone: AxisGroup | None) ->
                 raise FileExistsError(f"{url} is a {'directory' if whole else 'file'}; save under another name")
 
     def clear_away() -> None:
-        with suppress(OSError):  # What failed says more than what could not be cleared away.
+        with suppress(OSError):  # The first error is raised, not one of the cleanup.
             for draft in drafts:
                 remove(draft.parent if whole else draft)
 
@@ -152,7 +152,7 @@ def _last_save(url: UrlPath) -> Path:
 
 
 def last_written(path: Path) -> Path:
-    """Where ``path`` is to be read, the last one written completely, if any; local. Rank 0 should decide for all."""
+    """Where to read the last complete save to ``path``, if any; local. Rank 0 should decide for all."""
     if isinstance(path, UrlPath):
         return _last_save(path)
     target = path.resolve()
@@ -160,7 +160,7 @@ def last_written(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Remove a checkpoint, if there is one, so that none of it is there any more when its removal begins; local."""
+    """Remove a checkpoint, if there is one; it is moved away as a whole before it is deleted. Local."""
     if isinstance(path, UrlPath):
         _discard_saves([save for save in path.iterdir() if save.name.startswith(_SAVE)] if path.is_dir() else [])
         remove(path)
@@ -186,7 +186,7 @@ def remove(path: Path) -> None:
 
 
 def _folder(kind: str, target: Path, first: Path) -> Path:
-    """Folder beside ``target`` for what is saved together with ``first``."""
+    """Folder beside ``target`` for all that is saved together with ``first``."""
     # Its name does not contain that of a checkpoint: Lightning takes any entry with `hpc_ckpt_` in it for one.
     return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
 
@@ -196,14 +196,14 @@ def _other_kind(folder: Path, kind: str) -> Path:
 
 
 def _place_of(path: Path) -> Path:
-    """What a save to ``path`` replaces: a link's target, or the link if it is another name of a neighbour."""
-    # Lightning's `save_last="link"` makes such links; what they point to is another checkpoint, which has to stay.
+    """The path that a save to ``path`` replaces: a link's target, or the link itself if it points to a neighbour."""
+    # Lightning's `save_last="link"` makes such links; they point to another checkpoint, which has to stay.
     place, target = path.parent.resolve() / path.name, path.resolve()
     return place if target.parent == place.parent else target
 
 
 def _finished_with(target: Path) -> list[Path]:
-    """Folders of finished saves that say what is at ``target``."""
+    """Folders of finished saves that replace or remove ``target``."""
     folders = sorted(target.parent.glob(f"{_FINISHED}*"))
     return [folder for folder in folders if (folder / target.name).exists() or target.name in _obsolete_in(folder)]
 
@@ -222,16 +222,16 @@ def _require_replaceable(path: Path, *, whole: bool) -> None:
 
 
 def _of_others(path: Path) -> list[Path]:
-    """What is in a directory beside a checkpoint."""
+    """Files in a directory that do not belong to a checkpoint."""
     if path.is_symlink() or not path.is_dir():
         return []
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
 
 
 def _move_into_place(folder: Path) -> None:
-    """Put what is finished in its place; also to end what a process began that was killed."""
+    """Move finished entries to their targets; also finishes this for a process that was killed."""
     replaced = _other_kind(folder, _REPLACED)
-    remove(replaced)  # What a process has moved there that was killed may be a file where a directory is to go.
+    remove(replaced)  # A killed process may have left a file there in place of a directory.
     for name in _obsolete_in(folder):
         _move_away(folder.parent / name, replaced)
     (folder / _OBSOLETE).unlink(missing_ok=True)
@@ -240,8 +240,8 @@ def _move_into_place(folder: Path) -> None:
         if target.is_dir() and not target.is_symlink():
             for item in _of_others(target) if draft.is_dir() else ():
                 item.rename(draft / item.name)
-            # A directory can be replaced by a single call once it is empty. The index of the shards goes first, so that
-            # nobody takes the rest for a checkpoint.
+            # A directory can be replaced by a single call once it is empty. The index of the shards is moved first, so
+            # that nobody takes the rest for a checkpoint.
             for item in sorted(target.iterdir()):
                 _move_away(item, replaced / target.name)
             if not draft.is_dir():
@@ -254,7 +254,7 @@ def _move_into_place(folder: Path) -> None:
 
 
 def _move_away(path: Path, folder: Path) -> None:
-    """Move what is at ``path``, if there is anything, into ``folder``, from where it is removed."""
+    """Move ``path``, if it exists, into ``folder``, which is removed later."""
     if path.exists() or path.is_symlink():
         folder.mkdir(parents=True, exist_ok=True)
         remove(folder / path.name)

@@ -16,7 +16,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(:|/)")  # A Path keeps one of two s
 
 
 def place(path: str | Path) -> Path:
-    """A path; for a URL (``"s3://bucket/run"``) one whose files are there. ``file://`` is an ordinary path. Local."""
+    """Make a path; from a URL (``"s3://bucket/run"``), a :class:`UrlPath`. ``file://`` is an ordinary path. Local."""
     if isinstance(path, UrlPath) or not is_url(path):
         return Path(path) if isinstance(path, str) else path
     url = UrlPath(path)
@@ -24,17 +24,17 @@ def place(path: str | Path) -> Path:
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether it begins with the name of a protocol; local."""
+    """Whether ``path`` begins with the name of a protocol; local."""
     return bool(_URL.match(str(path)))
 
 
 class UrlPath(PosixPath):
-    """A URL that is used as a path; nothing in its file system can be renamed or replaced at once, but for one file."""
+    """A URL that is used as a path; its file system has no atomic rename or replacement, except of one file."""
 
     @override
     def __str__(self) -> str:
         scheme, *parts = self.parts
-        # The part behind the two slashes is a bucket, or nothing on a local disk.
+        # The part after the two slashes is a bucket, or nothing on a local disk.
         return f"{scheme}//{'/' * (scheme == 'local:')}{'/'.join(parts)}"
 
     @override
@@ -105,7 +105,7 @@ class UrlPath(PosixPath):
             system.rm(path)
 
     def remove(self) -> None:
-        """Remove a file, or all that is below this URL, if there is anything."""
+        """Remove a file, or all files below this URL, if there are any."""
         if self.exists():
             system, path = self._place
             system.rm(path, recursive=True)

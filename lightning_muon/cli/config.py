@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def write_new(path: Path, text: str) -> None:
-    """Write a file, which must not be there yet, into a folder that is."""
+    """Write a file that does not exist yet, into an existing folder."""
     if path.exists():
         raise FileExistsError(f"{path} exists and is not overwritten; remove it, or name another file")
     if not path.parent.is_dir():
@@ -86,21 +86,21 @@ def accelerate_config(
     accumulates: int = 1,
     checkpoints_activations: bool = False,
 ) -> str:
-    """What ``accelerate config`` would write, and our section.
+    """Text of a config file: what ``accelerate config`` would write, and our section.
 
     Args:
         options: Fields of :class:`~lightning_muon.engine.options.Options` that are set.
-        optimizer: Of nodes that a FlexDeMo keeps together; ``None`` for ParallelMuon with its defaults.
-        num_processes: On all machines; ``None`` for all devices.
-        num_machines: Number of them.
-        mixed_precision: As Accelerate calls it.
+        optimizer: Config of a FlexDeMo; ``None`` for ParallelMuon with its defaults.
+        num_processes: Number of processes on all machines; ``None`` for all devices.
+        num_machines: Number of machines.
+        mixed_precision: The name in Accelerate.
         is_cpu: Whether processes use gloo on the CPU.
         output: File that the first line names.
-        accumulates: Batches of a step.
+        accumulates: Number of batches of a step.
         checkpoints_activations: Whether FSDP2 recomputes its units in backward.
 
     Raises:
-        ValueError: For numbers of processes that do not go with the sizes.
+        ValueError: For numbers of processes that do not fit the sizes.
     """
     asked = {key: options.get(key, "auto") for key in ("replicate_size", "shard_size")}
     sharding, stages = options.get("sharding", Options.sharding), options.get("pipeline_size", 1)
@@ -111,8 +111,8 @@ def accelerate_config(
             f"--sharding none is one process, got {processes}; add --num-processes {stages}, or use zero2 or ddp"
         )
     replicas, shards = checked.resolve(num_nodes=num_machines, num_processes=processes // num_machines)
-    # Accelerate shards models only where they have several shards, and only on accelerators; a Trainer saves only with
-    # FSDP what one process does not have.
+    # Accelerate shards models only with several shards, and only on accelerators; a Trainer saves parts of a model that
+    # other processes have only with FSDP.
     is_fsdp = sharding == "fsdp" and shards * stages > 1 and not is_cpu
     stock = _stock(processes, num_machines, mixed_precision, is_cpu=is_cpu, is_fsdp=is_fsdp)
     if accumulates > 1:
@@ -142,7 +142,7 @@ def _fsdp_config(*, reshards: bool, checkpoints_activations: bool) -> dict[str, 
 
 
 def _stock(processes: int, machines: int, mixed_precision: str, *, is_cpu: bool, is_fsdp: bool) -> dict[str, Any]:
-    """What Accelerate knows whatever the sharding."""
+    """Entries of Accelerate that do not depend on the sharding."""
     kind = "NO" if processes == 1 else f"MULTI_{'CPU' if is_cpu else 'GPU'}"
     return {
         "compute_environment": "LOCAL_MACHINE",
@@ -158,7 +158,7 @@ def _stock(processes: int, machines: int, mixed_precision: str, *, is_cpu: bool,
 
 
 def _num_processes(asked: int | None, machines: int, sizes: Mapping[str, Any], stages: int, *, is_cpu: bool) -> int:
-    """On all machines, the same number on each."""
+    """Number of processes on all machines, the same number on each."""
     processes = asked
     if processes is None and "auto" not in sizes.values():
         processes = math.prod(sizes.values()) * stages
@@ -170,7 +170,7 @@ def _num_processes(asked: int | None, machines: int, sizes: Mapping[str, Any], s
 
 
 def _section(live: Mapping[str, Any], optimizer: MuonConfig | FlexDeMoConfig) -> Iterator[str]:
-    """Lines of our section: ``live`` are options that are set; of the optimizer, what is no default."""
+    """Lines of our section: ``live`` are the options that are set; of the optimizer, those that are not defaults."""
     kind, is_chosen = type(optimizer), isinstance(optimizer, FlexDeMoConfig)
     for name, default, about in _options(Options):
         yield textwrap.indent(about, "  # ")
@@ -193,7 +193,7 @@ def _options(kind: type[Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _entry(name: str, value: Any, indent: str) -> str:
-    # In a list, because YAML ends a scalar that is a document of its own with three dots.
+    # Dump a list, because YAML ends a document that is a scalar with three dots.
     text = yaml.safe_dump([plain(value)], default_flow_style=True, width=10**6).strip()[1:-1]
     return f"{indent}{name}: {text}\n"
 

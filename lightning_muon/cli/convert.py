@@ -49,7 +49,7 @@ attribute that all names begin with, if there is one, and nothing for SOURCE in 
 the model are found behind"""
 _CONFIG = "config.json of the model, or the folder that has it, to be copied to safetensors"
 _SAFETENSORS = ".safetensors"
-# Of a checkpoint of weights, so that a Trainer can begin with it.
+# Other entries of a checkpoint with weights only, so that a Trainer can start from it.
 _NOTHING_ELSE = {"optimizer_states": [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
 
 
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> None:
         if to == "safetensors":
             _write_safetensors(draft, content["state_dict"], config, arguments.prefix, about)
             return
-        if not is_run and "loops" not in content:  # Of the weights of a run Lightning says that its states are missing.
+        if not is_run and "loops" not in content:  # With "loops", Lightning itself reports that states are missing.
             content["optimizer_states"] = []
         if to == "file":
             write_file(content | ({"optimizer_states": states} if is_run else {}), draft, about)
@@ -157,7 +157,7 @@ def _unpickled(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read_shards(directory: Path, metadata: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    # That of Accelerate has nothing but weights in it.
+    # A checkpoint of Accelerate without this file has weights only.
     content = _unpickled(metadata, arguments) if metadata.is_file() else dict(_NOTHING_ELSE)
     try:
         entries = FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -259,7 +259,7 @@ def _write_safetensors(
 
 @contextmanager
 def _alone() -> Generator[None]:
-    """What writes checkpoints asks all ranks: let this process be the only one."""
+    """Context with a process group of this process only, because the functions that write checkpoints need one."""
     if dist.is_initialized():
         yield
         return

@@ -82,7 +82,7 @@ def write_hf(
 def _empty_model(
     saved: Mapping[str, Mapping[str, str]], source: Source, arguments: argparse.Namespace
 ) -> tuple[Any, str | None, str | None]:
-    """A model on the meta device; its name in the LightningModule and its origin on the hub, where the run says so."""
+    """A model on the meta device; its name in the LightningModule and its base model on the hub, if known."""
     from transformers import AutoConfig, GenerationConfig
 
     place = arguments.config_from or next((str(path) for path in source.folders if (path / _CONFIG).is_file()), None)
@@ -108,7 +108,7 @@ def _empty_model(
         raise ValueError(f'the config of {place} names no class; add "architectures": ["..."] to it')
     model = _on_meta(config, config.architectures[0])
     if model.can_generate():
-        with suppress(OSError):  # It has none of its own.
+        with suppress(OSError):  # The place has no generation config.
             model.generation_config = GenerationConfig.from_pretrained(place)
     return model, None, arguments.base_model
 
@@ -124,7 +124,7 @@ def _on_meta(config: Any, name: str) -> Any:
 
 
 def _prefix_of(names: Collection[str], expected: Collection[str]) -> str:
-    """What most ``names`` have in front of a name that is ``expected``."""
+    """The prefix of most ``names`` that are a prefix and an ``expected`` name."""
     found = Counter[str]()
     for name in names:
         parts = name.split(".")
@@ -177,12 +177,12 @@ def _assign(model: Any, weights: dict[str, Tensor], prefix: str) -> None:
 
 
 def _places(source: Source) -> list[Path]:
-    """Where the run may have left its tokenizer or its image processor."""
+    """Folders that may have the tokenizer or the image processor of the run."""
     return [each for folder in source.folders for each in (folder, folder / "tokenizer")]
 
 
 def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
-    """The tokenizer that was named, or one that lies beside the checkpoint; none otherwise."""
+    """The tokenizer that the user names, or one beside the checkpoint; else ``None``."""
     from transformers import AutoTokenizer
 
     if arguments.tokenizer_from:
@@ -209,14 +209,14 @@ _LONGEST = 200  # Characters of a value.
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The checkpoint and what lies around it.
+    """The checkpoint and the files around it.
 
     Args:
         path: The checkpoint.
-        about: What its manifest says of the run; empty without one.
-        param_groups: Of its optimizers.
+        about: Facts on the run from its manifest; empty without one.
+        param_groups: Param groups of its optimizers.
         run: Metrics of the run, if they were found.
-        name: Of the model, in the card.
+        name: Name of the model in the card.
     """
 
     path: Path
@@ -227,7 +227,7 @@ class Source:
 
     @property
     def folders(self) -> list[Path]:
-        """Where the run may have left a config or a tokenizer: in the checkpoint, beside it, in the run's folder."""
+        """Folders that may have a config or a tokenizer: the checkpoint, the one it is in, the run's folder."""
         return [self.path, self.path.parent, *([self.run.folder] if self.run else [])]
 
 
@@ -240,7 +240,7 @@ def find_run(source: Path, given: Path | None) -> LoggedRun | None:
             found = LoggedRun.read(folder)
         except FileNotFoundError:
             continue
-        if found.folder == folder:  # Not the newest of several runs, which another one may be.
+        if found.folder == folder:  # Not the newest of several runs, which may be another one.
             return found
     return None
 
@@ -256,17 +256,17 @@ def model_card(
     """The text of README.md, with the front matter that the hub reads.
 
     Args:
-        class_name: Class of transformers.
+        class_name: Name of the model's class in transformers.
         source: The checkpoint.
-        content: What the checkpoint has beside weights and states: ``epoch``, ``hyper_parameters``.
-        base_model: On the hub, that the training began with.
-        datasets: On the hub.
+        content: Other entries of the checkpoint: ``epoch``, ``hyper_parameters``.
+        base_model: The model on the hub with which the training began.
+        datasets: Data sets on the hub.
     """
     from huggingface_hub import ModelCardData
     from transformers.modelcard import TASK_MAPPING
     from transformers.pipelines import PIPELINE_REGISTRY
 
-    # The task is certain if the class has one only, of those that there still are.
+    # The task is certain if the class has only one of the supported ones.
     known = PIPELINE_REGISTRY.get_supported_tasks()
     tasks = [task for task, classes in TASK_MAPPING.items() if class_name in classes.values() and task in known]
     front = ModelCardData(

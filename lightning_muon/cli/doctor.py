@@ -36,13 +36,13 @@ processes on this machine; under torchrun the ranks are those that it has starte
 if something is broken, and with 0 if there are notes only."""
 _PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "accelerate", "transformers", "jsonargparse")
 _MESSAGE_BYTES = 8 * 2**20
-# Ranks need descriptors for their connections, DataLoader workers and files; Linux gives 1024 unless told otherwise.
+# Ranks need descriptors for their connections, DataLoader workers and files; the default of Linux is 1024.
 _LEAST_DESCRIPTORS, _LEAST_SHARED_BYTES = 1024, 2**30
 
 
 @dataclass
 class Findings:
-    """What is wrong: what cannot work, and what works less well than it could."""
+    """Problems that were found: what cannot work, and what works less well than it could."""
 
     broken: list[str] = field(default_factory=list[str])
     notes: list[str] = field(default_factory=list[str])
@@ -50,11 +50,11 @@ class Findings:
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What ranks of one axis of the mesh have exchanged."""
+    """The measured exchange over one axis of the mesh."""
 
     axis: str
     num_ranks: int
-    kind: str  # Of the collective.
+    kind: str  # Kind of the collective.
     latency: float  # Seconds of a message of a few bytes.
     bandwidth: float  # Bytes per second that a rank sends.
     is_right: bool  # Whether all ranks got the numbers that were sent.
@@ -125,7 +125,7 @@ def describe_packages(findings: Findings) -> tuple[str, Rows]:
 
 
 def describe_devices(findings: Findings) -> tuple[str, Rows]:
-    """Processors, cards and memory, and in which dtype they run Newton-Schulz."""
+    """Processors, cards and memory, and the dtypes in which they run Newton-Schulz."""
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     dtype = "bfloat16" if cpu_multiplies_bfloat16_fast() else "float32"
     rows = [("CPU", f"{num_cores} cores, {memory_of_host() / 2**30:.0f} GiB, Newton-Schulz in {dtype}")]
@@ -150,7 +150,7 @@ def describe_devices(findings: Findings) -> tuple[str, Rows]:
 
 
 def describe_network(findings: Findings) -> tuple[str, Rows]:
-    """Backends of torch.distributed, network interfaces, and the address that other hosts would be told."""
+    """Backends of torch.distributed, network interfaces, and the address by which other hosts reach this one."""
     if not dist.is_available():
         findings.broken.append("this torch has no torch.distributed; install a build that has")
         return "network", []
@@ -207,7 +207,7 @@ def _timed(
     """Seconds of one exchange, bytes that a rank sends, whether the numbers were right. Collective over ``group``."""
     sent = torch.full((num_bytes // 4 // group.size * group.size,), float(group.rank + 1), device=device)
     number, spent, is_right = 1, 0.0, True
-    # The first one connects; then one tells how many fill the time, on all ranks alike.
+    # The first exchange connects; the second one gives the number that fills the time, alike on all ranks.
     for attempt in range(3):
         dist.barrier(group.group)
         started = time.perf_counter()
@@ -216,7 +216,7 @@ def _timed(
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         spent = (time.perf_counter() - started) / number
-        # Every rank gets the sum over the ranks of what they sent, one way or the other.
+        # With either collective, the mean of what a rank gets is the mean of what all ranks sent.
         is_right = is_right and got.double().mean().item() == (group.size + 1) / 2
         if attempt == 1:
             slowest = torch.tensor(spent, device=device)

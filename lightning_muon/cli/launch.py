@@ -40,7 +40,7 @@ def launch_command(words: Sequence[str]) -> None:
     arguments = parser.parse_args(list(words))
     given = arguments.config_file
     try:
-        # What the config of Accelerate says, and the command line, which comes first.
+        # Values of Accelerate's config, and of the command line, which outweighs it.
         told = {} if given is None else read_yaml(given)
         told |= {key: value for key, value in vars(arguments).items() if value is not None}
         with split_config(given) as config_file:
@@ -55,7 +55,7 @@ def launch_command(words: Sequence[str]) -> None:
             on_cpus = (told.get("cpu") or told.get("use_cpu")) and told.get("mpirun_hostfile") is None
             (launch_on_cpus if on_cpus and (processes or 1) > 1 else launch)(arguments)
     except (ValueError, FileNotFoundError) as error:
-        # Of a temporary file the user knows nothing.
+        # The user does not know the temporary file.
         text = str(error).replace(str(arguments.config_file), str(given))
         where = f"{given}: " if given is not None and str(given) not in text else ""
         raise SystemExit(f"lightning-muon launch: {where}{text}") from error
@@ -63,7 +63,7 @@ def launch_command(words: Sequence[str]) -> None:
 
 @contextmanager
 def split_config(path: str | None) -> Generator[str | None]:
-    """Inside, ``LIGHTNING_MUON_CONFIG`` names ``path`` if it has our section; yields a file for Accelerate."""
+    """Context in which ``LIGHTNING_MUON_CONFIG`` names ``path`` if it has our section; yields a file for Accelerate."""
     content = {} if path is None else read_yaml(path)
     if path is None or SECTION not in content:
         yield path
@@ -72,7 +72,7 @@ def split_config(path: str | None) -> Generator[str | None]:
 
     from lightning_muon.integrations.accelerate.settings import CONFIG_VARIABLE
 
-    Options.from_file(path)  # A wrong key is told here, before any process starts, with the name of the file.
+    Options.from_file(path)  # A wrong key raises here, before any process starts, with the name of the file.
     if other := os.environ.get(CONFIG_VARIABLE):
         raise ValueError(f"{path} has a section {SECTION}, and {CONFIG_VARIABLE} names {other}; use one of them")
     with tempfile.TemporaryDirectory(prefix="lightning-muon-") as directory:
@@ -86,7 +86,7 @@ def split_config(path: str | None) -> Generator[str | None]:
 
 
 def run_by_us(arguments: Any) -> None:
-    """Let our runner start the script that ``arguments`` name; they are changed."""
+    """Change ``arguments`` so that our runner starts the script that they name."""
     if arguments.no_python:
         raise ValueError(
             f"--no_python starts {arguments.training_script} itself, in which accelerate.Accelerator cannot be "
@@ -109,13 +109,13 @@ def run_script(words: Sequence[str] | None = None) -> None:
     if is_module:
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         return
-    # In place of the current directory, which `python -m` has put there.
+    # Replaces the current directory, which `python -m` has put there.
     sys.path[0] = str(Path(words[0]).resolve().parent)
     runpy.run_path(words[0], run_name="__main__")
 
 
 def replace_accelerator() -> None:
-    """Let ``from accelerate import Accelerator`` give our class from now on, and Trainers of transformers, too."""
+    """Let ``from accelerate import Accelerator`` and Trainers of transformers use our class."""
     ours = "lightning_muon.integrations.accelerate.accelerator"
 
     def in_accelerate(package: Any) -> None:

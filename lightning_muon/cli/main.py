@@ -41,7 +41,7 @@ _COMMANDS = {
 }
 _EXTRAS = {"config": "accelerate", "launch": "accelerate"}
 _OPTIONAL = ("accelerate", "jsonargparse", "lightning", "matplotlib", "pytorch_lightning", "yaml")
-# Of what LightningCLI says of a wrong value; the lines between have the key, the value and what is allowed.
+# Lines in LightningCLI's message on a wrong value; those between have the key, the value and the allowed ones.
 _NOISE = ("Does not validate", "Errors:", "Given value type:", "Given value: NestedArg", "Subtypes:")
 _NOISE += ("- Expected a <class 'NoneType'>",)
 _NO_CLASS = "Expected a dot import path string: parallel_muon"
@@ -49,7 +49,7 @@ _MOST_LINES = 11
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command; ``args`` come in place of those of the process.
+    """Run the command; ``args`` replace those of the process.
 
     Models and data modules are named by ``class_path`` and found in the current directory, too. Everything that
     LightningCLI offers works: ``--print_config``, several ``--config``, overrides such as ``--trainer.max_epochs 3``,
@@ -96,7 +96,7 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
 
 
 def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """End the process at a wrong option first: argparse would rather ask for the one that was meant."""
+    """End the process at a wrong option first: argparse would instead complain of a missing one."""
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         if option not in parser._option_string_actions:
             parser.error(f"unrecognized arguments: {option}")
@@ -109,7 +109,7 @@ def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: s
 
 
 def reporting(parser: Any) -> Any:
-    """The parser, also one of jsonargparse, which from now on says what is wrong without its usage."""
+    """Return the parser, also one of jsonargparse, changed so that its errors do not print the usage."""
     parser.error = partial(_refuse, parser)
     return parser
 
@@ -130,9 +130,9 @@ def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None
 
 
 def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), **options: Any) -> Any:
-    """Run the command that ``args`` name, of a LightningCLI with ``"parallel_muon"`` as the default strategy.
+    """Run the command in ``args`` with a LightningCLI whose default strategy is ``"parallel_muon"``; return the CLI.
 
-    ``callbacks`` come to those of the files; ``options`` are further arguments of LightningCLI, which is returned.
+    ``callbacks`` are added to those of the files; ``options`` are further arguments of LightningCLI.
     """
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
@@ -145,7 +145,7 @@ def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), 
 
     class CLI(importlib.import_module(f"{package}.cli").LightningCLI):
         def init_parser(self, **kwargs: Any) -> Any:
-            # A misspelt option is an error, though it be the beginning of another one.
+            # A misspelt option is an error, even if it is the beginning of another one.
             return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
     _check_files(list(sys.argv[1:] if args is None else args))
@@ -155,7 +155,7 @@ def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), 
 
 
 def _check_files(words: Sequence[str]) -> None:
-    """End the process where config files have a wrong key, or a value of the strategy, which LightningCLI buries."""
+    """End the process at a wrong key or strategy value in config files; LightningCLI's errors are hard to read."""
     from lightning_muon.cli.plan_model import read_fit_file
     from lightning_muon.engine.options import Options
 

@@ -47,7 +47,7 @@ WIDTH = 120
 _DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
 strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
 _MIB = 2**20
-_GRADIENT_ITEMSIZE = 4  # Of float32 parameters, whose gradients travel in their dtype.
+_GRADIENT_ITEMSIZE = 4  # Bytes of an element of float32 parameters, whose gradients are sent in their dtype.
 
 
 def _fused(text: str) -> tuple[str, tuple[int, ...]]:
@@ -57,7 +57,7 @@ def _fused(text: str) -> tuple[str, tuple[int, ...]]:
     return pattern, tuple(map(count, sizes.split(",")))
 
 
-# Options that take one value: name, what it is called, its type, and what it means.
+# Options that take one value: name, metavar, type and help.
 _OPTIONS = (
     ("--stack-shard-dim", "DIM", int, "dimension along which stacks of experts are cut (0)"),
     ("--ns-steps", "N", count, "Newton-Schulz iterations (the config's, or 5)"),
@@ -75,7 +75,7 @@ _OPTIONS = (
     ("--html", "FILE.html", Path, "a page with the timeline, its matrices under the pointer, and the table"),
     ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
-# Of the timelines: title and format of a column, and its value by the numbers of a strategy.
+# Columns of the timelines: title, format, and function from the numbers of a strategy to the value.
 _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
     ("step ms", ",.2f", lambda found: 1e3 * found["makespan_seconds"]),
     ("load / bound", ".3f", lambda found: found["load"]["max_over_bound"]),
@@ -111,7 +111,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
     plan_modes.refuse_others(arguments)
-    # Simulated programs have no cycles, and to look through millions of ops for some takes half of the time.
+    # Simulated programs have no reference cycles; a search for some in millions of ops takes half of the time.
     gc.disable()
     try:
         _run(arguments)
@@ -129,7 +129,7 @@ def _run(arguments: Namespace) -> None:
         return
     if arguments.config is None:
         arguments.shard_size = arguments.shard_size or 8
-    # An exchange between nodes takes two of them.
+    # An exchange between nodes needs two of them.
     mesh = planned.mesh(arguments, fewest_replicas=1 if planned.flexdemo is None else 2)
     if mesh.size > MOST_RANKS:
         raise ValueError(f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}")
@@ -137,13 +137,13 @@ def _run(arguments: Namespace) -> None:
 
 
 def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig | None) -> None:
-    """Of the optimizer, with each strategy; of a FlexDeMo also what nodes exchange."""
+    """Plan and show an optimizer step with each strategy, and the exchange between nodes of a FlexDeMo."""
     model, mesh = setting.model, setting.mesh
     links, zero2, choice, outcomes = None, [], None, []
     if flexdemo is not None:
         links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
         if flexdemo.base == "muon":
-            # Nodes do not share matrices: every one of them divides all among its own ranks.
+            # Nodes do not share matrices: each divides all of them among its own ranks.
             outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
     else:
         outcomes = compare_strategies(setting)
@@ -170,7 +170,7 @@ def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig |
 
 
 def _read(arguments: Namespace) -> PlannedModel:
-    """The model and its FlexDeMo, as the options change them; the shapes are written where these say."""
+    """Read the model and its FlexDeMo, changed by the options; write the shapes if they say so."""
     planned = read_model(arguments)
     flexdemo = planned.flexdemo
     if arguments.flexdemo is not None:
@@ -191,7 +191,7 @@ def _as_dict(
     links: Mapping[str, Any] | None,
     zero2: Sequence[ShardExchange],
 ) -> dict[str, Any]:
-    """For JSON."""
+    """The plan as a dict for JSON."""
     model, mesh = setting.model, setting.mesh
     base = links["base"] if links and not outcomes else None
     parameters = [{**asdict(each), "algorithm": base or each.algorithm} for each in model.parameters]
@@ -217,7 +217,7 @@ def _console() -> Console:
 
 
 def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting:
-    """The file's options and machine, with those of the command line in their place."""
+    """Options and machine of the file, overridden by those of the command line."""
     machine = arguments.machine or planned.machine
     asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
     config = replace(planned.optimizer, **{key: value for key, value in asked.items() if value is not None})
@@ -255,7 +255,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
 
 
 def zero2_ways(setting: Setting, *, node_ranks: int) -> list[ShardExchange]:
-    """The ways of ZeRO-2's gradients and values; nothing where every replica lies on one node.
+    """The ways to exchange gradients and values of ZeRO-2; none if every replica is on one node.
 
     Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
     """
@@ -346,10 +346,10 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
     ]
     last = outcomes[-1].numbers
     caption = [
-        "load: FLOPs of the busiest rank; bound: the mean, the dearest matrix, or what cannot leave its rank.",
+        "load: FLOPs of the busiest rank; bound: the mean, the most expensive matrix, or what cannot leave its rank.",
         "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
         f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
-        "dearest matrix in 16 bits.",
+        "most expensive matrix in 16 bits.",
     ]
     for outcome in outcomes:
         if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
@@ -373,7 +373,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
 def _write_page(
     path: Path, title: str, setting: Setting, outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None
 ) -> None:
-    """The timeline of the strategy that the config has, or of the pipeline, and the table of all."""
+    """Write a page with the timeline of the config's strategy, or else of lpt+pipeline, and the table of all."""
     if not outcomes:
         raise ValueError("--html shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
     names = [outcome.name for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""What FlexDeMo sends over slow links, and how long that takes: numbers and text of ``lightning-muon plan``."""
+"""Bytes and times of FlexDeMo over slow links: numbers and text of ``lightning-muon plan``."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ TOP_KS = (1, 2, 4, 8, 16, 32)
 # A product's backward has two products of its size, so backward is two thirds of the arithmetic of a step.
 _BACKWARD_SHARE = 2 / 3
 _ALL_REDUCE_ITEMSIZE = 2
-# Two nodes exchange whole messages, whatever they are; from this number on it depends.
+# Two nodes always exchange whole messages; from this number on it depends on the plan.
 _MANY = 3
 
 
 class NodeTraffic(NamedTuple):
-    """Bytes of one node in one step, all its ranks together; means where an exchange takes place less often."""
+    """Bytes of one node in one step, all its ranks together; means if an exchange takes place less often."""
 
-    gathered: float  # Messages that go to each other node as they are.
-    reduced: float  # Messages that are added up on the way: of R nodes each gets and adds up 1 / R of them.
-    returned: float  # The sums of all that is added up, which come back.
-    # Over the link of the node; by formula `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
+    gathered: float  # Messages that are sent whole to each other node.
+    reduced: float  # Messages that are summed on the way: each of R nodes gets and sums 1 / R of them.
+    returned: float  # The sums, which are sent back.
+    # All bytes over the link of the node: `(R - 1) * gathered + (R - 1) / R * (reduced + returned)`.
     sent: float
 
 
 def slow_links(
     model: ModelShapes, mesh: Mesh, config: FlexDeMoConfig, *, compute_seconds: float | None = None
 ) -> dict[str, Any]:
-    """What FlexDeMo, the configured one first, and the all-reduce of hybrid sharding send: bytes, bits and seconds.
+    """Bytes, bits and seconds of FlexDeMo, the configured one first, and of the all-reduce of hybrid sharding.
 
     ``compute_seconds`` are those of forward and backward of one step, without any exchange between nodes.
     """
@@ -53,9 +53,9 @@ def slow_links(
     summed = _summed_up(_ALL_REDUCE_ITEMSIZE * numel, mesh.replicate)
 
     def row(each: FlexDeMoConfig | None) -> dict[str, Any]:
-        """Of an exchange; ``None``: the all-reduce."""
+        """Numbers of an exchange; ``None`` for the all-reduce."""
         traffic = summed if each is None else node_traffic(trained, mesh, each)
-        message = traffic.gathered + traffic.reduced  # What the node has to say, whatever the number of others.
+        message = traffic.gathered + traffic.reduced  # Bytes of the node's message, whatever the number of others.
         saved = summed.reduced + summed.returned - traffic.reduced - traffic.returned
         break_even = max(0.0, saved / traffic.gathered) if traffic.gathered else (None if saved >= 0 else 0.0)
         seconds = {name: 8 * traffic.sent / rate for name, rate in LINKS.items()}
@@ -78,22 +78,22 @@ def slow_links(
 
 
 def _names(config: FlexDeMoConfig | None) -> dict[str, str]:
-    """The replicator with the options that make a difference to the bytes, ``DCTTopK(64, 8)``; ``None``: all-reduce."""
+    """Name of the replicator with the options that affect bytes, ``DCTTopK(64, 8)``; ``None`` for the all-reduce."""
     if config is None:
         return {"name": "HSDP, all-reduce", "value_format": "bf16"}
     replicator = config.replicator
     values = [str(getattr(replicator, key)) for key in ("chunk_size", "top_k", "period") if hasattr(replicator, key)]
     if isinstance(replicator, SharedElements):
-        values.append(f"1/{period(replicator.rate)}")  # What rates are rounded to.
+        values.append(f"1/{period(replicator.rate)}")  # The rounded rate.
     value_format = "fp32" if isinstance(replicator, LocalSteps) else config.value_format
     return {"name": f"{type(replicator).__name__}({', '.join(values)})", "value_format": value_format}
 
 
 def step_seconds(config: FlexDeMoConfig | None, exchange: float, compute: float | None) -> float:
-    """Of forward, backward and exchange; of the exchange alone if the former are unknown.
+    """Seconds of forward, backward and exchange; of the exchange alone if the former are unknown.
 
-    Behind backward: ``C / 3 + max(2 C / 3, E)``, one after the other: ``C + E``, one step late: ``max(C, E)``, with
-    C seconds of arithmetic and E seconds of exchange.
+    Overlapped with backward: ``C / 3 + max(2 C / 3, E)``; one after the other: ``C + E``; one step late: ``max(C, E)``,
+    with C seconds of arithmetic and E seconds of exchange.
     """
     if compute is None:
         return exchange
@@ -109,7 +109,7 @@ def step_seconds(config: FlexDeMoConfig | None, exchange: float, compute: float 
 
 
 def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
-    """The user's config, then DCTTopK with other numbers of coefficients, then other formats of the user's."""
+    """Yield the user's config, then DCTTopK with other numbers of coefficients, then the user's with other formats."""
     yield config
     asked = config.replicator
     template = asked if isinstance(asked, DCTTopK) else DCTTopK()
@@ -124,13 +124,13 @@ def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
 
 
 def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMoConfig) -> NodeTraffic:
-    """What the ranks of one node send for parameters in the order of the model, by the layout of their messages."""
+    """Bytes that the ranks of one node send for parameters, in the order of the model, by their message layouts."""
     if isinstance(config.replicator, LocalSteps):
         numel = sum(math.prod(parameter.shape) for parameter in trained)
         return _summed_up(config.replicator.bits_per_parameter() / 8 * numel, mesh.replicate)
     gathered = reduced = returned = sent = 0
     for shapes, num_ranks in shard_shapes(trained, mesh.shard):
-        # One of all buckets whose messages have the same form, and their number: counting takes long with many nodes.
+        # One of the buckets with messages of each form, and their number: counting all takes long with many nodes.
         kinds: dict[tuple[object, ...], tuple[BucketPlan, int]] = {}
         for plan in plan_buckets(shapes, config):
             form = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
@@ -147,7 +147,7 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
 
 
 def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator[tuple[list[Shape], int]]:
-    """Shapes of the shards of one rank, and how many ranks of a node have the same."""
+    """Yield shapes of the shards of one rank, and the number of ranks of a node with the same shapes."""
     coordinates = [(rank,) for rank in range(num_shards)]
     distinct = {(p.shape, p.shard_dim): index for index, p in enumerate(trained) if p.shape}
     places = {key: place for place, key in enumerate(distinct)}
@@ -157,12 +157,12 @@ def shard_shapes(trained: Sequence[ParameterShape], num_shards: int) -> Iterator
 
 
 def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
-    """A ring all-reduce of ``num_bytes``."""
+    """Traffic of a ring all-reduce of ``num_bytes``."""
     return NodeTraffic(0, num_bytes, num_bytes, 2 * (num_nodes - 1) / num_nodes * num_bytes)
 
 
 def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[RenderableType]:
-    """A table with a row for each way to exchange, and what its columns mean."""
+    """A table with a row for each way to exchange, and a legend of its columns."""
     late = f", {config.delay} step late" if config.delay else ""
     times = "the exchange alone (give forward and backward with --compute-seconds)"
     if links["compute_seconds"] is not None:

@@ -1,4 +1,4 @@
-"""``lightning-muon plan --html``: the planned timeline with names under the pointer, and the table of rows."""
+"""``lightning-muon plan --html``: the planned timeline with tooltips, and the table of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_muon.schedule.draw import rows_shown
 from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.simulate import Timeline
 
-_MOST_MATRICES = 12  # That are named of an op.
+_MOST_MATRICES = 12  # Most matrices that are named of an op.
 _MIB = 2**20
 Section = tuple[str, str]  # Heading and HTML.
 
@@ -21,12 +21,12 @@ Section = tuple[str, str]  # Heading and HTML.
 def table_section(
     heading: str, columns: Mapping[str, str], rows: Sequence[Sequence[Any]], chosen: int | None, notes: Sequence[str]
 ) -> Section:
-    """A table; ``columns`` are titles with the formats of their values, ``chosen`` is the row that stands out."""
+    """A table; ``columns`` are titles with the formats of their values, ``chosen`` is the highlighted row."""
     return heading, html.table(list(columns), cells_of(columns, rows), chosen) + html.paragraphs(notes)
 
 
 def step_section(heading: str, outcome: Outcome) -> Section:
-    """An optimizer step: under the pointer the matrices of an op, their owners and their FLOPs."""
+    """An optimizer step; tooltips have the matrices of an op, their owners and their FLOPs."""
     return heading, _timeline(outcome.timeline, _about_matrices(outcome))
 
 
@@ -53,10 +53,10 @@ def _about_matrices(outcome: Outcome) -> Callable[[int, Op], str]:
     def about(rank: int, op: Op) -> str:
         size = f"{op.bytes / _MIB:,.2f} MiB"
         if op.kind == OpKind.ADAMW:
-            return f"all that is no matrix, {size} of memory"
+            return f"all other parameters, {size} of memory"
         matrices: Sequence[int] = plan.buckets[int(op.key)]
         if op.kind == OpKind.NEWTON_SCHULZ and not stands_for_all:
-            # Not the items of the op, since ranks that run at equal times have those of the first of them.
+            # Not the items of the op: ranks that run at equal times share those of the first of them.
             matrices = [each for each in matrices if rank in plan.owners[each]]
         lines: list[str] = []
         for each in matrices:

@@ -1,7 +1,7 @@
-"""How much memory a rank needs: the rules of ``lightning-muon plan --ranks`` and ``--splits``.
+"""Rules for the memory of a rank, for ``lightning-muon plan --ranks`` and ``--splits``.
 
-A step is followed from part to part of the model: activations go while gradients come, so the most of each kind is not
-there at one time. docs/planning.md has the rules in words, beside what real runs need.
+A step is followed from part to part of the model: activations are freed while gradients are made, so the peaks of the
+kinds are not at one time. docs/planning.md has the rules in words, beside measurements of real runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
 
-_INT8 = 1 + 4 / 128  # A code, and the float32 maximum of a block: optim/momentum.py.
+_INT8 = 1 + 4 / 128  # A code, and a share of the float32 maximum of a block of 128: optim/momentum.py.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,19 +36,19 @@ class Memory:
 
     weights: int
     gradients: int
-    optimizer: int  # State.
+    optimizer: int  # Optimizer state.
     activations: int
     gathered: int  # Whole weights beside the shards, or their copies in 16 bits.
-    buffers: int  # Of what travels, and of the optimizer step.
+    buffers: int  # Buffers of communication, and of the optimizer step.
     peak: int
 
     def to_dict(self) -> dict[str, int]:
-        """For JSON: without the peak."""
+        """All bytes but the peak, as a dict for JSON."""
         return {name: size for name, size in asdict(self).items() if name != "peak"}
 
 
 class _Moment(NamedTuple):
-    """What there is beside weights, state and the buffers that are kept from step to step."""
+    """Bytes at one time beside weights, state and the buffers that are kept from step to step."""
 
     gradients: float
     activations: float = 0
@@ -73,7 +73,7 @@ def _memory(weights: float, optimizer: float, kept: float, moments: Iterable[_Mo
 def memory_without_pipeline(
     job: Job, split: Split, step: OptimizerStep, *, passes: int, recompute: bool, stays_whole: bool
 ) -> Memory:
-    """Of a rank that takes its rows in so many passes; ``stays_whole``: FSDP gathers weights once in a step."""
+    """Memory of a rank with so many passes of its rows; ``stays_whole``: FSDP gathers weights once in a step."""
     every, trained = map(sum, held_by_parts(job, split.shards_of_weights))
     gradients, kept, working = job.itemsize * trained, step.kept_bytes, step.working_bytes
     if split.sharding == "zero2":
@@ -95,9 +95,9 @@ def memory_without_pipeline(
 
 
 def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: bool) -> Iterator[tuple[int, int]]:
-    """While a part runs backward: the first part whose gradients there are, and bytes of the activations.
+    """During a part's backward: the first part that has gradients, and bytes of the activations.
 
-    Gradients of the logits are gone when those of the weights come.
+    Gradients of the logits are freed before those of the weights are made.
     """
     parts, tokens = job.parts, -(-rows_of(job, split) // passes) * job.length
     kept = sum(parts.kept(each, recompute=recompute) for each in range(part + 1))
@@ -109,7 +109,7 @@ def _activations(job: Job, split: Split, part: int, *, passes: int, recompute: b
 
 
 def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
-    """From the last part to the first one, where weights are whole and buckets carry gradients."""
+    """Moments from the last part to the first one, with whole weights and gradients in buckets."""
     del stays_whole
     trained = job.parts.trained
     bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
@@ -131,10 +131,10 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
 
 
 def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool) -> Iterator[_Moment]:
-    """From the last part to the first one with FSDP2, and last its root, which has what is in no layer.
+    """Moments from the last part to the first one with FSDP2, and at last its root, which has all that is in no layer.
 
     The root's weights stay gathered, and its gradients whole, until the end. A layer has its gradients whole, and
-    packed for their sum; the one before it is gathered meanwhile.
+    packed for their sum; the previous layer is gathered meanwhile.
     """
     parts, numel, trained = job.parts, job.parts.numel, job.parts.trained
     _, shards = held_by_parts(job, split.shard)
@@ -146,7 +146,7 @@ def _sharded_backward(job: Job, split: Split, *, passes: int, recompute: bool, s
     root_weights = job.gathered_itemsize * sum(numel[part] for part in roots)
 
     def gradients(part: int, first: int) -> int:
-        """Shards of layers behind a part; whole ones from ``first`` on, and of all before if they are accumulated."""
+        """Bytes of gradients: shards of layers after ``part``, whole ones from ``first`` on, all if accumulated."""
         is_whole = [each for each in roots if each >= first or passes > 1]
         is_whole += [each for each in layers if first <= each == part or (passes > 1 and each <= part)]
         summed = sum(shards[each] for each in layers if each > part)
@@ -173,12 +173,12 @@ def memory_of_stages(
     number: int,
     recompute: bool,
 ) -> Memory:
-    """Of a rank of a pipeline that runs ``nodes``; ``stages`` are the parts of all stages, ``number`` micro-batches.
+    """Memory of a rank of a pipeline that runs ``nodes``; ``stages`` has the parts of each, ``number`` micro-batches.
 
     Gathered weights and gradients of its stages stay whole. A micro-batch keeps its activations from ``F`` to the end
-    of its backward; between the two parts of a split one, ``I`` and ``W``, also the gradient of what each product
-    returns, from which ``W`` makes those of the weights (Qi et al. 2024, arXiv:2401.10241, section 2: it is M_W beside
-    M_B). The first stage runs its whole backward as ``W``, see pipeline/batch_run.py, and keeps no such gradients.
+    of its backward; between the two parts of a split one, ``I`` and ``W``, also the gradient of each product's output,
+    from which ``W`` makes those of the weights (Qi et al. 2024, arXiv:2401.10241, section 2: it is M_W beside M_B). The
+    first stage runs its whole backward as ``W``, see pipeline/batch_run.py, and keeps no such gradients.
     """
     parts, own = job.parts, tuple(part for stage in sorted({node.stage for node in nodes}) for part in stages[stage])
     every, trained = held_by_parts(job, split.shard)
@@ -209,7 +209,7 @@ def memory_of_stages(
 
 @cache
 def _state_bytes(job: Job, split: Split, own: tuple[int, ...]) -> float:
-    """Of the optimizer for some parts, on the rank that holds most."""
+    """Bytes of optimizer state for some parts, on the rank that holds most."""
     config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
     momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
     if config.offload == "momentum" and not job.setting.is_cpu:

@@ -1,4 +1,4 @@
-"""What is planned: a shape file or the model of a YAML file of ``lightning-muon fit``, its options and its mesh."""
+"""Input of a plan: a shape file, or the model, options and mesh of a YAML file of ``lightning-muon fit``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
-_LONGEST_NAME = 80  # Of 120 columns.
+_LONGEST_NAME = 80  # Columns of 120.
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
-# What the words may say beside the options of the replicator: all else changes neither bytes nor times.
+# Keys that the words may set beside the options of the replicator: others change neither bytes nor times.
 _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
 
 
@@ -49,20 +49,20 @@ class Mesh(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """What a YAML file says of a training, or what there is in its place."""
+    """A training, from a YAML file or a shape file."""
 
     shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
-    # Of the strategy, or what FlexDeMo shares with ParallelMuon.
+    # Config of the strategy, or the options that FlexDeMo shares with ParallelMuon.
     optimizer: MuonConfig = field(default_factory=MuonConfig)
-    replicate: int | None = None  # Replicas that the file asks for, if it does; so is the next one.
-    shard: int | None = None
+    replicate: int | None = None  # Number of replicas in the file, if it says so.
+    shard: int | None = None  # Number of shards in the file, if it says so.
     flexdemo: FlexDeMoConfig | None = None  # Options of the strategy's FlexDeMo, if that is its optimizer.
-    machine: str = "reference"  # Whose rates are taken if nothing else is asked for.
-    module: nn.Module | None = None  # Of the file; its parameters are those of `shapes`, in the same order.
-    precision: str | None = None  # Of the file's Trainer.
+    machine: str = "reference"  # Machine whose rates are the default.
+    module: nn.Module | None = None  # Model of the file; its parameters are those of `shapes`, in the same order.
+    precision: str | None = None  # Precision of the file's Trainer.
 
     def mesh(self, arguments: Namespace, *, fewest_replicas: int = 1) -> Mesh:
-        """The sizes of the command line, or else of the file."""
+        """The mesh by the sizes of the command line, or else of the file."""
         shard = arguments.shard_size or self.shard
         if shard is None:
             raise ValueError(
@@ -73,9 +73,9 @@ class PlannedModel:
 
 
 def add_model_arguments(parser: ArgumentParser) -> Any:
-    """Declare what says which model is meant, and on how many ranks; argparse takes ``--shard`` for short, too.
+    """Declare the options that choose the model and the number of ranks; argparse takes ``--shard`` for short, too.
 
-    Returns the options of which there must be one.
+    Returns the group of options of which one is required.
     """
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
@@ -117,7 +117,7 @@ def positive(text: str) -> float:
 
 
 def memory_of_host() -> int:
-    """Bytes of this machine."""
+    """Bytes of memory of this machine."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -130,10 +130,9 @@ def cells_of(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> list[
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Columns by title, each with the format of its values: text at the left, numbers at the right, ``None`` is a dash.
+    """Make a table; ``columns`` are titles with formats: text is left-aligned, numbers right, ``None`` is a dash.
 
-    A column without any text is left out. Cells that are too long go on in the next line, those of the first column
-    last.
+    A column without any text is left out. Cells that are too long are wrapped, those of the first column last.
     """
     cells = zip(columns.items(), *cells_of(columns, rows), strict=True)
     shown = [(*column,) for column in cells if any(column[1:])]
@@ -147,10 +146,10 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
 
 
 def read_fit_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a file of ``lightning-muon fit`` holds, and its section ``trainer``.
+    """Read a file of ``lightning-muon fit``; return its content and its section ``trainer``.
 
-    A misspelled section or option of the Trainer is an ``UnknownOptionError``; what resembles none is for LightningCLI
-    to judge, which has further ones. Needs Lightning.
+    A misspelled section or option of the Trainer is an ``UnknownOptionError``; keys that resemble none are left to
+    LightningCLI, which has further ones. Needs Lightning.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
@@ -185,7 +184,7 @@ def read_config(path: Path) -> PlannedModel:
             model = parser.instantiate(parsed)["model"]
             model.configure_model()
     except Exception:
-        # Whatever a constructor does with numbers fails on tensors that have none.
+        # A constructor that reads values fails on the meta device.
         model = parser.instantiate(parsed)["model"]
         model.configure_model()
     strategy = trainer.get("strategy")
@@ -195,10 +194,10 @@ def read_config(path: Path) -> PlannedModel:
     options = Options.from_mapping(given, source=str(path))
     config = FlexDeMoConfig() if strategy == "flexdemo" else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
-    # What FlexDeMo shares with ParallelMuon, but for its `chunk_bytes`, of the buckets that travel between nodes.
+    # The options that FlexDeMo shares with ParallelMuon, without its `chunk_bytes` of the buckets between nodes.
     shared = vars(config) if flexdemo is None else {**vars(config), "chunk_bytes": MuonConfig.chunk_bytes}
     optimizer = from_arguments(MuonConfig, shared)
-    # As far as the file determines the mesh without looking at a machine.
+    # The mesh as far as the file determines it without the machine.
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     found: Sequence[int | str] = (options.replicate_size, options.shard_size)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
@@ -222,7 +221,7 @@ def read_config(path: Path) -> PlannedModel:
 
 
 def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:
-    """Divide the weights whose names match a shell pattern into parts of these sizes, or into one number of parts."""
+    """Divide the weights whose names match a shell pattern into parts of these sizes, or into so many equal parts."""
     parameters = list(model.parameters)
     for pattern, parts in fused.items():
         matched = [
@@ -239,7 +238,7 @@ def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelS
 
 
 def with_stacks_cut_along(model: ModelShapes, dim: int) -> ModelShapes:
-    """Shard stacks along another dimension than the one that counts matrices."""
+    """Shard stacks along dimension ``dim`` instead of the one that counts matrices."""
     if not any(parameter.kind == "stack" for parameter in model.parameters):
         raise ValueError(f"{model.name} has no stacks of matrices that could be cut along dimension {dim}")
     return replace(

@@ -1,8 +1,8 @@
 """``lightning-muon plan --ranks`` and ``--splits``: what fits, which way of training to use, and a config file of it.
 
 The command and its table: ``--ranks`` shows the best split of each mode, ``--splits`` every one of FSDP2 and pipelines.
-:mod:`lightning_muon.cli.split_rules` says what a split needs and takes, :mod:`lightning_muon.cli.split_search` goes
-through all of them.
+:mod:`lightning_muon.cli.split_rules` computes memory and time of a split, :mod:`lightning_muon.cli.split_search`
+searches all of them.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from lightning_muon.monitor import html
 from lightning_muon.schedule.pipeline import SCHEDULES
 from lightning_muon.sharding.modes import MODES
 
-NODE_RANKS = 8  # If nobody says how many ranks a node has.
-FLEXDEMO = FlexDeMoConfig(base="muon")  # Of the row, if nobody says another: the optimizer of the other rows.
-SPLIT_MODES: tuple[TrainingMode, ...] = ("fsdp", "hsdp", "pipeline")  # Of --splits.
+NODE_RANKS = 8  # Default number of ranks of a node.
+FLEXDEMO = FlexDeMoConfig(base="muon")  # Default config of the row: the optimizer of the other rows.
+SPLIT_MODES: tuple[TrainingMode, ...] = ("fsdp", "hsdp", "pipeline")  # Modes of --splits.
 _STRATEGY = "lightning_muon.ParallelMuonStrategy"
 # Options of the strategy that the plan sets, or that would contradict it.
 _DECIDED = (
@@ -108,14 +108,14 @@ class RankedSplits:
     job: Job
     precision: str
     rank_memory: float  # In GiB.
-    every_split: bool  # Whether all splits are there, or the best one of each mode.
+    every_split: bool  # Whether it has all splits, or only the best one of each mode.
     found: Sequence[PlannedSplit]  # The fastest that fits first.
     left_out: Sequence[str]
     best: PlannedSplit | None  # `None` if nothing fits.
 
 
 def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> RankedSplits:
-    """Plan each mode. FlexDeMo, which trains in another way, is recommended only where it is asked for."""
+    """Plan each mode. FlexDeMo, which trains in another way, is recommended only if the user asks for it."""
     precision, every_split = arguments.precision or planned.precision or "bf16-mixed", arguments.splits is not None
     num_ranks, left_out = arguments.splits or arguments.ranks, list[str]()
     modes = list(SPLIT_MODES if every_split else arguments.modes)
@@ -127,7 +127,7 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
     except ValueError as error:
         if every_split:
             raise
-        # By the numbers in the names of parameters.
+        # Find layers by the numbers in the names of parameters.
         job = make_job(arguments, setting, replace(planned, module=None), precision, num_ranks=num_ranks)
         if "pipeline" in modes:
             modes.remove("pipeline")
@@ -183,7 +183,7 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
 
 
 def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, precision: str, *, num_ranks: int) -> Job:
-    """What the command line says, and the file."""
+    """Make the job from the command line and the file."""
     if precision not in SUPPORTED:
         raise ValueError(f"--precision: {precision!r} of the config is none of {', '.join(SUPPORTED)}")
     policy = mixed_precision_policy(precision, planned.module or nn.Module())
@@ -205,7 +205,7 @@ def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, prec
 
 
 def heading(comparison: RankedSplits) -> list[str]:
-    """What was asked."""
+    """Lines on what is planned."""
     job, setting = comparison.job, comparison.job.setting
     links = ", ".join(f"{each / 1e9:g}" for each in job.cost.bandwidth)
     return [
@@ -248,12 +248,12 @@ def rows_of_table(comparison: RankedSplits) -> tuple[dict[str, str], list[list[A
 
 
 def legend(comparison: RankedSplits) -> str:
-    """What the columns mean."""
+    """Legend of the columns."""
     return _LEGEND + (_LEGEND_OF_SPLITS if comparison.every_split else _LEGEND_OF_MODES)
 
 
 def hints(comparison: RankedSplits) -> list[str]:
-    """What the recommended row leaves to say."""
+    """Further advice on the recommended row."""
     best, found = comparison.best, list[str]()
     assert best is not None
     if best.way.recompute:
@@ -269,7 +269,7 @@ def hints(comparison: RankedSplits) -> list[str]:
 
 
 def strategy_options(way: Way) -> dict[str, Any]:
-    """What to set for it, by the names of a strategy's arguments; a FlexDeMo's ``optimizer`` is not among them."""
+    """Arguments of a strategy for this way, by name, without the ``optimizer`` of a FlexDeMo."""
     split = way.split
     if split.sharding == "none":
         return {"sharding": "none"}
@@ -284,7 +284,7 @@ def strategy_options(way: Way) -> dict[str, Any]:
 
 
 def recommendation(best: PlannedSplit) -> str:
-    """One sentence."""
+    """The recommendation in one sentence."""
     way = best.way
     words = [f"{key}={value}" for key, value in strategy_options(way).items()]
     words += ["a FlexDeMo as optimizer"] if way.split.sharding == "flexdemo" else []
@@ -297,7 +297,7 @@ def recommendation(best: PlannedSplit) -> str:
 
 
 def write_html(path: Path, comparison: RankedSplits) -> None:
-    """The table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
+    """Write the table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
     job, best = comparison.job, comparison.best
     shown = comparison.found[0] if best is None else best
     columns, rows = rows_of_table(comparison)
@@ -318,10 +318,10 @@ def write_html(path: Path, comparison: RankedSplits) -> None:
 
 
 def write_config(arguments: Namespace, comparison: RankedSplits) -> None:
-    """The file of the recommended row: that of ``--config`` with its strategy, else one of Accelerate with our section.
+    """Write the config of the recommended row: that of ``--config`` with its strategy, else one for Accelerate.
 
     Raises:
-        OSError: If there is a file of that name, or no such folder.
+        OSError: If the file exists, or its folder does not.
     """
     # Imports yaml, which comes with Accelerate and Lightning.
     from lightning_muon.cli.config import accelerate_config, write_new
@@ -361,7 +361,7 @@ def write_config(arguments: Namespace, comparison: RankedSplits) -> None:
 
 
 def _lightning_config(arguments: Namespace, comparison: RankedSplits, *, devices: int, nodes: int, passes: int) -> str:
-    """The file of ``--config`` with another strategy, which keeps the options that the plan leaves open."""
+    """The content of ``--config`` with another strategy, which keeps the options that the plan does not decide."""
     import yaml
 
     from lightning_muon.cli.config import plain

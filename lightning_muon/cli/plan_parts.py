@@ -1,4 +1,4 @@
-"""What ``lightning-muon plan --splits`` knows of a model: its parts as the runtime cuts them, and what each costs."""
+"""Models for ``lightning-muon plan --splits``: parts as the runtime cuts them, and the cost of each."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_muon.pipeline.cut import choose_stages, matrices_of
 from lightning_muon.pipeline.model import Chain, StagedModel, find_staged_model
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
-_LOSS_BYTES = 4  # Of each logit: its logarithm of a softmax in float32; in backward two gradients of that size.
+_LOSS_BYTES = 4  # Bytes per logit: its log-softmax in float32; in backward two gradients of that size.
 
 
 class PlannedParts:
-    """A model as the parts that the runtime makes stages of, and what each of them costs.
+    """A model as the parts of which the runtime makes stages, with the cost of each.
 
-    An attention is what stands below a module with "attn" or "attention" in its name. Its width, that of all heads
-    together, is what its last matrix, the output projection, takes.
+    All below a module with "attn" or "attention" in its name is one attention. Its width, that of all heads together,
+    is the number of inputs of its last matrix, the output projection.
     """
 
     def __init__(self, planned: PlannedModel, model: ModelShapes, *, width: int | None, itemsize: int) -> None:
@@ -40,10 +40,10 @@ class PlannedParts:
         # Activation checkpointing is for layers: embeddings and the output head are outside of them.
         self.is_layer = [any(each.algorithm == "muon" for each in some) for some in self.parameters]
         matrices = [matrices_of(part) for part in parts]
-        # FLOPs of a forward for each token, and of attention's scores and values for each token and token of its row.
+        # FLOPs of a forward for each token, and of attention's scores and values for each pair of tokens of a row.
         self.product_flops = [2 * sum(each.numel() for each in some) for some in matrices]
         self.score_flops = [4 * sum(_attention_widths(shapes[each] for each in some)) for some in matrices]
-        # Bytes for each token that backward needs: what goes into each matrix, and what comes out.
+        # Bytes for each token that backward needs: inputs and outputs of each matrix.
         self.output_bytes = [itemsize * sum(each.shape[-2] for each in some) for some in matrices]
         self.activations = [itemsize * sum(each.shape[-1] + each.shape[-2] for each in some) for some in matrices]
         self.inputs = self.width * itemsize
@@ -62,17 +62,17 @@ class PlannedParts:
         return len(self.parameters)
 
     def kept(self, part: int, *, recompute: bool) -> int:
-        """Bytes for each token of a micro-batch on its way."""
+        """Bytes for each token of a micro-batch between forward and backward."""
         return self.inputs if recompute and self.is_layer[part] else self.activations[part]
 
     def in_backward(self, parts: Sequence[int], *, recompute: bool) -> int:
-        """Bytes for each token of the micro-batch whose backward runs: a layer that is computed again, and the loss."""
+        """Further bytes for each token of the micro-batch in backward: of a recomputed layer, and of the loss."""
         again = max((self.activations[part] for part in parts if self.is_layer[part] and recompute), default=0)
         return again + 2 * sum(self.loss_gradient[part] for part in parts)
 
 
 def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, ParameterShape]]:
-    """Modules without memory: one for each numbered layer, and for what stands before, between and behind them."""
+    """Modules without memory: one for each numbered layer, and for all that comes before, between and after them."""
     shapes: dict[nn.Parameter, ParameterShape] = {}
 
     def module_of(each: ParameterShape) -> nn.Module:
@@ -102,7 +102,7 @@ def _holding(parameter: nn.Parameter, module: nn.Module) -> nn.Module:
 
 
 def _attention_widths(matrices: Iterable[ParameterShape]) -> list[int]:
-    """Of each attention among them."""
+    """Width of each attention among the matrices."""
     last: dict[str, int] = {}
     for each in matrices:
         words = each.name.split(".")

@@ -40,7 +40,7 @@ _COSTS_HELP = (
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A schedule on paper. Memory is in micro-batches of all layers of a rank."""
+    """A simulated schedule. Memory is in micro-batches of all layers of a rank."""
 
     name: str
     stages_per_rank: int
@@ -49,11 +49,11 @@ class PlannedSchedule:
 
     @property
     def title(self) -> str:
-        """For a picture."""
+        """Title of a picture."""
         return f"{self.name}, {self.stages_per_rank} stage{'s' * (self.stages_per_rank > 1)} per rank"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The schedule as a dict for JSON."""
         return {
             "schedule": self.name,
             "stages_per_rank": self.stages_per_rank,
@@ -64,7 +64,7 @@ class PlannedSchedule:
 
 
 def run(arguments: Namespace, console: Console) -> None:
-    """Plan, draw what is asked for, and print a table or JSON."""
+    """Plan, draw pictures if asked to, and print a table or JSON."""
     schedules = plan_pipeline(arguments)
     title = f"pipeline of {arguments.pipeline} ranks, {_num_microbatches(arguments)} micro-batches"
     for path in arguments.draw:
@@ -100,7 +100,7 @@ def plan_pipeline(arguments: Namespace) -> list[PlannedSchedule]:
             num_microbatches=_num_microbatches(arguments),
             stages_per_rank=stages_per_rank,
             memory_limit=arguments.memory_limit * stages_per_rank,
-            # A rank has the same layers however many stages they are.
+            # A rank has the same layers, whatever the number of its stages.
             costs=replace(
                 given, **{name: getattr(given, name) / stages_per_rank for name in _COSTS if name != "communication"}
             ),
@@ -121,7 +121,7 @@ def plan_pipeline(arguments: Namespace) -> list[PlannedSchedule]:
 
 
 def schedules_table(schedules: list[PlannedSchedule]) -> Table:
-    """One row for each, compared with 1F1B if that is among them, else with the first."""
+    """A table with one row for each schedule, compared with 1F1B if it is among them, else with the first."""
     plain = next((each for each in schedules if each.name == "1f1b"), schedules[0])
     columns = {"schedule": "", "stages per rank": "d", "step": ".2f", f"of {plain.name}": ".3f"}
     return table(

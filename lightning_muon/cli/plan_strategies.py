@@ -1,6 +1,6 @@
 """The strategies that ``lightning-muon plan`` compares: their owners, bytes and predicted timelines.
 
-What each rank holds, and who shares owners, is what the optimizer's own builder makes of the shapes
+The pieces that each rank holds, and the exchange groups, come from the optimizer's own builder
 (:mod:`lightning_muon.params.exchange`).
 """
 
@@ -42,7 +42,7 @@ PIPELINE = "lpt+pipeline"
 GRID = "lpt+pipeline, owner grid"
 # Programs of more ranks are not validated.
 MOST_RANKS_IN_FULL = 16
-# Larger buckets keep within this what is simulated, and what is counted: ranks times buckets.
+# Limits of simulated ops, and of ranks times buckets that are counted; larger buckets keep within them.
 _MOST_OPS, _MOST_COUNTS = 20_000, 1_000_000
 _OPS_PER_BUCKET = len(STEP_KINDS)
 
@@ -54,19 +54,19 @@ class Setting:
     model: ModelShapes
     mesh: Mesh
     config: MuonConfig
-    wire_itemsize: int  # Bytes of an element that travels.
+    wire_itemsize: int  # Bytes of an element that is sent.
     cost: CostModel
     machine: str = "reference"  # Where the rates come from.
     is_cpu: bool = False  # Whether the ranks are on CPUs.
-    owners: Mapping[str, int] = field(default_factory=dict[str, int])  # Of matrices that lie whole on a shard rank.
+    owners: Mapping[str, int] = field(default_factory=dict[str, int])  # Matrix that is whole on a shard rank -> rank.
 
     def strategies(self) -> dict[str, MuonConfig]:
         """The config with the assignment, overlap and dedupe of each strategy.
 
-        With several replicas of several shards each, every replica does the same for itself, and the last strategy lets
-        owners be anywhere on the grid.
+        With several replicas of several shards each, every replica repeats the work, except with the last strategy,
+        whose owners may be anywhere on the grid.
         """
-        alone = self.mesh.shard == 1  # Then replicas hold everything, and sharing among them is all there is.
+        alone = self.mesh.shard == 1  # Then each replica is one rank, and work can be shared only between replicas.
         pipeline = replace(self.config, assignment="lpt", overlap="step", dedupe="always" if alone else "never")
         serial = replace(pipeline, overlap="off")
         found = {
@@ -102,20 +102,20 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one strategy comes to. Where replicas repeat the work, ranks are those of one replica."""
+    """The result of one strategy. If replicas repeat the work, ranks are those of one replica."""
 
     name: str
     specs: Sequence[MatrixSpec]
     plan: MuonPlan
     timeline: Timeline
-    early: PrefetchEstimate | None  # Whether gathers during backward would pay; `None` if nothing is gathered.
+    early: PrefetchEstimate | None  # Estimate of gathers during backward; `None` if nothing is gathered.
     numbers: dict[str, Any]  # For JSON: seconds, bytes, FLOPs and shares.
 
 
 def compare_strategies(
     setting: Setting, names: Collection[str] | None = None, *, validates: bool = True
 ) -> list[Outcome]:
-    """All strategies on one model and mesh, or those of these names; ``validates`` programs of few ranks."""
+    """Plan all strategies on one model and mesh, or those of these names; ``validates`` programs of few ranks."""
     ranks = cache(lambda dedupe: _Ranks(setting, dedupe))
     return [
         ranks(each.dedupe).outcome(name, each, validates=validates)
@@ -125,7 +125,7 @@ def compare_strategies(
 
 
 class _Ranks:
-    """The matrices of a model on the ranks among which they travel, as FSDP2 shards the weights."""
+    """The matrices of a model on the ranks that exchange them, with weights sharded as by FSDP2."""
 
     def __init__(self, setting: Setting, dedupe: Dedupe) -> None:
         groups = setting.exchange_groups(dedupe)
@@ -157,11 +157,11 @@ class _Ranks:
         return plan, {**self._plan_numbers(plan), "bytes": self._moved(plan), "note": note}
 
     def _listed(self, assignment: Assignment) -> Sequence[int]:
-        """The ranks whose ops are made: where all of many ranks do the same, the first one."""
+        """The ranks whose ops are made: if all of many ranks do the same, only the first one."""
         return range(1 if assignment == "redundant" and self.num_ranks > MOST_RANKS_IN_FULL else self.num_ranks)
 
     def _chunk_bytes(self, assignment: Assignment) -> int:
-        """Large enough to keep the number of ops within bounds: plans of 45,000 matrices have too many otherwise."""
+        """Bucket size that keeps the number of ops within bounds: plans of 45,000 matrices would have too many."""
         most_ops = _MOST_OPS // (_OPS_PER_BUCKET * len(self._listed(assignment)))
         most_buckets = max(8, min(most_ops, _MOST_COUNTS // self.num_ranks))
         # Matrices that lie on one rank alone are in buckets of that rank, all others in buckets of all owners.
@@ -176,14 +176,14 @@ class _Ranks:
         return chunk_bytes
 
     def outcome(self, name: str, config: MuonConfig, *, validates: bool) -> Outcome:
-        """Plan and simulate."""
+        """Plan and simulate a strategy."""
         (plan, numbers), cost = self._planned(config.assignment), self._setting.cost
         look_ahead = 0 if config.overlap == "off" else config.look_ahead
         program = {rank: [*ops, self._adamw[rank]] for rank, ops in plan.program.items()}
         if validates and self.num_ranks <= MOST_RANKS_IN_FULL:
             check_step(step_program(program, look_ahead=look_ahead), [plan])
         program, like = merge_equal_ranks(program)
-        # What of `step_program` runs when all gradients are there and none was sent early.
+        # The part of `step_program` that runs if all gradients are there and none was sent early.
         simulated = simulate(prefetch(program, look_ahead), cost)
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, cost) for ops in program.values()])
@@ -194,7 +194,7 @@ class _Ranks:
             "idle": timeline.idle,
             "hidden": timeline.hidden,
             "peak_buffer_bytes": timeline.peak_bytes,
-            # Of the dearest matrix, in 16 bits: two l x s iterates and two s x s products.
+            # Of the most expensive matrix, in 16 bits: two l x s iterates and two s x s products.
             "newton_schulz_bytes": 2 * (2 * long * short + 2 * short * short),
             **self._step_memory(plan, look_ahead),
             "early_gathers": None if early is None else {**asdict(early), "pay": early.pays},
@@ -203,9 +203,9 @@ class _Ranks:
         return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, early=early, numbers=numbers)
 
     def _step_memory(self, plan: MuonPlan, look_ahead: int) -> dict[str, int]:
-        """Bytes of the rank with most: of wire buffers, which stay from step to step, and of an op at work.
+        """Most bytes on a rank: of wire buffers, which stay from step to step, and of a running op.
 
-        Newton-Schulz has what it gets, two iterates and two products of the short side; momentum looks ahead in
+        Newton-Schulz has its input, two iterates and two products of the short side; momentum has its look-ahead in
         float32.
         """
         itemsize = 4 if self._setting.config.compute_dtype == "float32" else 2
@@ -231,13 +231,13 @@ class _Ranks:
         return {"kept_buffer_bytes": kept, "working_bytes": working}
 
     def _plan_numbers(self, plan: MuonPlan) -> dict[str, Any]:
-        """Buckets, load and owners."""
-        # Of whole matrices of each bucket, per rank that owns some of it; where all own all, all of the bucket.
+        """Numbers of buckets, load and owners."""
+        # Bytes of whole matrices of each bucket, per rank that owns some of it; all of the bucket if all own all.
         bucket_bytes = [
             sum(self.specs[i].numel for i in bucket) * self._itemsize // len({plan.owners[i][0] for i in bucket})
             for bucket in plan.buckets
         ]
-        resident: Counter[int] = Counter()  # Loads that cannot travel.
+        resident: Counter[int] = Counter()  # Loads that cannot move to another rank.
         for spec in self.specs:
             if spec.shards.sole_holder is not None:
                 resident[spec.shards.sole_holder] += spec.flops
@@ -258,7 +258,7 @@ class _Ranks:
         }
 
     def _moved(self, plan: MuonPlan) -> list[dict[str, Any]]:
-        """Bytes in each direction over each axis that carries any; ``most`` is of the busiest rank."""
+        """Bytes in each direction over each axis that has any; ``most`` is that of the busiest rank."""
         moved = count_elements(dict(enumerate(plan.owners)), self.specs)
         return [
             {
@@ -289,7 +289,7 @@ def _adamw_bytes(model: ModelShapes, ranks: ExchangeRanks) -> list[int]:
 
 
 def choice_of(setting: Setting) -> dict[str, Any]:
-    """What a config says of owners and transfers on this mesh, and the row of the table that is the same, for JSON."""
+    """Options of a config on owners and transfers, and the row of the table that is the same, for JSON."""
     config, mesh = setting.config, setting.mesh
     groups = setting.exchange_groups(config.dedupe)
     num_matrices, num_shared = sum(len(placed) for _, placed in groups), None
@@ -302,6 +302,6 @@ def choice_of(setting: Setting) -> dict[str, Any]:
         if (each.assignment, each.overlap == "off", dedupe) == asked:
             row = name
     if num_shared == 0 and mesh.shard == 1:
-        row = "redundant"  # Replicas that do not share compute everything; in the other rows they share it.
+        row = "redundant"  # Without sharing each replica computes everything; in the other rows they share.
     said = {key: getattr(config, key) for key in ("assignment", "overlap", "dedupe")}
     return {**said, "num_matrices": num_matrices, "num_shared": num_shared, "row": row}

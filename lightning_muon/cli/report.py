@@ -31,7 +31,7 @@ _METRICS, _HISTORY, _SAMPLES = "metrics.csv", "trainer_state.json", "samples.jso
 _MOST_SAMPLES = 20
 _MOST_APART = 3.0  # Timelines that are drawn on one axis.
 _NO_METRICS = {"step", "epoch", "seconds"}
-# Of transformers, beside what is trained.
+# Columns of transformers that are no metrics.
 _NO_METRICS |= {"total_flos", "train_runtime", "num_input_tokens_seen"}
 # Title of a picture -> beginnings of the names that are drawn in it.
 _PICTURES = {
@@ -70,11 +70,11 @@ def run(arguments: argparse.Namespace) -> None:
 def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | None = None) -> Path:
     """Write the report of these folders, and return where it is.
 
-    Raises a ``FileNotFoundError`` for a folder without metrics, a ``ValueError`` for files that are none of these,
-    and an ``OSError`` for an ``out`` that cannot be written.
+    Raises a ``FileNotFoundError`` for a folder without metrics, a ``ValueError`` for files that cannot be read, and an
+    ``OSError`` for an ``out`` that cannot be written.
     """
     read = [LoggedRun.read(folder) for folder in runs]
-    for each in read:  # Of several, with the folder above it: version_0 has many namesakes.
+    for each in read:  # For several runs, with the folder above: many are called version_0.
         each.name = "/".join(each.folder.resolve().parts[-min(2, len(read)) :])
     path = out or runs[0] / "report.html"
     if path.is_dir():
@@ -87,7 +87,7 @@ def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | 
 
 @dataclass(eq=False)
 class LoggedRun:
-    """What a folder has of a run."""
+    """The logged data of a run in a folder."""
 
     folder: Path
     curves: dict[str, _Curve] = field(default_factory=dict[str, _Curve])  # Metric -> (step, value), by step.
@@ -141,7 +141,7 @@ class LoggedRun:
                 self.curves.setdefault(name, []).append((line["step"], value))
 
     def over_seconds(self, curve: _Curve) -> _Curve:
-        """A curve over the seconds of training, by straight lines between the known ones; empty without them."""
+        """The curve over the seconds of training, by linear interpolation of known times; empty without them."""
         times = [(0.0, 0.0), *self.times]
         if len(times) < 3:
             return []
@@ -164,7 +164,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _rows(folder: Path) -> Iterable[dict[str, float]]:
-    """What loggers have written, in the order of time."""
+    """Yield the rows that loggers have written, in the order of time."""
     if (folder / _METRICS).exists():
         with (folder / _METRICS).open(newline="", encoding="utf-8") as file:
             table: list[Mapping[str, Any]] = list(csv.DictReader(file))
@@ -206,7 +206,7 @@ def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, s
 
 
 def is_of_optimizer(name: str) -> bool:
-    """Whether a metric, of ``MuonMonitor`` for instance, says what the optimizer takes and does."""
+    """Whether a metric is one of the optimizer, such as those of ``MuonMonitor``."""
     return name.startswith(tuple(chain(*_PICTURES.values(), ("bytes/",))))
 
 
@@ -231,7 +231,7 @@ def _last_values(runs: Sequence[LoggedRun], metrics: Sequence[str]) -> str:
 
 
 def _of_monitor(each: LoggedRun) -> Iterable[tuple[str, str]]:
-    """Parts, bytes and balance, as MuonMonitor has measured them last."""
+    """Parts, bytes and balance of the last step that MuonMonitor has measured."""
     if not each.measured:
         return
     line = each.measured[-1]
@@ -270,7 +270,7 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
     planned = predict(recording, rates, device_type=device_type)
     pictures: list[str] = []
     spans = recording.timeline.makespan, planned.makespan
-    end = max(spans) if max(spans) < _MOST_APART * min(spans) else 0.0  # On axes of their own, if need be.
+    end = max(spans) if max(spans) < _MOST_APART * min(spans) else 0.0  # Separate axes if lengths differ much.
     for title, timeline in (("measured", recording.timeline), (f"planned ({of_rates})", planned)):
         lanes = [html.Lane(name=f"{title}: {1e3 * timeline.makespan:.4g} ms, idle {timeline.idle:.0%}")]
         lanes += html.lanes_of(timeline, lambda rank, op: _about(recording, rank, op), rows_shown(timeline))
@@ -279,7 +279,7 @@ def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]
 
 
 def _about(recording: Recording, rank: int, op: Op) -> str:
-    """Matrices, FLOPs and bytes of an op, for who points at it."""
+    """Tooltip with matrices, FLOPs and bytes of an op."""
     names = recording.matrices.get(rank, {}).get(op.name, [])
     lines = [join_names(names, separator="\n")] if names else []
     lines += [f"{op.cost / 1e9:.3g} GFLOP"] if op.cost else []

@@ -1,7 +1,7 @@
 """The rules of ``lightning-muon plan --ranks`` and ``--splits``: what a rank holds, transfers, and seconds of a step.
 
 Pure functions of sizes and rates; :mod:`lightning_muon.cli.plan_memory` has those of memory. docs/planning.md has them
-in words, beside what real runs come to.
+in words, beside measurements of real runs.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ TrainingMode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flex
 TRAINING_MODES: tuple[TrainingMode, ...] = get_args(TrainingMode)
 
 
-# Tensors of the size of the parameters that a FlexDeMo reads and writes to choose and to decode: counted in
+# Number of tensors of parameter size that a FlexDeMo reads and writes to encode and decode, counted in
 # flexdemo/bucket.py. SGD reads an update, and reads and writes weights.
 _CODEC_TENSORS, _SGD_TENSORS = 15, 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What is trained, and on which machine."""
+    """A training: model, batch and machine."""
 
     parts: PlannedParts
-    setting: Setting  # Of the optimizer step, and the rates.
+    setting: Setting  # Setting of the optimizer step, with the rates.
     num_ranks: int
     node_ranks: int
-    rows: int  # Of a batch, of all ranks together.
+    rows: int  # Rows of a batch of all ranks together.
     length: int  # Tokens of a row.
-    # Bytes of an element: of weights, gradients and optimizer state; gathered; and of gradients that are summed.
+    # Bytes of an element of weights, gradients and state; of gathered weights; of gradients that are summed.
     itemsize: int
     gathered_itemsize: int
     reduced_itemsize: int
-    flops_per_second: float  # Of forward and backward.
-    bucket_bytes: int = BUCKET_BYTES  # Of gradients of whole weights that travel together.
+    flops_per_second: float  # FLOP/s of forward and backward.
+    bucket_bytes: int = BUCKET_BYTES  # Bytes of gradients of whole weights that are sent together.
     flexdemo: FlexDeMoConfig = field(default_factory=FlexDeMoConfig)
 
     @property
@@ -83,19 +83,19 @@ class Split:
 
     @property
     def mode(self) -> TrainingMode:
-        """By the name of its row."""
+        """Name of the mode, as in the table."""
         if self.sharding != "fsdp":
             return self.sharding
         return "pipeline" if self.pipeline > 1 else "hsdp" if self.replicate > 1 else "fsdp"
 
     @property
     def sizes(self) -> str:
-        """For tables."""
+        """The sizes as text for tables."""
         return f"{self.pipeline} x {self.replicate} x {self.shard}"
 
     @property
     def shards_of_weights(self) -> int:
-        """Ranks that share the weights."""
+        """Number of ranks that share the weights."""
         return self.shard if self.is_fsdp else 1
 
     @property
@@ -105,17 +105,17 @@ class Split:
 
     @property
     def data(self) -> int:
-        """Ranks with different rows."""
+        """Number of ranks with different rows."""
         return self.replicate * self.shard
 
     @cached_property
     def axes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Ranks of a shard group and the nodes on which it lies at most; the same of a replicate group."""
+        """Ranks of a shard group and most nodes over which it is spread; the same of a replicate group."""
         shards, replicas = self._nodes_of(1, self.shard), self._nodes_of(self.shard, self.replicate)
         return (self.shard, shards), (self.replicate, replicas)
 
     def _nodes_of(self, stride: int, size: int) -> int:
-        """Of groups of so many ranks, each so far from the next."""
+        """Most nodes over which one group of ``size`` ranks, ``stride`` apart, is spread."""
         firsts = range(0, self.data * self.pipeline, stride * size)
         # Groups that begin at the same place of a node lie alike.
         starts = {(first + at) % self.node_ranks for first in firsts for at in range(stride)}
@@ -123,14 +123,14 @@ class Split:
 
 
 class SplitTraffic(NamedTuple):
-    """Seconds of transfers, and what a rank sends in them."""
+    """Seconds of transfers, and the bytes that a rank sends in them."""
 
     seconds: float = 0.0
     inside: float = 0.0  # Bytes within the node.
     between: float = 0.0  # Bytes to other nodes.
 
     def plus(self, *others: SplitTraffic) -> SplitTraffic:
-        """One after the other."""
+        """The sum of transfers that run one after the other."""
         return SplitTraffic(*map(sum, zip(self, *others, strict=True)))
 
 
@@ -138,7 +138,7 @@ class SplitTraffic(NamedTuple):
 
 
 def held(parameter: ParameterShape, num_shards: int) -> int:
-    """Elements on the first rank, which FSDP2 gives most."""
+    """Number of elements on the first rank, which gets most from FSDP2."""
     if not parameter.shape:
         return 1
     size = parameter.shape[parameter.shard_dim]
@@ -147,7 +147,7 @@ def held(parameter: ParameterShape, num_shards: int) -> int:
 
 @cache
 def held_by_parts(job: Job, num_shards: int) -> tuple[list[int], list[int]]:
-    """Elements of each part on the first rank, and those of them that are trained."""
+    """Number of elements of each part on the first rank, and of those that are trained."""
     every = [sum(held(each, num_shards) for each in some) for some in job.parts.parameters]
     trained = [sum(held(each, num_shards) for each in some if not each.frozen) for some in job.parts.parameters]
     return every, trained
@@ -155,7 +155,7 @@ def held_by_parts(job: Job, num_shards: int) -> tuple[list[int], list[int]]:
 
 @cache
 def zero2_owners(job: Job, split: Split) -> dict[str, int]:
-    """Name of each matrix that one rank of the shard axis has whole with ZeRO-2 -> that rank, as in a run."""
+    """Name of each matrix that is whole on one rank of the shard axis with ZeRO-2 -> that rank, as in a run."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     whole = [each for each in trained if each.kind in ("matrix", "convolution")]
     options = NewtonSchulzOptions.of(vars(job.setting.config))
@@ -171,7 +171,7 @@ def zero2_owners(job: Job, split: Split) -> dict[str, int]:
 
 @cache
 def zero2_elements(job: Job, split: Split) -> tuple[int, int]:
-    """Trained elements that ZeRO-2 gives the rank with most, and those of them that are in matrices."""
+    """Number of trained elements on the rank with most, with ZeRO-2, and of those in matrices."""
     owners, owned, rows, of_stacks = zero2_owners(job, split), Counter[int](), 0, 0
     for each in (each for some in job.parts.parameters for each in some if not each.frozen):
         if each.name in owners:
@@ -185,7 +185,7 @@ def zero2_elements(job: Job, split: Split) -> tuple[int, int]:
 
 @cache
 def zero2_exchange(job: Job, split: Split) -> ShardExchange:
-    """How the gradients and values of ZeRO-2 travel over the shard axis."""
+    """The fastest exchange of gradients and values of ZeRO-2 over the shard axis."""
     nodes = [
         [(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)
     ]
@@ -197,7 +197,7 @@ def zero2_exchange(job: Job, split: Split) -> ShardExchange:
 
 @cache
 def zero2_packed_bytes(job: Job, split: Split) -> int:
-    """Bytes of new values that travel in buffers: a part that is alone in its bucket travels from place to place."""
+    """Bytes of new values that are sent in buffers: a part that is alone in its bucket is sent without one."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     shapes = {torch.empty(each.shape, device="meta"): each for each in trained}
     owners, packed = zero2_owners(job, split), 0
@@ -213,7 +213,7 @@ def zero2_packed_bytes(job: Job, split: Split) -> int:
 
 
 def rows_of(job: Job, split: Split) -> int:
-    """Of the data rank with most."""
+    """Rows of the busiest data rank."""
     return -(-job.rows // split.data)
 
 
@@ -221,7 +221,7 @@ def rows_of(job: Job, split: Split) -> int:
 
 
 def gather_weights(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
-    """Of the weights of some parts, each by itself; with ZeRO-2 of their new values."""
+    """Traffic to gather the weights of some parts, each by itself; with ZeRO-2 their new values."""
     if split.is_fsdp:
         numel = sum(job.parts.numel[part] for part in some)
         return _ring(job.cost, split.axes[0], job.gathered_itemsize * numel, len(some))
@@ -229,7 +229,7 @@ def gather_weights(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
 
 
 def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
-    """Of their gradients: over the shards, and what is left over the replicas, unless these are nodes of a FlexDeMo."""
+    """Traffic to reduce gradients of some parts: over shards, then over replicas unless these are FlexDeMo's nodes."""
     trained = sum(job.parts.trained[part] for part in some)
     num_bytes = trained * (job.reduced_itemsize if split.is_fsdp else job.itemsize)
     shards, replicas = split.axes
@@ -251,7 +251,7 @@ def _zero2(job: Job, some: Sequence[int], split: Split, *, is_return: bool) -> S
 
 
 def exchange_of_nodes(job: Job, split: Split) -> tuple[SplitTraffic, float]:
-    """What a rank sends to the other nodes of a FlexDeMo in a step, and the seconds of choosing and decoding it."""
+    """Traffic of a rank to the other nodes of a FlexDeMo in a step, and the seconds to encode and decode it."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     sent = node_traffic(trained, Mesh(split.replicate, split.shard), job.flexdemo).sent / split.shard
     inside, between = (0.0, sent) if split.axes[1][1] > 1 else (sent, 0.0)
@@ -267,16 +267,16 @@ def exchange_of_nodes(job: Job, split: Split) -> tuple[SplitTraffic, float]:
 
 
 def message(job: Job, rows: float) -> SplitTraffic:
-    """Of a pipeline, of what a part gets for so many rows; between nodes as soon as there are several."""
+    """Traffic of a pipeline's message, the input of a part for so many rows; between nodes if there are several."""
     num_bytes = rows * job.length * job.parts.inputs
     inside, between = (0.0, num_bytes) if job.num_ranks > job.node_ranks else (num_bytes, 0.0)
     return SplitTraffic(job.cost.transfer_seconds(inside, between), inside, between)
 
 
 def _ring(cost: CostModel, axis: tuple[int, int], num_bytes: float, num_calls: int) -> SplitTraffic:
-    """All-gathers or reduce-scatters of so many bytes, each in a ring that enters every node once.
+    """Traffic of all-gathers or reduce-scatters of so many bytes, each in a ring that enters every node once.
 
-    Of W bytes over g ranks a rank sends W (g - 1) / g, and on n nodes n of g steps go to another one.
+    A rank sends W (g - 1) / g of W bytes over g ranks; on n nodes, n of g steps go to another one.
     """
     size, nodes = axis
     sent = num_bytes * (size - 1) / size
@@ -294,16 +294,16 @@ class Compute(NamedTuple):
     forward: float
     backward_input: float
     backward_weight: float
-    again: float  # Of the forward that recomputed layers run once more in backward.
+    again: float  # Seconds of the forward that recomputed layers run again in backward.
 
     @property
     def backward(self) -> float:
-        """All of it."""
+        """Seconds of all parts of backward."""
         return self.backward_input + self.backward_weight + self.again
 
 
 def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bool) -> Compute:
-    """Of so many rows.
+    """Seconds to compute some parts for so many rows.
 
     A product with a weight takes 2 FLOPs per token and element forward, and as many for each of the gradients of its
     input and its weight. Attention's scores, and the values that they weigh, take ``4 * length * width`` per token and
@@ -322,15 +322,15 @@ def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bo
 def seconds_without_pipeline(
     job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
 ) -> tuple[float, SplitTraffic]:
-    """Of all forwards and backwards, and what travels; with a FlexDeMo also between its nodes.
+    """Seconds of all forwards and backwards, and traffic; with a FlexDeMo also between its nodes.
 
-    Transfers of a pass run behind its compute, but for the gather of the first part and the sum of its gradients.
+    Transfers of a pass overlap with its compute, except the gather of the first part and the sum of its gradients.
     """
     everything = range(len(job.parts))
     all_weights, sums = gather_weights(job, everything, split), reduce(job, everything, split)
     compute = compute_seconds(job, everything, rows_of(job, split) / passes, recompute=recompute)
     gathers_once = stays_whole or not split.is_fsdp
-    later = 0.0 if gathers_once else all_weights.seconds  # Of every forward but the first, and of every backward.
+    later = 0.0 if gathers_once else all_weights.seconds  # Gathers of later forwards, and of every backward.
     seconds = max(compute.forward, all_weights.seconds)
     seconds += (passes - 1) * (max(compute.forward, later) + max(compute.backward, later))
     seconds += max(compute.backward, later + sums.seconds)
@@ -345,9 +345,9 @@ def seconds_without_pipeline(
 def stage_costs(
     job: Job, split: Split, stages: Sequence[Sequence[int]], *, number: int, recompute: bool, splits_backward: bool
 ) -> StageCosts:
-    """Of a pipeline of these stages; what is computed again belongs to ``I``, and to ``W`` once more if that is apart.
+    """Costs of a pipeline of these stages; recomputation belongs to ``I``, and again to ``W`` if backward is split.
 
-    The first stage, for whose ``I`` nobody waits, then runs its whole backward as ``W``.
+    The first stage, for whose ``I`` no rank waits, then runs its whole backward as ``W``.
     """
     rows = rows_of(job, split) / number
     inputs, weights, forwards = list[float](), list[float](), list[float]()
@@ -369,15 +369,15 @@ def stage_costs(
 
 
 class OptimizerStep(NamedTuple):
-    """Of the rank that takes longest, and of the one that needs most."""
+    """Traffic of the rank that takes longest, and memory of the one that needs most."""
 
     traffic: SplitTraffic
-    kept_bytes: int = 0  # Of buffers that stay from step to step.
-    working_bytes: int = 0  # Of what is there during the step only.
+    kept_bytes: int = 0  # Bytes of buffers that stay from step to step.
+    working_bytes: int = 0  # Bytes of memory that is used during the step only.
 
 
 def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> OptimizerStep:
-    """What :func:`simulated_step` comes to, or a pass over memory without Newton-Schulz."""
+    """The step by :func:`simulated_step`, or a pass over memory if there is no Newton-Schulz."""
     best = simulated_step(job, parameters, split)
     if best is None:
         trained = [each for each in parameters if not each.frozen]
@@ -394,9 +394,9 @@ def optimizer_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
 
 
 def simulated_step(job: Job, parameters: Sequence[ParameterShape], split: Split) -> Outcome | None:
-    """The step of ParallelMuon, whichever is faster: owners in a replica, or on all of them together.
+    """Simulate the step of ParallelMuon with owners in each replica and on all of them; return the faster one.
 
-    Nodes of a FlexDeMo do the same, each for itself. ``None`` if nothing is orthogonalized.
+    Nodes of a FlexDeMo do the same, each by itself. ``None`` if nothing is orthogonalized.
     """
     is_flexdemo = split.sharding == "flexdemo"
     is_elementwise = all(each.frozen or each.algorithm == "adamw" for each in parameters)
@@ -414,5 +414,5 @@ def simulated_step(job: Job, parameters: Sequence[ParameterShape], split: Split)
 
 
 def _spans_nodes(split: Split) -> list[bool]:
-    """Whether shards lie on several nodes, and whether replicas do."""
+    """Whether shard groups span several nodes, and whether replicate groups do."""
     return [nodes > 1 for _, nodes in split.axes]

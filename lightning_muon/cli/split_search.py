@@ -1,4 +1,4 @@
-"""The ways to train with a split of some ranks, and the fastest: for ``lightning-muon plan --ranks``, ``--splits``."""
+"""Searches the ways to train on some ranks for the fastest: for ``lightning-muon plan --ranks`` and ``--splits``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from lightning_muon.schedule.simulate import Timeline, simulate
 
 GIB, _MIB = 2**30, 2**20
 ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
-# Times the default of micro-batches, as far as ranks times micro-batches are not too many to simulate.
+# Factor on the default number of micro-batches, and limit of ranks times micro-batches that are simulated.
 _MORE, _MOST_NODES = 4, 2048
 
 
@@ -40,22 +40,22 @@ class Way:
     """One way to train with a split. Memory is that of the rank that needs most."""
 
     split: Split
-    microbatches: int  # Without a pipeline the passes of an accumulated batch.
-    recompute: bool  # Activation checkpointing.
+    microbatches: int  # Without a pipeline, the passes of an accumulated batch.
+    recompute: bool  # Whether activations are checkpointed.
     memory: Memory
-    schedule: Schedule | None = None  # Of a pipeline.
+    schedule: Schedule | None = None  # Schedule of a pipeline.
     stays_whole: bool = (
         False  # Without a pipeline: weights stay gathered from the first forward to the end of backward.
     )
 
     @property
     def total(self) -> int:
-        """Bytes."""
+        """Peak bytes."""
         return self.memory.peak
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """Name in the table."""
         if self.schedule is not None:
             return f"{self.schedule.name}, m={self.microbatches}{', recompute' * self.recompute}"
         name = self.split.mode
@@ -76,7 +76,7 @@ class PlannedSplit:
     between_bytes: float
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The split as a dict for JSON."""
         split, way = self.way.split, self.way
         numbers = {key: value for key, value in vars(self).items() if key != "way"}
         return {
@@ -96,37 +96,37 @@ class PlannedSplit:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A schedule of a model's stages, the same for all ways to divide the data ranks."""
+    """A schedule of a model's stages; it does not depend on how the data ranks are divided."""
 
     name: str
     pipeline: Pipeline
-    stages: list[list[int]]  # Parts of each.
+    stages: list[list[int]]  # Parts of each stage.
     order: Order
 
     @cached_property
     def program(self) -> Program:
-        """What runs."""
+        """The program of the schedule."""
         return add_reduce_grad(add_unshard(build_program(self.order, self.pipeline)))
 
     @cached_property
     def graph(self) -> Graph:
-        """What waits for what in the program."""
+        """Dependency graph of the program."""
         return build_graph(self.program)
 
     @cached_property
     def num_sent(self) -> list[int]:
-        """Messages of each rank."""
+        """Number of messages that each rank sends."""
         kinds = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT)
         return [sum(op.kind in kinds and op.group[0] == rank for op in ops) for rank, ops in self.program.items()]
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether any."""
+        """Whether any backward is split into ``I`` and ``W``."""
         return any(node.kind == PipelineKind.BACKWARD_INPUT for nodes in self.order for node in nodes)
 
     @cached_property
     def parts_of_ranks(self) -> list[tuple[int, ...]]:
-        """Of all stages of each rank."""
+        """Parts of all stages of each rank."""
         rank_of = placement(self.order)
         return [
             tuple(part for stage, parts in enumerate(self.stages) if rank_of[stage] == rank for part in parts)
@@ -137,9 +137,9 @@ class Schedule:
 def find_splits(
     arguments: Namespace, job: Job, modes: Sequence[TrainingMode], *, every_split: bool = False
 ) -> tuple[list[PlannedSplit], list[str]]:
-    """Of each mode all splits, or the fastest that fits, or else the one that needs least; what was left out, and why.
+    """For each mode, find the fastest split that fits, or else the one that needs least memory, or all splits.
 
-    What fits comes first, and the fastest of it at the top.
+    Splits that fit come first, the fastest at the top. Returns also lines on what was left out, and why.
     """
     search, left_out = _Search(arguments, job), list[str]()
     found: list[PlannedSplit] = []
@@ -167,12 +167,12 @@ def find_splits(
 
 
 def rank_of_row(planned: PlannedSplit) -> tuple[bool, float]:
-    """For sorting: what fits first, then the fastest."""
+    """Sort key: splits that fit first, then the fastest."""
     return not planned.fits, planned.step_seconds
 
 
 def splits_of(mode: TrainingMode, job: Job, *, most_stages: int) -> Iterator[Split]:
-    """All splits of the ranks that make up a mode; ``"none"`` is one of the ranks."""
+    """Yield all splits of the ranks that belong to a mode; ``"none"`` uses one rank."""
     sharding = "fsdp" if mode in ("fsdp", "hsdp", "pipeline") else mode
     num_ranks = 1 if mode == "none" else job.num_ranks
     for pipeline in (each for each in _divisors(num_ranks) if each <= most_stages):
@@ -199,7 +199,7 @@ def unit_of(num_bytes: float) -> tuple[str, int]:
 
 
 def pipeline_timeline(job: Job, way: Way) -> Timeline:
-    """The simulated forwards and backwards of a pipeline's batch, by rank of the pipeline, and what travels."""
+    """The simulated forwards, backwards and messages of a pipeline's batch, by rank of the pipeline."""
     schedule = way.schedule
     assert schedule is not None
     options = {"number": way.microbatches, "recompute": way.recompute, "splits_backward": schedule.splits_backward}
@@ -207,7 +207,7 @@ def pipeline_timeline(job: Job, way: Way) -> Timeline:
 
 
 class _Search:
-    """The ways to train with a split, and the fastest of them; what several have in common is computed once."""
+    """Finds the ways to train with a split, and the fastest of them; common results are computed once."""
 
     def __init__(self, arguments: Namespace, job: Job) -> None:
         self._job, self._asked, self._memory = job, arguments, arguments.rank_memory * GIB
@@ -216,14 +216,14 @@ class _Search:
         self._refused: dict[tuple[str, int], ValueError] = {}  # Schedules, by ranks of the pipeline.
         self._schedule, self._optimizer = cache(self._make_schedule), cache(self._simulate_optimizer)
         self._equal_steps: dict[object, OptimizerStep] = {}
-        # What the optimizer sees of each part: parts that are alike step alike. Vectors take next to no time.
+        # Shapes of the matrices of each part: equal parts have equal steps. Vectors take almost no time.
         shapes = [
             Counter(replace(p, name="", reason="") for p in some if len(p.shape) > 1) for some in job.parts.parameters
         ]
         self._kinds = [shapes.index(each) for each in shapes]
 
     def planned(self, split: Split) -> PlannedSplit | None:
-        """The fastest way that fits, or else the one that needs least; ``None`` if there is none."""
+        """The fastest way that fits, or else the one that needs least memory; ``None`` if there is no way."""
         if split.data > self._job.rows:
             self._num_short += 1
             return None
@@ -235,7 +235,7 @@ class _Search:
 
     @property
     def left_out(self) -> Iterator[str]:
-        """Splits and schedules that do not take these sizes."""
+        """Lines on splits and schedules that do not take these sizes."""
         if self._num_short:
             rows = self._job.rows
             yield f"{self._num_short} splits are left out: {rows} rows are too few for their data ranks"
@@ -245,7 +245,7 @@ class _Search:
                 yield f"{name} is left out in pipelines of {', '.join(map(str, refused))}: {why}"
 
     def _ways(self, split: Split) -> Iterator[Way]:
-        """All of them; without a pipeline with as many passes as it takes to fit."""
+        """Yield all ways of a split; without a pipeline, passes are doubled until it fits."""
         job, rows = self._job, rules.rows_of(self._job, split)
         if split.pipeline > 1:
             yield from self._pipelines(split)
@@ -278,9 +278,9 @@ class _Search:
             yield Way(split=split, microbatches=number, recompute=recompute, memory=most, schedule=schedule)
 
     def _numbers_of_microbatches(self, split: Split) -> list[int]:
-        """What was asked for, or the runtime's default and one that idles less.
+        """Numbers of micro-batches: the user's, or the runtime's default and a larger one that idles less.
 
-        A batch of fewer rows has one micro-batch of each.
+        If a batch has fewer rows, each row is one micro-batch.
         """
         rows, size = rules.rows_of(self._job, split), split.pipeline
         if self._asked.microbatches:
@@ -289,12 +289,12 @@ class _Search:
         return sorted({first, max(first, min(_MORE * first, rows, _MOST_NODES // size))})
 
     def _make_schedule(self, num_ranks: int, number: int, name: str) -> Schedule:
-        """As the runtime makes it, which knows no costs."""
+        """Make a schedule as the runtime does, without costs."""
         pipeline = PipelineOptions(pipeline_schedule=name).sizes(num_ranks, number)
         return Schedule(name, pipeline, self._job.parts.stages(pipeline.num_stages), make_order(name, pipeline))
 
     def _fastest(self, ways: Sequence[Way]) -> PlannedSplit:
-        """Of ways of one split. The optimizer is simulated where the rest alone is not slower than the best already."""
+        """The fastest way of a split. The optimizer is simulated only if the rest is faster than the best so far."""
         timed = [(way, *(self._time_pipeline(way) if way.schedule else self._time_alone(way))) for way in ways]
         best: PlannedSplit | None = None
         for way, idle, ranks in sorted(timed, key=lambda each: max(seconds for seconds, _, _ in each[2])):
@@ -322,7 +322,7 @@ class _Search:
         return 0.0, [(seconds, tuple(range(len(self._job.parts))), traffic)]
 
     def _time_pipeline(self, way: Way) -> tuple[float, _Ranks]:
-        """The simulated schedule: its idle share, and of each rank until when it works, its parts and its traffic."""
+        """Simulate the schedule: its idle share, and for each rank its end, its parts and its traffic."""
         job, split, schedule = self._job, way.split, way.schedule
         assert schedule is not None
         spans = pipeline_timeline(job, way).spans
@@ -336,7 +336,7 @@ class _Search:
         return 1 - busy / (len(ranks) * max(end for end, _, _ in ranks)), ranks
 
     def _simulate_optimizer(self, own: tuple[int, ...], split: Split) -> OptimizerStep:
-        """Of the parts of a rank."""
+        """The optimizer step for the parts of a rank."""
         key = split.sharding, split.replicate, split.shard, split.axes, tuple(sorted(self._kinds[part] for part in own))
         if key not in self._equal_steps:
             parameters = [each for part in own for each in self._job.parts.parameters[part]]
@@ -344,7 +344,7 @@ class _Search:
         return self._equal_steps[key]
 
 
-# Of each rank of a pipeline, or of one of many alike: when its gradients are summed, its parts, what it sends.
+# For each rank of a pipeline, or for one of equal ranks: time until its gradients are summed, parts, traffic.
 _Ranks = list[tuple[float, tuple[int, ...], SplitTraffic]]
 
 

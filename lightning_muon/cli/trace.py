@@ -19,15 +19,15 @@ from lightning_muon.monitor.calibrate import ARITHMETIC, Comparison, compare, ru
 from lightning_muon.monitor.measure_products import measure_costs, model_matrices
 from lightning_muon.schedule.shapes import ModelShapes
 
-# Weight, gradient and momentum of a matrix, in float32; AdamW's parameters have one more.
+# Weight, gradient and two moments of AdamW in float32; matrices have one tensor less, their momentum.
 _BYTES_PER_ELEMENT = 16
 _DESCRIPTION = """Run optimizer steps on random weights of the given shapes, without a model, and write when every op of
-every rank ran: DIR/trace.json (open it at https://ui.perfetto.dev) and DIR/timeline.png and .svg, measured above
-predicted. The prediction comes from a calibration in the same run; DIR/ns_costs.json is for the option
-ns_costs of the optimizer. Starts gloo processes on this machine; under
-torchrun the ranks are those that it has started, on CUDA if there is any. With a pipeline (pipeline_size of the
-config's strategy, or --pipeline-size) it trains the model of the config on its data, with its Trainer and without its
-callbacks, and draws forward, backward, messages and optimizer of each rank above the plan."""
+every rank ran: DIR/trace.json (open it at https://ui.perfetto.dev), and DIR/timeline.png and .svg, measured above
+predicted. The prediction comes from a calibration in the same run. DIR/ns_costs.json is a file for the option ns_costs
+of the optimizer. Starts gloo processes on this machine; under torchrun the ranks are those that it has started, on
+CUDA if there is any. With a pipeline (pipeline_size of the config's strategy, or --pipeline-size) it trains the model
+of the config on its data, with its Trainer and without its callbacks, and draws forward, backward, messages and
+optimizer of each rank above the plan."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Train, and write what was recorded."""
+    """Run steps, and write the recording."""
     if trace_pipeline.is_asked_for(arguments):
         trace_pipeline.run(arguments)
         return
@@ -90,6 +90,6 @@ def run(arguments: argparse.Namespace) -> None:
 def _measure(
     model: ModelShapes, *, num_replicas: int, num_steps: int, options: dict[str, Any]
 ) -> tuple[Comparison, MeasuredCosts]:
-    """Steps of the optimizer, and what products cost while all ranks compute. Collective; every rank must call it."""
+    """Measure steps, and the costs of products while all ranks compute. Collective; every rank must call it."""
     (comparison,) = compare(model, num_replicas=num_replicas, num_steps=num_steps, options=[options])
     return comparison, measure_costs(model_matrices(model), this_device())

@@ -21,9 +21,9 @@ from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.simulate import Timeline
 
-# Of the command line -> of the strategy.
+# Options of the command line that are options of the strategy.
 _OPTIONS = ("pipeline_size", "pipeline_schedule", "pipeline_microbatches", "replicate_size", "shard_size")
-# A few steps, of which nothing is left.
+# Options of a Trainer for a few steps that leave no files.
 _TRAINER = {
     "callbacks": "null",
     "enable_checkpointing": "false",
@@ -40,13 +40,13 @@ _BEHIND_BACKWARD = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GR
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--pipeline-size", metavar="P", type=count, help="ranks of a pipeline, in the place of the config's")
-    add("--pipeline-schedule", metavar="NAME", help="its schedule, in the place of the config's")
-    add("--pipeline-microbatches", metavar="M", type=count, help="its micro-batches, in the place of the config's")
+    add("--pipeline-size", metavar="P", type=count, help="ranks of a pipeline, instead of the config's")
+    add("--pipeline-schedule", metavar="NAME", help="its schedule, instead of the config's")
+    add("--pipeline-microbatches", metavar="M", type=count, help="its micro-batches, instead of the config's")
 
 
 def is_asked_for(arguments: Namespace) -> bool:
-    """Whether the training that is traced is a pipeline.
+    """Whether the training to be traced is a pipeline.
 
     Raises:
         ValueError: For options of a pipeline where there is none.
@@ -65,13 +65,13 @@ def is_asked_for(arguments: Namespace) -> bool:
 
 
 def run(arguments: Namespace) -> None:
-    """Train a few steps as ``lightning-muon fit`` does, record all but the first, and write what was recorded."""
+    """Train a few steps as ``lightning-muon fit`` does, record all but the first, and write the recording."""
     package = importlib.import_module(first_installed(TRAINERS, "a pipeline is traced with Lightning"))
     recordings: list[Recording] = []
     step = ExitStack()  # The recording of the step that runs.
 
     class Recorder(package.Callback):
-        """Records the steps after the first one, which makes the plan and tells sizes of messages."""
+        """Records the steps after the first one, which makes the plan and sends sizes of messages."""
 
         recorder: StepRecorder | None = None
 
@@ -94,7 +94,7 @@ def run(arguments: Namespace) -> None:
         if (value := getattr(arguments, name)) is not None:
             words.append(f"--trainer.strategy.init_args.{name}={value}")
     with warnings.catch_warnings(), step:
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # The words of this command are others.
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # Given, since sys.argv is of this command.
         cli = lightning_cli(words, callbacks=[Recorder()], save_config_callback=None)
     if cli.trainer.is_global_zero:
         _write(arguments, cli, recordings)
@@ -111,7 +111,7 @@ def _strategy(arguments: Namespace) -> Mapping[str, Any]:
 
 
 def _write(arguments: Namespace, cli: Any, recordings: list[Recording]) -> None:
-    """Pictures, events and a summary of the fastest step: other work on the machine only ever adds."""
+    """Write pictures, events and a summary of the fastest step: other work on the machine only adds time."""
     if not recordings:
         raise ValueError("no step was recorded: the data of the file end before; add data, or lower --steps")
     fastest, options = min(recordings, key=duration), cli.trainer.strategy.options
@@ -137,7 +137,7 @@ def _write(arguments: Namespace, cli: Any, recordings: list[Recording]) -> None:
 
 
 def write_recording(folder: Path, recording: Recording, timelines: Mapping[str, Timeline], title: str) -> str:
-    """Events and pictures of a step, the planned one among the events where it is a pipeline's; says which files."""
+    """Write events and pictures of a step; events have a "planned" timeline, too, if given. Return the file names."""
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "trace.json"
     trace.write_text(json.dumps(trace_events(recording, timelines.get("planned"))), encoding="utf-8")
@@ -151,7 +151,7 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _line_of(rank: int, timeline: Timeline) -> str:
-    """When a rank ends its backward and takes its step."""
+    """A line on when a rank ends its backward and takes its step."""
     spans = timeline.spans[rank]
     backward = max(index for index, span in enumerate(spans) if span.op.kind in ("B", "W"))
     step = [span for span in spans[backward + 1 :] if not span.op.group and span.op.kind not in _BEHIND_BACKWARD]

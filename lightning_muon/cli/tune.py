@@ -24,7 +24,7 @@ from lightning_muon.integrations.registry import STRATEGY_NAME, TRAINERS, first_
 _DESCRIPTION = """Train as fit --config FILE does, a few steps with each factor, always from the same seed; without
 logger, checkpoints and early stopping. Prints the mean loss of the last tenth of the steps, the validation loss after
 them, and what to put into FILE."""
-# Callbacks that need what is off.
+# Callbacks that need what is turned off.
 _OFF = ("Checkpoint", "EarlyStopping", "Monitor", "ProgressBar", "ModelSummary")
 _LEARNING_RATES = (("optimizer", "lr"), ("model", "lr"), ("model", "learning_rate"))
 _TRAINER: dict[str, Any] = {
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _train(arguments: argparse.Namespace, printed: Mapping[str, Any], lr: float | None, factor: float) -> Any:
-    """What came of a training, and what to put into the file for it."""
+    """Run a training; return its results, and the section to put into the file for it."""
     strategy = printed["trainer"]["strategy"]
     if strategy == STRATEGY_NAME:
         strategy = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": {"optimizer": "auto"}}
@@ -106,7 +106,7 @@ def _train(arguments: argparse.Namespace, printed: Mapping[str, Any], lr: float 
 
 
 def _fit(*words: str, result: Path | None = None) -> str:
-    """What ``lightning-muon fit`` prints, in processes of its own, or what it writes to ``result``."""
+    """Run ``lightning-muon fit`` in its own processes; return what it prints, or what it writes to ``result``."""
     command = [sys.executable, "-m", "lightning_muon.cli.main", "fit", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if result is not None and result.is_file():
@@ -118,7 +118,7 @@ def _fit(*words: str, result: Path | None = None) -> str:
 
 
 class _Measure(_Callback):
-    """Ends a training after its steps, without what is off, and writes what came of it."""
+    """Ends a training after its steps, without the callbacks that are turned off, and writes its results."""
 
     def __init__(self, result: str, factor: float, lr: float | None) -> None:
         self.result, self.factor, self.lr = Path(result), factor, lr

@@ -1,4 +1,4 @@
-"""``lightning-muon verify PATH``: are the files of checkpoints as they were written?"""
+"""``lightning-muon verify PATH``: check that the files of checkpoints are as they were written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _described(about: Mapping[str, Any]) -> str:
-    """What the manifest says of the run, if it does."""
+    """Facts on the run from the manifest, as text."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in about.get("mesh", {}).items())
     facts = {"step": about.get("step"), "mesh": mesh, "plan": ", ".join(filter(None, about.get("plans", [])))}
     return "".join(f", {name} {fact}" for name, fact in facts.items() if fact not in (None, ""))

@@ -1,4 +1,4 @@
-"""Questions that all ranks must answer alike before any of them goes on, and the one message of a step for them."""
+"""Checks that all ranks agree before any of them goes on, and the one message of a step that carries them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from lightning_muon.comm.groups import AxisGroup
 
 _Result = TypeVar("_Result")
-_BLOCK = 1 << 16  # Words that are multiplied by numbers of their own, drawn once.
-_PART = 8 * 256 * _BLOCK  # Bytes that are looked at together.
+_BLOCK = 1 << 16  # Words in a block: each is multiplied by a random number of its place, drawn once.
+_PART = 8 * 256 * _BLOCK  # Bytes that are processed together.
 
 
 def require_equal(
@@ -32,7 +32,7 @@ def require_equal(
     advice: str = "Build it identically on every rank.",
 ) -> None:
     """Raise on every rank unless all hold the same lines. Collective over ``ranks``; every one must call it."""
-    # The lines travel only if there is a difference.
+    # The lines are sent only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
     if len(set(gather(digest, ranks))) == 1:
         return
@@ -78,7 +78,7 @@ def together(
     groups: Iterable[AxisGroup | None] = (None,),
     then: Callable[[_Result, AxisGroup | None], None] = lambda result, ranks: None,
 ) -> _Result:
-    """What ``action`` returns; if it fails on any rank, or ``then`` after it in any of the groups, all raise.
+    """Return what ``action`` returns; if it fails on any rank, or ``then`` after it in any of the groups, all raise.
 
     An error in one group reaches the ranks of the others through the groups that follow. Collective over each of
     ``groups``; every rank of it must call it.
@@ -87,7 +87,7 @@ def together(
     results: list[_Result] = []
     try:
         results.append(action())
-    except Exception as problem:  # Also unpickling, which runs code of any kind.
+    except Exception as problem:  # Of any kind: unpickling, for example, runs any code.
         error = problem
     for ranks in groups:
         try:
@@ -109,7 +109,7 @@ def on_first_rank(action: Callable[[], Any], everyone: AxisGroup | None = None) 
 
 
 def missing_at(store: dist.Store, keys: Sequence[str], seconds: float) -> list[str]:
-    """Those of ``keys`` that nobody has set within so many seconds; local."""
+    """The ``keys`` that no rank has set within so many seconds; local."""
     deadline = time.monotonic() + seconds
     # Not store.wait(), during which no other thread of this process can use the store.
     while not store.check(list(keys)) and time.monotonic() < deadline:
@@ -124,7 +124,7 @@ def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
 
 
 class StepAgreement:
-    """One all-reduce of small integers in host memory, sent by whoever must know first what the ranks have."""
+    """One all-reduce of small integers in host memory in each step, shared by reducer and optimizers."""
 
     def __init__(self, host: AxisGroup) -> None:
         self._host = host
@@ -134,13 +134,13 @@ class StepAgreement:
         self.is_stale = False
 
     def is_over(self, host: AxisGroup) -> bool:
-        """Whether these are the ranks that it is for; local."""
+        """Whether ``host`` has the ranks over which it communicates; local."""
         return _ranks(host) == self._ranks
 
     def post(
         self, numbers: Callable[[], Sequence[int]], on_maxima: Callable[[Sequence[int]], Collection[Tensor]]
     ) -> None:
-        """Let int32 ``numbers``, equally many on all ranks, travel with the next message; local, alike on all ranks.
+        """Add int32 ``numbers``, equally many on all ranks, to the next message; local, alike on all ranks.
 
         ``on_maxima``, which may be collective over the ranks, takes the maximum of each number over the ranks, and
         returns the parameters that no rank has a gradient for.
@@ -148,14 +148,14 @@ class StepAgreement:
         self._posted = numbers, on_maxima
 
     def join(self, is_stale: Callable[[], bool], word: Callable[[], int]) -> None:
-        """Ask in every message of a reducer whether a plan is out of date on any rank, and ``word`` equal on all.
+        """Let every :meth:`ask` find out whether any rank's plan is out of date, or ``word`` differs between ranks.
 
         Local, alike on all ranks; ``word`` is an int32, not negative.
         """
         self._asked.append((is_stale, word))
 
     def ask(self, numbers: Sequence[int]) -> list[int]:
-        """As :meth:`reduce`, and find out :attr:`is_stale`: for a message before the one of the optimizer."""
+        """Return the maxima of ``numbers`` as :meth:`reduce` does, and set :attr:`is_stale` for the optimizers."""
         is_stale = any(is_stale() for is_stale, _ in self._asked)
         words = [word() for _, word in self._asked]
         maxima = self.reduce([*numbers, is_stale, *both_signs(words)])[0]
@@ -163,7 +163,7 @@ class StepAgreement:
         return maxima[: len(numbers)]
 
     def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
-        """The maximum over the ranks of each of ``numbers``, and what was posted returns.
+        """Return the maximum over the ranks of each of ``numbers``, and what the posted ``on_maxima`` returns.
 
         Collective over the ranks; every rank must call it with equally many int32 numbers. The host waits.
         """
@@ -175,7 +175,7 @@ class StepAgreement:
 
 @dataclass(kw_only=True)
 class Message:
-    """int32 numbers that a rank tells the others: each field is one, or a list that is equally long on all ranks."""
+    """int32 numbers that a rank sends to the others: each field is one, or a list equally long on all ranks."""
 
     def pack(self) -> list[int]:
         """All numbers, in the order of the fields."""
@@ -200,10 +200,10 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def checksum(tensor: Tensor, level: int = 0) -> Tensor:
-    """A number, int64 on its device, that differs between different bits but for one case in 2^60 or so. Local.
+    """A hash, int64 on its device, that is equal for different bits in about one case in 2^60 only. Local.
 
-    The sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place, and of sums of blocks of
-    them; ``level`` chooses the numbers.
+    It is the sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place; in large tensors, of
+    the sums of blocks in the same way. ``level`` chooses the random numbers.
     """
     octets, sums = tensor.detach().contiguous().view(-1).view(torch.uint8), list[Tensor]()
     for part in octets.split(_PART):
@@ -226,12 +226,12 @@ def _weights(device: torch.device, level: int) -> Tensor:
 
 
 def both_signs(words: Sequence[int]) -> list[int]:
-    """What to send so that :func:`are_equal` finds out from the maxima whether these are equal on all ranks."""
+    """The words and their negatives; from the maxima :func:`are_equal` tells whether all ranks have equal words."""
     return [*words, *(-word for word in words)]
 
 
 def are_equal(maxima: Sequence[int]) -> bool:
-    """Whether all ranks have sent :func:`both_signs` of the same numbers: then maximum and minimum are one."""
+    """Whether all ranks have sent :func:`both_signs` of the same numbers: then maxima equal minima."""
     half = len(maxima) // 2
     return all(most == -least for most, least in zip(maxima[:half], maxima[half:], strict=True))
 

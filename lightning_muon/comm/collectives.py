@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
-# Each is told of every communication that begins here: its group, and how many bytes this rank sends to each other rank
-# of it. Empty unless somebody measures.
+# Each is called for every communication that begins here, with its group and the bytes that this rank sends to each
+# other rank of it. Empty unless something measures.
 observers: list[Callable[[AxisGroup, Mapping[int, int]], None]] = []
 
 
@@ -50,7 +50,7 @@ class BufferPool:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, name: str, numel: int) -> Tensor:
-        """A buffer of at least ``numel`` elements; the same name is the same memory."""
+        """A buffer of at least ``numel`` elements; the same name gives the same memory."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
@@ -60,7 +60,7 @@ class BufferPool:
         return buffer
 
     def release(self, prefix: str) -> None:
-        """Give back the memory of the buffers whose names begin so until they are taken again; views stay valid."""
+        """Free the memory of the buffers whose names begin with ``prefix`` until they are taken; views stay valid."""
         for name, buffer in self._buffers.items():
             if name.startswith(prefix):
                 buffer.untyped_storage().resize_(0)
@@ -122,7 +122,7 @@ def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work:
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
     """Begin to copy small tensors of any dtypes and devices to the host; the result gives the elements of each, flat.
 
-    The host then waits for what a device was given before this call, and not for what it is given afterwards. Local.
+    Calling the result waits for work queued on a device before this call, not for work queued afterwards. Local.
     """
     copies = [_start_copy(tensor.detach().reshape(-1)) for tensor in tensors]
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}

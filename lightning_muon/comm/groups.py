@@ -22,7 +22,7 @@ Ranks = tuple[int, ...]
 
 
 class Launched(dist.Work):
-    """A communication over a private group, which is remembered until it has been waited for."""
+    """A communication over a private group, which the group keeps until it has been waited for."""
 
     def __init__(self, work: dist.Work, in_flight: dict[Launched, None]) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Launched(dist.Work):
         in_flight[self] = None
 
     def is_completed(self) -> bool:
-        """Whether :meth:`wait` would not wait; ``False`` if that is not known."""
+        """Whether :meth:`wait` would return at once; ``False`` if that is not known."""
         return self._work.is_completed()
 
     @override
@@ -51,12 +51,12 @@ class PrivateGroup:
     group: dist.ProcessGroup
     is_free: bool = True  # Whether this rank has no owner for it.
     num_launched: int = 0  # Communications that this rank has begun; messages that are begun together count once.
-    # Those that nobody has waited for, in their order. They must outlive an owner that is thrown away: gloo gives a
-    # message whose handle is gone to the next one that is received, or ends the process if the sizes differ.
+    # Communications that nobody has waited for, in order. They must outlive an owner that is deleted: gloo delivers a
+    # message whose handle is gone to the next receive, or ends the process if the sizes differ.
     in_flight: dict[Launched, None] = field(default_factory=dict[Launched, None])
 
     def wait_for_sent(self) -> bool:
-        """Wait for all that is in flight; ``False`` if that fails. The other ranks must have launched the same."""
+        """Wait for all that is in flight; return ``False`` if that fails. All ranks must have launched the same."""
         try:
             for launched in list(self.in_flight):
                 launched.wait()
@@ -92,7 +92,10 @@ class AxisGroup:
         return len(self.coordinates)
 
     def track(self, works: Sequence[dist.Work | None]) -> list[dist.Work]:
-        """``works``, one communication (of other ranks only, if empty) over this group; a private one remembers it."""
+        """Count one communication over this group, and return its handles; a private group keeps them until waited for.
+
+        ``works`` is empty if only other ranks communicate.
+        """
         begun = [work for work in works if work is not None]
         if self.lease is None:
             return begun
@@ -112,11 +115,11 @@ class MadeGroups:
         self.shared: dict[tuple[Ranks, str], dist.ProcessGroup] = {}
         self.private: dict[tuple[Ranks, str], list[PrivateGroup]] = {}
         self.axis_groups: dict[tuple[DeviceMesh, tuple[int, ...]], AxisGroup] = {}
-        # Names must not come back: a store keeps the addresses that the ranks of the first group have left there.
+        # Names must not be reused: a store keeps the addresses that the ranks of the first group have left there.
         self._counts: Counter[tuple[Ranks, str]] = Counter()
 
     def share(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
-        """The group of ``ranks`` that everybody may use where all ranks do the same in the same order.
+        """The shared group of ``ranks``, for uses where all ranks communicate the same in the same order.
 
         Collective over ``ranks`` the first time; every one of them must call it.
         """
@@ -125,11 +128,11 @@ class MadeGroups:
         return self.shared[ranks, backend]
 
     def lease(self, base: AxisGroup) -> Lease:
-        """A group of the same ranks and with the same backend as ``base`` that nobody else has now.
+        """Lease a group with the ranks and backend of ``base`` that no other owner has.
 
         All pairs of its ranks are connected. Collective over ``base``; every rank of it must call it.
         """
-        # One that no rank has an owner for is used again if ranks have launched equally much, and all of that arrives.
+        # A group without an owner on any rank is reused if all ranks have launched equally many and all complete.
         ranks, backend = tuple(dist.get_process_group_ranks(base.group)), str(dist.get_backend(base.group))
         made = self.private.setdefault((ranks, backend), [])
         free = {number: private.num_launched for number, private in enumerate(made) if private.is_free}
@@ -144,7 +147,7 @@ class MadeGroups:
         return Lease(made[-1])
 
     def _make(self, ranks: Ranks, backend: str) -> dist.ProcessGroup:
-        """A new group, made by its members alone: ranks may own different parameters, and so belong to other meshes."""
+        """Make a new group by its members alone: other ranks may have other parameters, and so other meshes."""
         if backend == "mpi":
             raise ValueError("MPI makes no group without all other ranks; initialize with gloo or nccl")
         digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
@@ -157,17 +160,17 @@ _CURRENT = [MadeGroups(None)]
 
 
 def _made() -> MadeGroups:
-    """What was made in the world of now. Groups of a destroyed one are let go: gloo's threads would spin for ever."""
+    """The groups of the current world. Those of a destroyed one are dropped: gloo's threads would spin for ever."""
     if _CURRENT[0].world is not dist.group.WORLD:
         _CURRENT[0] = MadeGroups(dist.group.WORLD)
     return _CURRENT[0]
 
 
 def _connect(group: dist.ProcessGroup) -> None:
-    """Have the ranks open the connection of each pair of them. Collective over ``group``; every rank must call it.
+    """Open the connections between all pairs of ranks. Collective over ``group``; every rank must call it.
 
-    Else NCCL does it when two ranks communicate for the first time, and the host waits until both have come: a hook of
-    the backward pass for a rank that waits in another place.
+    Else NCCL does it when two ranks communicate for the first time, and the host waits for both: a hook of the backward
+    pass would wait for a rank that waits in another place.
     """
     size = dist.get_world_size(group)
     for device, backend in backends(group).items():
@@ -184,7 +187,7 @@ def backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
-    """Raise ``ValueError``, which begins with ``what``, if tensors on ``device`` cannot travel over ``mesh``; local."""
+    """Raise ``ValueError``, which begins with ``what``, if ``mesh`` cannot send tensors on ``device``; local."""
     for axis in range(mesh.ndim):
         known = backends(mesh.get_group(axis))
         if mesh.size(axis) > 1 and device.type not in known:
@@ -198,7 +201,7 @@ def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
 
 
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The shard axis of a (replicate, shard) mesh: the ranks that hold one copy of the weights with this one; local."""
+    """The shard axis of a (replicate, shard) mesh: the ranks that share one copy of the weights; local."""
     if mesh.mesh_dim_names != ("replicate", "shard"):
         raise ValueError(
             "FlexDeMo takes a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), also for a single "
@@ -210,7 +213,7 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several; all ranks must call it."""
-    # Found once: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
+    # Cached: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
     found = _made().axis_groups
     if (mesh, axes) in found:
         return found[mesh, axes]
@@ -240,7 +243,7 @@ def _group_of(ranks: Ranks, backend: str) -> dist.ProcessGroup:
 
 
 def host_group(group: AxisGroup) -> AxisGroup:
-    """The same ranks with a gloo group, for tensors in the memory of the host.
+    """The same ranks with a gloo group, for tensors in host memory.
 
     Collective over ``group`` the first time; every rank of it must call it.
     """
@@ -251,10 +254,10 @@ def host_group(group: AxisGroup) -> AxisGroup:
 
 
 class PrivateGroups:
-    """Process groups that nobody else communicates over, one set for each optimizer, which keeps them for new plans.
+    """Process groups over which only one owner, such as an optimizer, communicates; it keeps them for new plans.
 
-    What is launched from hooks of the backward pass may fall between any two communications of FSDP2, and not between
-    the same two on all ranks; so it must not share a group with them.
+    A communication from a hook of the backward pass may begin between any two communications of FSDP2, not the same two
+    on all ranks, so it must not share a group with them.
     """
 
     def __init__(self) -> None:
@@ -262,7 +265,7 @@ class PrivateGroups:
         self._world: dist.ProcessGroup | None = None
 
     def of(self, groups: Sequence[AxisGroup]) -> list[AxisGroup]:
-        """The same ranks with connected groups of this optimizer's, different ones also where the ranks are the same.
+        """The same ranks with connected private groups, different ones for each entry, also if the ranks are the same.
 
         Collective over each of ``groups``; every rank of it must call it, in the same order of groups.
         """
@@ -283,13 +286,16 @@ class PrivateGroups:
         return result
 
     def of_everyone(self) -> AxisGroup:
-        """All ranks with a gloo group of this owner's, for a thread. Collective over all ranks; all must call it."""
+        """A private gloo group of all ranks, for a thread. Collective over all ranks; all must call it."""
         ranks = tuple(range(dist.get_world_size()))
         shared = _made().share(ranks, "gloo")
         return self.of([AxisGroup(shared, dist.get_rank(), tuple((rank,) for rank in ranks))])[0]
 
     def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
-        """Some ``members`` of ``group`` (ascending, this rank among them); collective over them, all must call it."""
+        """A private group of some ``members`` of ``group`` (ascending, this rank among them).
+
+        Collective over them; all must call it.
+        """
         coordinates = tuple(group.coordinates[member] for member in members)
         place = members.index(group.rank)
         if len(members) == 1:
@@ -313,7 +319,7 @@ def nodes_of(group: AxisGroup) -> list[int]:
 
 @dataclass(frozen=True)
 class Hop:
-    """One exchange on the way of shares to the ranks of a shard axis that hold the sums; values take the way back."""
+    """One exchange on the way of gradient shares to the ranks that sum them; updated values take the way back."""
 
     group: AxisGroup  # Ranks that exchange, with a process group that nobody else communicates over.
     # parts[i]: the ranks of the shard axis whose sums member i collects in this hop. The one of the calling rank's own
@@ -322,7 +328,7 @@ class Hop:
 
 
 def make_hops(group: AxisGroup, grid: Sequence[Sequence[int]] = ()) -> list[Hop]:
-    """The exchanges over the shard axis ``group``, with groups of their own.
+    """Make the exchanges over the shard axis ``group``, with private groups.
 
     With a ``grid`` (for each node its ranks, all equally many) sums are made inside each node, and then between the
     ranks of equal place in their nodes. Collective over ``group``; every rank must call it, in the same order of calls.

@@ -1,8 +1,8 @@
-"""Sums over ranks of which each rank gets its own part.
+"""Reduce-scatter: sums over ranks, of which each rank gets its own part.
 
-An all-to-all and sums on the receiving rank: measured on gloo it takes a half to a quarter of the time of
-``reduce_scatter_tensor``, takes parts of any size without padding, and the order of the additions does not depend on
-the backend.
+It is an all-to-all and sums on the receiving rank. Measured on gloo it takes a half to a quarter of the time of
+``reduce_scatter_tensor``; it takes parts of any size without padding, and the order of the additions does not depend
+on the backend.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
 
 
 class SideStream:
-    """A CUDA stream for what follows a communication, so that backward does not wait for it; on the CPU a no-op."""
+    """A CUDA stream for work that follows a communication, so that backward does not wait; on the CPU a no-op."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -35,7 +35,7 @@ class SideStream:
 
     @contextmanager
     def use(self, *tensors: Tensor) -> Iterator[None]:
-        """Run after what the current stream has been given; ``tensors`` stay alive until the side stream is done."""
+        """Context on the side stream, after work queued on the current one; ``tensors`` stay alive until it is done."""
         if self._stream is None:
             yield
             return
@@ -46,12 +46,12 @@ class SideStream:
             yield
 
     def record(self) -> torch.Event | None:
-        """A mark after everything that was put on the side stream so far."""
+        """An event after all work that was queued on the side stream so far."""
         return None if self._stream is None else self._stream.record_event()
 
 
 class PendingSum:
-    """A sum over the groups of ``hops``, of which each rank gets a part, and then over ``replicate``, on its way.
+    """A pending sum over the groups of ``hops``, of which each rank gets a part, and then over ``replicate``.
 
     ``hops``: for each exchange its group, and how many elements each rank of it keeps; different ranks may keep copies
     of the same. The first one sends ``others`` (1-D, one share for each other rank, in their order) and adds what
@@ -71,7 +71,7 @@ class PendingSum:
         side: SideStream,
     ) -> None:
         self._own, self._side = own, side
-        # Sums that travel on are rounded, but for float16, which they might overflow.
+        # Sums are rounded to this dtype for the next hop; float16 might overflow.
         self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
         self._hops = [(group, counts) for group, counts in hops if group.group is not None]
         self._replicate = replicate
@@ -83,7 +83,7 @@ class PendingSum:
             self._start(others)
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Add up what has arrived, with ``wait`` wait for it, and start what follows; whether all has been started.
+        """Add up what has arrived (with ``wait``, wait for it) and start what follows; return whether all is started.
 
         Collective over the groups of the later hops and ``replicate``; every rank must bring each sum to ``True``, in
         the same order.
@@ -118,7 +118,7 @@ class PendingSum:
         (self._work,) = start_all_to_all(others, sent, receive.view(-1), received, group)
 
     def _go_on(self) -> None:
-        """Take what has arrived, and start the next exchange or the sum over the replicas, if any."""
+        """Add what has arrived, and start the next exchange or the sum over the replicas, if any."""
         buffers, self._buffers = self._buffers, None
         with self._side.use(self._own, *(buffers or ())):
             if self._work is not None:
@@ -143,7 +143,7 @@ class PendingSum:
 
 
 def _sum_in_order(own: Tensor, others: Sequence[Tensor], rank: int) -> Tensor:
-    """Sum of the shares of all ranks from the first on, 16-bit floats in float32; ``own`` is overwritten."""
+    """Sum the shares of all ranks in rank order, 16-bit floats in float32; ``own`` may be overwritten."""
     if own.dtype.itemsize < 4:
         own, others = own.float(), [other.float() for other in others]
     before, after = others[:rank], others[rank:]

@@ -26,15 +26,15 @@ OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
 _MUON_KEYS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 _ADAMW_KEYS = {"lr": "lr", "weight_decay": "weight_decay", "betas": "betas", "eps": "adamw_eps"}
-# Optimizer of torch that ours can stand in for -> its hyper-parameters that ours have, too, with our names of them, and
-# the bases of FlexDeMo that can; `None` is ParallelMuon.
+# torch optimizer -> its hyper-parameters that ours have too, with our names of them, and the optimizers of ours that
+# can replace it: bases of FlexDeMo, or `None` for ParallelMuon.
 _SOURCES: dict[type[torch.optim.Optimizer], tuple[Mapping[str, str], tuple[str | None, ...]]] = {
     torch.optim.AdamW: (_ADAMW_KEYS, (None, "sgd", "adamw", "muon")),
     torch.optim.Adam: (_ADAMW_KEYS, (None, "sgd", "adamw", "muon")),
     torch.optim.SGD: ({"lr": "lr", "weight_decay": "weight_decay"}, ("sgd",)),
     torch.optim.Muon: ({name: name for name in _MUON_KEYS}, (None, "muon")),
 }
-# Of betas[0]: usual are 0.9 and 0.95, and 0 to 0.5 where models train against each other.
+# Least usual betas[0]: 0.9 and 0.95 are usual, and 0 to 0.5 where models train against each other.
 _LEAST_BETA = 0.8
 _WAITS_FOR_MATRICES = (
     "AdamW updates all parameters that train now, because the matrices of the model are frozen. These run on Muon once "
@@ -79,7 +79,7 @@ def convert_optimizers(
             optimizer.needs_matrices = False
         if any(gather(any(route.algorithm == "muon" for route in with_frozen), stages)):
             return conversions
-    # A user who sends every group to AdamW means it.
+    # No error if the user sends every group to AdamW.
     if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
         try:
             require_muon(with_frozen)
@@ -95,7 +95,7 @@ def convert_optimizers(
         new: Any = conversion.optimizer
         if new is old or any(route.algorithm == "muon" for route in new.routes):
             continue
-        # One of several, such as the AdamW beside a Muon.
+        # The other optimizers have the matrices: this is, for example, the AdamW beside a Muon.
         if isinstance(new, ParallelMuon):
             conversions[index] = Conversion(optimizer=old, summary=f"{type(old).__name__}, kept: it has no matrices")
         for group in new.param_groups:
@@ -104,7 +104,7 @@ def convert_optimizers(
 
 
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:
-    """What runs on Muon, what on AdamW, and what was kept."""
+    """Text that says what runs on Muon, what on AdamW, and what was kept."""
     lines: list[str] = []
     for each in conversions:
         table = [each.optimizer.summary()] if isinstance(each.optimizer, PlannedOptimizer) else []
@@ -115,7 +115,7 @@ def describe_optimizers(conversions: Sequence[Conversion]) -> str:
 def optimizer_warnings(
     conversions: Sequence[Conversion], module: nn.Module, choice: OptimizerChoice, *, is_default: bool = False
 ) -> list[str]:
-    """What the user may not have meant; ``is_default``: the optimizers were made from ``choice``, not by the user."""
+    """Warnings for the user; ``is_default``: the optimizers were made from ``choice``, not by the user."""
     warnings = [conversion.warning for conversion in conversions if conversion.warning]
     warnings += filter(None, [_fine_tunes_with_muon(conversions, module)])
     # strategy="flexdemo" brings the defaults without being asked.
@@ -129,7 +129,7 @@ def optimizer_warnings(
 
 
 def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) -> str:
-    """Whether Muon trains matrices that are likely to have been trained by AdamW; factors of LoRA begin anew."""
+    """Warning if Muon trains matrices that AdamW has probably pretrained (not LoRA factors); else empty."""
     pretrained = {parameter for part in pretrained_parts(module) for parameter in part.parameters()}
     for optimizer in (each.optimizer for each in conversions):
         if not isinstance(optimizer, PlannedOptimizer):
@@ -236,7 +236,7 @@ def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
 
 
 def _reason_to_keep(optimizer: torch.optim.Optimizer, is_one_of_several: bool) -> str:
-    """Why ``optimizer`` seems to train one of several models against each other, at which Muon is worse; else empty."""
+    """Why ``optimizer`` seems to belong to an adversarial training, at which Muon is worse; else empty."""
     small = [group["betas"] for group in optimizer.param_groups if "betas" in group and group["betas"][0] < _LEAST_BETA]
     if not (small or is_one_of_several):
         return ""
@@ -248,7 +248,7 @@ def _reason_to_keep(optimizer: torch.optim.Optimizer, is_one_of_several: bool) -
 
 
 def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
-    """What the learning rate of a converted optimizer may not have been meant for."""
+    """Warning if a converted optimizer updates in a way that its learning rate was not chosen for; else empty."""
     if not isinstance(config, FlexDeMoConfig) or config.base != "sgd" or (name == "SGD" and not config.takes_sign):
         return ""
     if config.takes_sign:
@@ -257,7 +257,7 @@ def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
 
 
 def _tables_on_muon(converted: PlannedOptimizer) -> str:
-    """Embeddings and the like that a group of the program sends to Muon."""
+    """Warning of parameters such as embeddings that the program sends to Muon; else empty."""
     reasons = {route.name: route.reason.partition(", algorithm='muon'") for route in converted.routes}
     named = [f"{name} ({reason})" for name, (reason, is_forced, _) in reasons.items() if is_forced]
     if not named:
@@ -270,7 +270,7 @@ def _tables_on_muon(converted: PlannedOptimizer) -> str:
 
 
 def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptimizer, name: str) -> str:
-    """Options that the user has set, and that the optimizer of the program says otherwise."""
+    """Warning of options in ``config`` that the optimizer of the program overrides; else empty."""
     defaults, unused = type(config)(), list[str]()
     for key in sorted({*_MUON_KEYS, *_ADAMW_KEYS.values()}):
         value = getattr(config, key, None)
@@ -285,7 +285,7 @@ def _without_effect(config: MuonConfig | FlexDeMoConfig, converted: PlannedOptim
 def _translated(
     kind: type[ParallelMuon | FlexDeMo], optimizer: torch.optim.Optimizer, config: Any
 ) -> ParallelMuon | FlexDeMo:
-    """A ``kind`` of optimizer with the groups of ``optimizer``; ``config`` says what that does not."""
+    """Make an optimizer of ``kind`` with the groups of ``optimizer``; other options come from ``config``."""
     keys, _ = _SOURCES[type(optimizer)]
     added = {"algorithm": "muon"} if type(optimizer) is torch.optim.Muon else {}
     has_momentum = kind is ParallelMuon or config.has_inner_momentum
@@ -311,7 +311,7 @@ def _translated(
 
 
 def _plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Learning rates that ``capturable`` or ``fused`` optimizers hold as tensors, as numbers."""
+    """``values`` with tensors, which ``capturable`` or ``fused`` optimizers use for learning rates, as numbers."""
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
 
 
@@ -333,8 +333,8 @@ def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, ne
                 pending.append(value)
     if not found:
         return
-    # Only the constructor of a scheduler lets torch count steps, by which schedulers warn of a wrong order of calls. It
-    # also resets learning rates, so these are put back.
+    # Only the constructor of a scheduler lets torch count the steps by which schedulers warn of a wrong order of calls.
+    # It also resets learning rates, so these are put back.
     kept = [{key: group[key] for key in ("lr", "initial_lr") if key in group} for group in new.param_groups]
     torch.optim.lr_scheduler.LambdaLR(new, lambda _: 1.0)
     for group, values in zip(new.param_groups, kept, strict=True):
@@ -358,7 +358,7 @@ class OptimizerProxy:
         self._share()
 
     def _follow(self, *_: Any) -> None:
-        # A step without parameters, by which schedulers see that they are called in the right order.
+        # A step without parameters shows schedulers that they are called in the right order.
         self.given.param_groups, self._is_following = [], True
         try:
             self.given.step()

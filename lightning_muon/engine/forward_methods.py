@@ -31,7 +31,7 @@ def register_steps(module: nn.Module) -> None:
 
 def _register_packed(module: nn.Module, name: str) -> None:
     method: Callable[..., Any] = getattr(module, name)
-    # As what a forward returns: FSDP2 hooks it.
+    # `without_views` is for FSDP2, which hooks the outputs as those of a forward.
     setattr(module, name, MethodType(lambda _, call: without_views(call(), call.args), module))
     register_fsdp_forward_method(module, name)
     entry: Callable[..., Any] = getattr(module, name)
@@ -50,7 +50,7 @@ def unshard_on_call(module: nn.Module) -> None:
     """Gather the root while a child, or ``generate`` in it, runs outside of a step; all ranks must make such calls."""
     places = own_places(module) if isinstance(module, FSDPModule) else []
     if not places:
-        return  # Without weights of the root, each child is entered as it should be.
+        return  # The root has no weights of its own, so each child gathers its own.
     gather = _Gather(module, places[0])
     for child in callable_children(module):
         if not isinstance(child, FSDPModule) and not hasattr(child, "_orig_mod") and _mark(child, "forward"):
@@ -64,12 +64,12 @@ def unshard_on_call(module: nn.Module) -> None:
 
 
 class _Gather:
-    """The outermost of nested calls gathers, and frees what it has gathered."""
+    """Hooks by which the outermost of nested calls gathers the root, and frees what it has gathered."""
 
     def __init__(self, root: nn.Module, place: tuple[nn.Module, str]) -> None:
         self._root = weakref.ref(root)
         self._owner, self._attribute = weakref.ref(place[0]), place[1]
-        self._have_gathered: list[bool] = []  # Of each call that is running.
+        self._have_gathered: list[bool] = []  # Whether each running call has gathered.
 
     def before(self, *_: Any) -> None:
         root: Any = self._root()
@@ -96,7 +96,7 @@ class _Gather:
 
 
 def _mark(module: nn.Module, what: str) -> bool:
-    """Remember that ``module`` is prepared; ``False`` if it was already."""
+    """Mark ``module`` as prepared for ``what``; return ``False`` if it was already."""
     marks: set[str] = vars(module).setdefault("prepared_by_lightning_muon", set())
     is_first = what not in marks
     marks.add(what)

@@ -1,4 +1,4 @@
-"""How many replicas of how many shards, and which ranks share a sample: from the options to device meshes."""
+"""Device meshes from the options: how many replicas of how many shards, and which ranks share a sample."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UserMesh(DeviceMesh):
 
     @override
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        # Torch looks for flattened axes in the mesh that this one is cut from only, and wants to give that up.
+        # torch finds flattened axes only in the mesh that this one is cut from, and plans to drop that.
         part = self.lightning_parts.get(mesh_dim_names) if isinstance(mesh_dim_names, str) else None
         return super().__getitem__(mesh_dim_names) if part is None else part
 
@@ -44,12 +44,12 @@ class Meshes:
     """The meshes of a run, seen from one rank."""
 
     # `LightningModule.device_mesh`: axes `("replicate", "shard")`, then `"context"` and `"tensor"` where larger than 1;
-    # or Lightning's `("data_parallel", "tensor_parallel")`. By either of these names it always has a part: `data`, and
-    # the ranks of `tensor`, which may be one.
+    # or Lightning's `("data_parallel", "tensor_parallel")`. Lightning's two names always give a submesh: `data`, and
+    # the tensor ranks, which may be one.
     user: DeviceMesh
-    # The ranks with batches of their own, over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for
-    # one replica that is no node. Its shard axis covers shard x context ranks, because context ranks hold gradients of
-    # different parts of a batch.
+    # The ranks over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica that is not a
+    # node of FlexDeMo. Its shard axis covers shard x context ranks, because context ranks hold gradients of different
+    # parts of a batch.
     data: DeviceMesh
     # All ranks by (pipeline, replicate, shard), `None` without a pipeline; `data` has those of one stage.
     stages: DeviceMesh | None
@@ -188,7 +188,7 @@ class MeshSizes:
 
     @property
     def num_tensor_ranks(self) -> int:
-        """``tensor_size``, by either name."""
+        """The number of tensor-parallel ranks, given by either name."""
         return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property

@@ -22,12 +22,12 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 
 
 def of_float16(precision: str) -> str:
-    """Why a precision is refused, behind "is not supported"; empty if it has no float16."""
+    """Text after "is not supported" for a refused precision; empty if it has no float16."""
     return " (float16 needs loss scaling)" if "16" in precision and "bf16" not in precision else ""
 
 
 def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionPolicy:
-    """What FSDP2 gathers and reduces in; ``precision`` is one of :data:`SUPPORTED`.
+    """The dtypes in which FSDP2 gathers and reduces; ``precision`` is one of :data:`SUPPORTED`.
 
     With ``bf16-mixed`` the weights travel and compute in bfloat16, gradients are reduced in float32 and the output of
     the root is float32; the framework's autocast stays on, so that losses are computed in float32. A model with batch
@@ -124,7 +124,7 @@ def _initialize(modules: Iterable[nn.Module]) -> set[str]:
 
 @torch.no_grad()
 def _fill_with_nan(tensor: Tensor) -> None:
-    """What nothing initializes must not pass for a weight; local."""
+    """Fill with NaN, so that a tensor that nothing initializes is not taken for a weight; local."""
     local = local_tensor(tensor.detach())
     if local.is_floating_point() or local.is_complex():
         local.fill_(float("nan"))
@@ -133,7 +133,7 @@ def _fill_with_nan(tensor: Tensor) -> None:
 @contextmanager
 def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Let each rank draw its own numbers if it fills parts of tensors: on a CPU equal seeds would give equal parts."""
-    # CUDA's generator knows the place of a part. What must be equal on several ranks becomes so when it is sharded.
+    # CUDA's generator draws by the place of a part. What must be equal on several ranks is made so when it is sharded.
     parts = [p for p in module.parameters() if p.is_meta and isinstance(p, DTensor)]
     if not parts or device.type != "cpu":
         yield

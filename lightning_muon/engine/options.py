@@ -20,7 +20,7 @@ from lightning_muon.sharding.modes import MODES, Sharding
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
-SECTION = "lightning_muon"  # Of a file that has the options of Accelerate, too.
+SECTION = "lightning_muon"  # Section of a file that has the options of Accelerate, too.
 
 _CONFIGS = (MuonConfig, FlexDeMoConfig)
 # Where else a wrong key may belong.
@@ -30,7 +30,7 @@ ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in
 @takes_options(elsewhere=ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class Options(ShardingOptions, PipelineOptions, MeshSizes):
-    """What a training may be told beside its model and data.
+    """The options of a training, beside its model and data.
 
     Example::
 
@@ -119,7 +119,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
 
     @property
     def mode_options(self) -> ModeOptions:
-        """Those for :func:`lightning_muon.make_mode`; ``mp_policy`` and what else follows from the run is missing."""
+        """The options for :func:`lightning_muon.make_mode`, without ``mp_policy`` and others that the run decides."""
         return from_arguments(ModeOptions, vars(self) | {"decoupled_nodes": self.has_nodes})
 
     @property
@@ -129,7 +129,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
 
     @property
     def lines(self) -> list[tuple[str, str]]:
-        """Each option as text that is equal on all ranks with equal options."""
+        """Name and text of each option; ranks with equal options have equal texts."""
         named = [(field.name, getattr(self, field.name)) for field in fields(self)]
         # The order of a set, and addresses in memory, differ between processes.
         texts = [(key, sorted(map(repr, value)) if isinstance(value, Set) else repr(value)) for key, value in named]
@@ -160,7 +160,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         for name, value in (("timeout", self.timeout), ("max_silence", self.max_silence or timedelta(1))):
             if not (isinstance(value, timedelta) and value > timedelta(0)):
                 raise ValueError(f"{name} must be a datetime.timedelta of more than 0 seconds, got {value!r}")
-        policy: object = self.wrap_policy  # What the model has of it is known later.
+        policy: object = self.wrap_policy  # Whether the model has such classes is known later.
         is_function = callable(policy) and not isinstance(policy, type)
         is_classes = isinstance(policy, Collection) and all(isinstance(name, str | type) for name in policy)
         if policy != "auto" and not is_function and (isinstance(policy, str) or not is_classes):

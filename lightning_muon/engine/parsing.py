@@ -1,4 +1,4 @@
-"""From what a YAML file holds to objects, with errors that name the file, the key and the nearest right one."""
+"""Builds objects from the content of a YAML file; errors name the file, the key and the nearest right one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_muon.errors import UnknownOptionError
 
 T = TypeVar("T")
 
-# Anything else, but for a mapping with `class_path`, is an object that is built already.
+# Values of any other type are taken as they are; a mapping with `class_path` is built.
 _PLAIN = (str, int, float, list, tuple, Mapping, type(None))
 # Where a class_path without dots is looked up.
 _PACKAGE = "lightning_muon"
@@ -58,7 +58,7 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
 
 
 def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, where: str) -> Any:
-    """What ``{class_path, init_args}`` describes; or, with arguments alone, that of ``kinds`` that has most of them."""
+    """Build what ``{class_path, init_args}`` describes; for arguments alone, the one of ``kinds`` with most of them."""
     if "class_path" in value:
         kind = _import_class(value["class_path"], where)
         elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}

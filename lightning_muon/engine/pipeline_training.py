@@ -1,4 +1,4 @@
-"""The training of batches through the stages of a pipeline: what the engine does otherwise than without one."""
+"""Trains batches through the stages of a pipeline: what the engine does differently with one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PipelineTraining:
     :meth:`train` for each batch, or :meth:`loss_with_backward` where the loop calls backward itself.
 
     Args:
-        module: Loses the parts of other ranks. Collective over ``mesh``; every rank must call it.
+        module: Loses the parts of other ranks. Construction is collective over ``mesh``; every rank must do it.
         options: How to cut it.
         mesh: All ranks, by (pipeline, replicate, shard).
     """
@@ -56,20 +56,20 @@ class PipelineTraining:
         self._absent = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in present})
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._tokens: TokenCount | None = None
-        self._is_nonfinite: Tensor | None = None  # What all stages know of the batch of now.
-        # Derivatives of losses: on their way to all ranks, and to the host.
+        self._is_nonfinite: Tensor | None = None  # Whether any stage has found a NaN or an Inf in this batch.
+        # Derivatives of losses: those being reduced over the ranks, and those being copied to the host.
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._reading: list[Callable[[], list[list[Any]]]] = []
-        self._problem: Exception | None = None  # Of the call of now: raised on all ranks.
-        self._has_gradients = False  # From earlier batches: before a batch those of this rank, then those of any.
+        self._problem: Exception | None = None  # Of the current call: raised on all ranks.
+        self._has_gradients = False  # Of earlier batches: before a batch on this rank, after it on any rank.
 
     def mode_options(self, options: ModeOptions) -> ModeOptions:
-        """Those of a mode that shards the stages; local."""
+        """``options`` for a mode that shards the stages; local."""
         policy = options.mp_policy
         self.runtime.output_dtype = policy and policy.output_dtype
         return replace(
             options,
-            # Parts send each other what they compute in.
+            # Parts send each other tensors in the dtype of their computation.
             mp_policy=policy and replace(policy, output_dtype=None),
             roots=self.runtime.modules,
             stages=self._mesh,
@@ -79,9 +79,9 @@ class PipelineTraining:
         )
 
     def take_calls(self, mode: ShardingMode, run: Callable[[Any, Tensor | None], Tensor]) -> None:
-        """Let calls of the module run what ``mode`` has sharded, by ``run``, the engine's method around :meth:`train`.
+        """Let calls of the module run the stages that ``mode`` has sharded; local.
 
-        Local.
+        ``run`` is the engine's method around :meth:`train`.
         """
         self._mode, runtime = mode, self.runtime
         mode.copies = runtime.copies()
@@ -105,7 +105,7 @@ class PipelineTraining:
         together(check, [self.runtime.group])
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer], tokens: TokenCount | None) -> None:
-        """Train with these from now on; local."""
+        """Train with these optimizers and this token count; local."""
         self._optimizers, self._tokens = optimizers, tokens
 
     def parameters_of_rank(
@@ -113,7 +113,7 @@ class PipelineTraining:
     ) -> list[Tensor]:
         """``parameters`` without those of other stages, and with the copies of them that this one has; local.
 
-        ``current`` are those of the module, ``replaced`` has the names of those from before the sharding.
+        ``current`` has the parameters of the module by name, ``replaced`` the names of those from before the sharding.
         """
         copies = self.runtime.copied_names
         names = {parameter: name for name, parameter in current.items()}
@@ -129,7 +129,7 @@ class PipelineTraining:
     # ---- batches
 
     def train(self, batch: Any, num_losses: Tensor | None) -> Tensor:
-        """The mean loss of a batch, after forward, backward and the sum of gradients.
+        """Run forward, backward and the sum of gradients of a batch; return its mean loss.
 
         See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Collective over all
         ranks; every rank must call it.
@@ -157,7 +157,7 @@ class PipelineTraining:
         return result.mean if num_losses is None else result.total / num_losses
 
     def _require_no_gradients(self) -> None:
-        """Raise what is wrong with a call, or if there are gradients of a batch before; local."""
+        """Raise the problem of this call, if any, or if an earlier batch has left gradients; local."""
         if self._problem is not None:
             raise self._problem
         left = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
@@ -168,7 +168,7 @@ class PipelineTraining:
             )
 
     def _gradient_factor(self, wanted: Tensor | None, num_losses: Tensor) -> Tensor:
-        """What the gradients of the sum of this rank's losses are multiplied by, before the mean over the ranks."""
+        """Factor on the gradients of the sum of this rank's losses, before the mean over the ranks."""
         if wanted is not None:
             return 1 / wanted.to(num_losses)
         if self._tokens is None:
@@ -180,7 +180,7 @@ class PipelineTraining:
         return torch.ones_like(num_losses)
 
     def _skip_step_if(self, is_nonfinite: Tensor | None) -> None:
-        """Let the optimizers skip the next step if this bool on the device, of all stages, is true; local."""
+        """Let the optimizers skip the next step if this bool on the device, equal on all stages, is true; local."""
         self._is_nonfinite = is_nonfinite
         for optimizer in self._optimizers:
             if isinstance(optimizer, PlannedOptimizer):
@@ -194,10 +194,10 @@ class PipelineTraining:
     # ---- losses with a backward
 
     def loss_with_backward(self, batch: Any, num_losses: Tensor | None) -> Tensor:
-        """The loss of a batch, whose gradients come with the backward of what the program makes of it.
+        """Return the loss of a batch; the backward of what the program computes from it adds the gradients.
 
         They are computed here. Backward multiplies them by the derivative with respect to the loss, which must be the
-        same on all ranks, and adds them to those there are. Collective over all ranks; every rank must call it.
+        same on all ranks, and adds them to ``p.grad``. Collective over all ranks; every rank must call it.
         """
         run = self._run()
         assert run is not None, "the runtime asks only while it trains"
@@ -208,7 +208,7 @@ class PipelineTraining:
         if self._tokens is not None and (num_losses is not None or has_gradients):
             self._problem = RuntimeError(
                 "loss_scaling='tokens' divides by the tokens of one batch of a pipeline; take larger batches, and "
-                "pipeline_microbatches, in the place of accumulated gradients, and no num_items_in_batch"
+                "pipeline_microbatches, instead of accumulated gradients, and no num_items_in_batch"
             )
         earlier = self._is_nonfinite
         for parameter in before:
@@ -224,7 +224,7 @@ class PipelineTraining:
         is_nonfinite = self._is_nonfinite
         assert is_nonfinite is not None, "run has looked"
         add = partial(self._add_gradients, computed, is_nonfinite)
-        # A batch that is left out has no gradients. A rank without any, of a frozen stage, does what the others do.
+        # If the batch was left out, there are no gradients. A rank of a frozen stage, without any, acts as the others.
         self._skip_step_if(earlier if self._has_gradients else None)
         self._has_gradients = False
         return _Loss.apply(torch.ones((), requires_grad=True), loss.float(), add)
@@ -245,11 +245,11 @@ class PipelineTraining:
             self._sent.append((work, extremes))
 
     def compare_derivatives(self, *, is_end: bool = False) -> None:
-        """Raise ``RuntimeError``, on all ranks, if they have multiplied the loss of a batch before by other numbers.
+        """Raise ``RuntimeError`` on all ranks if they have multiplied the loss of an earlier batch by other numbers.
 
-        Behind the next batch, when all ranks have sent theirs; on a GPU one batch later still, when they are on the
-        host. To ask before the step would let every rank wait for the last backward, and for its device. With
-        ``is_end`` nothing is left for later.
+        Called after the next batch, when all ranks have sent theirs; on a GPU one batch later still, when the numbers
+        are on the host. A check before the step would let every rank wait for the last backward, and for its device.
+        With ``is_end`` all that is left is checked.
         """
         for work, extremes in self._sent:
             work.wait()

@@ -51,10 +51,10 @@ class QKClipper:
     cannot be told or are on Hyperball, on every rank, since all have the same modules.
 
     Args:
-        engine: Of the training.
-        names: What the user says of the projections.
+        engine: The engine of the training.
+        names: Names of the projections, as the user gives them.
         threshold: ``tau``, the largest logit that is left alone.
-        is_measured: Whether the forward passes, or the step, of now count; alike on all ranks.
+        is_measured: Whether the current forward pass or step counts; the same on all ranks.
         log: Takes the largest logit of a step over all heads and ranks.
     """
 
@@ -73,7 +73,7 @@ class QKClipper:
         self._watched = {each.name: _Watched(each, *ranks) for each in find_attentions(engine.module, names)}
         if threshold < math.inf:
             self._refuse_hyperball()
-        self._running: list[_Watched] = []  # Whose forward is under way, the innermost one last.
+        self._running: list[_Watched] = []  # Modules whose forward is running, the innermost one last.
         self._mode = _Observer(self._running)
         self._scaling: _Scaling | None = None  # `None` until the ranks have told each other what they have.
         self._has_news: Callable[[], list[list[Any]]] | None = None
@@ -99,7 +99,7 @@ class QKClipper:
                 )
 
     def close(self) -> None:
-        """Observe and clip no more; local."""
+        """Stop observing and clipping; local."""
         self._hooks.close()
         self._engine.after_step.remove(self.step_has_ended)
 
@@ -118,7 +118,7 @@ class QKClipper:
 
     @torch.no_grad()
     def step_has_ended(self, is_skipped: bool) -> None:
-        """Clip by what was observed since the last step, which a skipped one only forgets.
+        """Clip by the logits observed since the last step; a skipped step only drops them.
 
         Collective over all ranks in measured steps; every rank must call it. The host waits for the other ranks where
         an attention module has run for the first time.
@@ -137,7 +137,7 @@ class QKClipper:
         self._log(maxima.max())
 
     def _agree(self) -> _Scaling:
-        """What the attention modules that have run on any rank are like.
+        """Exchange the shapes of the attention modules that have run on any rank; raise for those with a problem.
 
         Collective over all ranks; every rank must call it.
         """
@@ -186,23 +186,23 @@ class _Watched:
         self.maxima: Tensor | None = None  # (heads), float32
         self.problem = ""
         self._tensor_rank, self._num_tensor_ranks = tensor_rank, num_tensor_ranks
-        self._is_observed = False  # In the call of now.
+        self._is_observed = False  # Whether the current call was observed.
         self._is_checked = attention.is_given
-        self._outputs: dict[Projection, Tensor] = {}  # Of the call of now, until the rows are checked.
+        self._outputs: dict[Projection, Tensor] = {}  # Of the current call, until the rows are checked.
         self._hooks = ExitStack()
 
     @property
     def is_trained(self) -> bool:
-        """Whether all of its projections train."""
+        """Whether all its projections train."""
         return all(parameter.requires_grad for parameter in self.attention.parameters)
 
     @property
     def has_run(self) -> bool:
-        """Whether there is something to tell of it."""
+        """Whether it has run, so that its shape or a problem is known."""
         return self.shape is not None or bool(self.problem)
 
     def begin_call(self) -> None:
-        """The forward of the module begins."""
+        """Prepare for a forward of the module."""
         self._is_observed = False
         for projection in () if self._is_checked else {self.attention.query, self.attention.key}:
             if projection.module is not None:
@@ -214,7 +214,7 @@ class _Watched:
             self._outputs[projection] = local_tensor(output.detach())
 
     def end_call(self, *, has_failed: bool) -> None:
-        """The forward of the module has ended, maybe by an exception."""
+        """Clean up after a forward of the module, which may have raised."""
         self._hooks.close()
         self._outputs.clear()
         if not self._is_observed and not has_failed and not self._is_checked:
@@ -224,7 +224,7 @@ class _Watched:
             )
 
     def observe(self, query: Tensor, key: Tensor, *, scale: float, mask: Tensor | None, is_causal: bool) -> None:
-        """Look at the logits of (batch, heads, positions, size) queries and keys."""
+        """Record the largest logits of queries and keys (batch, heads, positions, size)."""
         self._is_observed = True
         query, key = local_tensor(query.detach()), local_tensor(key.detach())
         try:
@@ -245,13 +245,13 @@ class _Watched:
         torch.maximum(part, found, out=part)
 
     def take_maxima(self, device: torch.device) -> Tensor:
-        """The largest logits, -inf for heads that have not run; they begin anew."""
+        """Return and reset the largest logits, -inf for heads that have not run."""
         assert self.shape is not None
         maxima, self.maxima = self.maxima, None
         return torch.full((self.shape[0],), -math.inf, device=device) if maxima is None else maxima.to(device)
 
     def _fit(self, query: Tensor, key: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None, int]:
-        """Queries and mask by heads, and the number of the first of these heads among those of all tensor ranks."""
+        """Return queries and mask by heads, and the index of the first head among those of all tensor ranks."""
         if query.ndim != 4 or key.ndim != 4:
             raise ValueError(f"its queries have the shape {tuple(query.shape)}, not (batch, heads, positions, size)")
         size = query.shape[3]
@@ -274,7 +274,7 @@ class _Watched:
     def _check(self, query: Tensor, key: Tensor) -> None:
         """Raise ``ValueError`` unless these queries and keys are made by the rows that are to be scaled."""
         assert self.shape is not None
-        if query.shape[1] != self.shape[0]:  # The output is a part of the rows.
+        if query.shape[1] != self.shape[0]:  # The output has only some of the rows.
             return
         attention, rows = self.attention, self.attention.head_rows(*self.shape)
         made = [(attention.query, rows.query, query)]
@@ -306,7 +306,7 @@ def _is_made_of(heads: Tensor, output: Tensor, rows: Tensor) -> bool:
 
 
 class _Scaling:
-    """The local rows of all parameters that are scaled: for each its head, and the power of that head's factor."""
+    """The local rows of all parameters that are scaled, each with its head and the power of that head's factor."""
 
     def __init__(self, watched: Sequence[_Watched], device: torch.device) -> None:
         self.watched = watched
@@ -328,7 +328,7 @@ class _Scaling:
         self._heads, self._powers = torch.cat(heads).to(device), torch.cat(powers).to(device)
 
     def apply_(self, factors: Tensor) -> None:
-        """Scale by the factors of all heads; 1 leaves bits as they are. Local."""
+        """Scale the rows by the factors of all heads; 1 leaves bits as they are. Local."""
         scales = (factors[self._heads] ** self._powers).split(self._sizes)
         for (parameter, dim), scale in zip(self._parts, scales, strict=True):
             local = local_tensor(parameter.detach())
@@ -364,7 +364,7 @@ def _local_rows(parameter: nn.Parameter, dim: int) -> slice:
 
 
 class _Observer(TorchFunctionMode):
-    """Shows the innermost attention module that runs the queries and keys of its attention."""
+    """Gives the innermost running attention module the queries and keys of its attention call."""
 
     def __init__(self, running: Sequence[_Watched]) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ class _Observer(TorchFunctionMode):
 
     @torch.no_grad()
     def _multi_head(self, given: dict[str, Any]) -> None:
-        """Of ``nn.MultiheadAttention``, which projects inside this function, and may compute its logits itself."""
+        """Observe ``nn.MultiheadAttention``, which projects inside this function and may compute logits itself."""
         weights = given["in_proj_weight"].chunk(3)
         biases = (None,) * 3 if given["in_proj_bias"] is None else given["in_proj_bias"].chunk(3)
         heads: list[Tensor] = []
@@ -410,7 +410,7 @@ class _Observer(TorchFunctionMode):
 
 
 def _additive(mask: Tensor | None) -> Tensor | None:
-    """A mask of ``nn.MultiheadAttention``, whose true elements hide keys, as numbers to add."""
+    """A mask of ``nn.MultiheadAttention``, whose true elements hide keys, as a mask to add to logits."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(mask, -math.inf)

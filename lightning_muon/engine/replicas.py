@@ -28,16 +28,16 @@ from lightning_muon.params.layout import local_tensor, replicated_axes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.weights import mesh_device, names_of
 
-_Ranks = tuple[DeviceMesh, tuple[int, ...]]  # Those that differ from this one only along some axes of a mesh.
+_Ranks = tuple[DeviceMesh, tuple[int, ...]]  # The ranks that differ from this one only along these axes of the mesh.
 
 
 class ReplicaCheck:
-    """After every ``every``-th step compares what several ranks must have alike, by sums of the bits.
+    """Compares, after every ``every``-th step, what several ranks must have alike, by checksums of the bits.
 
-    Weights, and the state of the optimizer, on the ranks that hold the same part of them. And the results of
-    Newton-Schulz: of each rank one matrix that it has orthogonalized in this step, drawn anew each time, with all that
-    were in a batch with it. The next rank gets what went in, and must come to the same bits in the same way; on a
-    device those of a matrix may depend on its batch.
+    Compared are weights and optimizer state, on the ranks that hold the same part of them, and results of
+    Newton-Schulz. For these each rank draws one matrix that it has orthogonalized in this step, with its whole batch,
+    because on a device the bits of a matrix may depend on its batch. The next rank gets the inputs, and must compute
+    the same bits.
     """
 
     def __init__(self, module: nn.Module, mode: ShardingMode, *, every: int) -> None:
@@ -45,7 +45,7 @@ class ReplicaCheck:
         self._num_steps = Counter[torch.optim.Optimizer]()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have a step that will be compared keep some of what it orthogonalizes; local."""
+        """Let a step that will be compared keep a sample of what it orthogonalizes; local."""
         if isinstance(optimizer, PlannedOptimizer) and (self._num_steps[optimizer] + 1) % self._every == 0:
             optimizer.sample = BatchSample()
 
@@ -69,7 +69,7 @@ class ReplicaCheck:
             )
 
     def _differing_copies(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """What differs between this rank and those with the same parts. Collective as :meth:`step_has_ended` is."""
+        """Names of what differs on ranks with the same parts. Collective as :meth:`step_has_ended` is."""
         copies: dict[tuple[_Ranks, torch.device], list[tuple[str, Tensor]]] = {}
         trains_alone = _trains_alone(optimizer)
         for name, parameter in names_of(self._module).items():
@@ -92,9 +92,9 @@ class ReplicaCheck:
         return found
 
     def _differing_updates(self, optimizer: torch.optim.Optimizer) -> list[str]:
-        """The matrices of the rank before this one whose updates have other bits there than here.
+        """Names of matrices of the rank before this one whose updates have other bits there than here.
 
-        Each rank sends what it has kept of the step to the next rank, which orthogonalizes it, too. Collective over all
+        Each rank sends the batch that it has kept to the next rank, which orthogonalizes it, too. Collective over all
         ranks, also those that have kept nothing; every rank must call it.
         """
         batch = None
@@ -151,11 +151,11 @@ class _Task:
     dtype: torch.dtype
     device_type: str
     machine: object
-    sums: Sequence[int]  # Of the bits of each result.
+    sums: Sequence[int]  # Checksum of each result.
 
     @classmethod
     def of(cls, batch: OrthogonalizedBatch) -> _Task:
-        """Local."""
+        """Describe a batch of this rank; local."""
         device_type = batch.matrices.device.type
         return cls(
             names=[job.matrix.name for job in batch.jobs],
@@ -170,7 +170,7 @@ class _Task:
 
 
 def _machine(device_type: str) -> object:
-    """Where this differs between ranks, their products may have other bits, since they may add in another order."""
+    """Describe the hardware: where it differs between ranks, products may have other bits."""
     if device_type == "cuda":
         return torch.cuda.get_device_name()
     return torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
@@ -182,7 +182,7 @@ def _trains_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _odd_ones(name: str, values: Sequence[Hashable], group: AxisGroup) -> list[str]:
-    """Says which ranks have another value than most, if any has; ``None`` does not count. Local."""
+    """Say which ranks have another value than most, if any has; ``None`` does not count. Local."""
     counts = Counter(value for value in values if value is not None)
     if len(counts) < 2:
         return []

@@ -70,19 +70,19 @@ class TrainingEngine:
 
     def __init__(
         self,
-        module: nn.Module,  # On any device; sharded in part, maybe, or still from an earlier training.
+        module: nn.Module,  # On any device; may be partly sharded, or sharded by an earlier training.
         options: Options,
         meshes: Meshes,
         *,
-        mode_options: ModeOptions,  # `options.mode_options`, and what follows from the run.
+        mode_options: ModeOptions,  # `options.mode_options`, completed by what the run decides.
         info: Callable[[str], None],  # Takes lines for the log, on every rank.
         warn: Callable[[str], None],
-        saves: BackgroundSaves | None = None,  # Of this training, if there are such.
-        watchdog: Watchdog | None = None,  # That has run until now; the engine closes it.
-        sharding: Sharding | None = None,  # In place of `options.sharding`.
-        is_only_module: bool = True,  # Every backward pass of the program goes through this module.
-        is_loop_of_user: bool = True,  # The user calls backward and step, and may use the optimizers that he has made.
-        sees_every_backward: bool = True,  # Every backward pass is inside of `around_backward`.
+        saves: BackgroundSaves | None = None,  # The background saves of this training, if any.
+        watchdog: Watchdog | None = None,  # A watchdog that runs already; the engine closes it.
+        sharding: Sharding | None = None,  # Replaces `options.sharding`.
+        is_only_module: bool = True,  # Whether every backward pass of the program goes through this module.
+        is_loop_of_user: bool = True,  # Whether the user calls backward and step, maybe on the optimizers he has made.
+        sees_every_backward: bool = True,  # Whether every backward pass is inside of `around_backward`.
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
@@ -97,20 +97,20 @@ class TrainingEngine:
         self.is_sharded = False
         self._is_explaining = False
         self._is_attached = False
-        self.has_run = False  # Since the last step, so that there may be gradients.
+        self.has_run = False  # Whether the module has run since the last step, so that there may be gradients.
         self._info, self._warn, self._saves = info, warn, saves
         self._is_only_module, self._is_loop_of_user = is_only_module, is_loop_of_user
         self._sees_every_backward = sees_every_backward
-        self._replaced = WeakTensorKeyDictionary()  # Parameter of before the sharding -> its name.
-        self.proxies: list[OptimizerProxy] = []  # Of what was given and has been replaced.
-        self.after_step: list[Callable[[bool], None]] = []  # Called behind each step, with whether it was skipped.
+        self._replaced = WeakTensorKeyDictionary()  # Parameter from before the sharding -> its name.
+        self.proxies: list[OptimizerProxy] = []  # For optimizers that were given and have been replaced.
+        self.after_step: list[Callable[[bool], None]] = []  # Called after each step, with whether it was skipped.
         self._names: dict[Tensor, str] = {}
-        self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # Of optimizers that do not look for NaN.
+        self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # For optimizers that do not check for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog = watchdog
         self._replica_check: ReplicaCheck | None = None
         self._hooks = ExitStack()
-        # Of the backward passes of now, of the last one, and of the gradients there are.
+        # Whether backward passes reduce gradients now, whether the last one did, and whether gradients are finished.
         self._is_last_micro_batch = self._is_reduced = True
         self._is_finished = False
 
@@ -122,7 +122,7 @@ class TrainingEngine:
     # ---- before the first step
 
     def shard(self, device: torch.device) -> None:
-        """Give all ranks the same weights, in their final form on ``device``."""
+        """Shard the module: give all ranks equal weights, in their final form on ``device``."""
         module = self.module
         versions = [("torch", torch.__version__), ("lightning_muon", VERSION)]
         of_run = [("sharding", self.mode.name), ("precision", repr(self.mode.options.mp_policy))]
@@ -132,7 +132,7 @@ class TrainingEngine:
         self._replaced.update({p: name for name, p in module.named_parameters() if not isinstance(p, DTensor)})
         free_unsharded(module)
         materialize(module, self.mode, device, self._warn)
-        # Not before: what gives memory to DTensors fails on those with a weak reference.
+        # Not earlier: `materialize` fails on DTensors with a weak reference.
         self._replaced.update({p: name for name, p in module.named_parameters() if isinstance(p, DTensor)})
         self.mode.prepare(module)
         for parameter in module.parameters():
@@ -151,11 +151,11 @@ class TrainingEngine:
         source: str,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return what takes their places; schedulers follow it.
+        """Train with these optimizers, and return those that replace them; schedulers follow them.
 
-        ``given`` are all that step the module from now on, those that were attached before included; with the
-        parameters that the module has now, or had before :meth:`shard`. ``source`` says in errors where they are from,
-        ``is_default`` that they are not the user's.
+        ``given`` are all optimizers that will step the module, also those that were attached before, with the
+        parameters that the module has, or had before :meth:`shard`. ``source`` says in errors where they are from,
+        ``is_default`` that the user did not make them.
         """
         module, options = self.module, self.options
         forget_own(given)
@@ -170,7 +170,7 @@ class TrainingEngine:
         for old, new in zip(given, self.optimizers, strict=True):
             if new is not old:
                 repoint_schedulers(schedulers, old, new)
-                if self._is_loop_of_user:  # It holds the given one, and may make schedulers of it.
+                if self._is_loop_of_user:  # The loop holds the given one, and may make schedulers for it.
                     self.proxies.append(OptimizerProxy(old, new))
 
         if before:
@@ -200,7 +200,7 @@ class TrainingEngine:
         return list(self.optimizers)
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Give optimizers the parameters that have taken the place of those from before :meth:`shard`; local."""
+        """Give optimizers the parameters that have replaced those from before :meth:`shard`; local."""
         current = dict(self.module.named_parameters())
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
@@ -218,13 +218,13 @@ class TrainingEngine:
                     group["params"][index] = current[name]
 
     def follow_forward(self) -> None:
-        """Notice calls of the module, and backward passes from its outputs, where no framework tells of them. Local."""
+        """Hook calls of the module, and backward passes from its outputs, for loops without a framework. Local."""
         before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward, "call")
         self._hooks.enter_context(self.module.register_forward_pre_hook(before))
         self._hooks.enter_context(self.module.register_forward_hook(after))
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """The optimizer of this module that ``optimizer`` is, or that has replaced it; else ``None``. Local."""
+        """``optimizer`` or its replacement, if it steps this module; else ``None``. Local."""
         used = next((proxy.used for proxy in self.proxies if proxy.given is optimizer), optimizer)
         return next((own for own in self.optimizers if own is used), None)
 
@@ -232,7 +232,7 @@ class TrainingEngine:
 
     @contextmanager
     def around_forward(self) -> Generator[None]:
-        """Enter it around each forward pass of the module, and around each step of an evaluation."""
+        """Context to enter around each forward pass of the module, and around each step of an evaluation."""
         self.mode.begin_forward()
         if torch.is_grad_enabled():
             self.has_run = True
@@ -248,7 +248,7 @@ class TrainingEngine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Forward and backward inside leave gradients unreduced; local. A pipeline reduces those of each batch."""
+        """Context in which backward leaves gradients unreduced; local. A pipeline reduces those of each batch."""
         self._require_optimizer("no_backward_sync (no_sync)")
         if self.pipeline is not None:
             yield
@@ -267,12 +267,12 @@ class TrainingEngine:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the micro-batch of now leaves gradients unreduced; local."""
+        """Whether the current micro-batch leaves gradients unreduced; local."""
         return self._is_attached and not self._is_last_micro_batch
 
     @contextmanager
     def around_backward(self, *, loss_divided_by: int = 1) -> Generator[None]:
-        """Enter it around each backward pass. Communicates in the last micro-batch, if the module has run.
+        """Context to enter around each backward pass. Communicates in the last micro-batch, if the module has run.
 
         ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
@@ -287,7 +287,7 @@ class TrainingEngine:
                 yield
             except BaseException as error:
                 if self.tokens is not None:
-                    self.tokens.reset()  # They go with the gradients.
+                    self.tokens.reset()  # The gradients are dropped, too.
                 self.mode.backward_failed()
                 if self.mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
                     error.add_note(_READ_EARLY)
@@ -297,7 +297,7 @@ class TrainingEngine:
                 guard.end_backward()
 
     def run_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
-        """Forward and backward of a batch through all stages, and the sum of gradients; returns its mean loss.
+        """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
 
         The mean is that over the losses of the batch of this rank, or their sum divided by ``num_losses``, the same on
         all ranks. Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
@@ -310,7 +310,7 @@ class TrainingEngine:
         return loss
 
     def finish_backward(self) -> None:
-        """At the end of a backward pass make its gradients whole; :meth:`around_backward` does so, if nobody has."""
+        """Finish the reduction of gradients after a backward pass; :meth:`around_backward` calls it."""
         if not self._is_attached or not self.has_run:
             return
         self._is_reduced = self._is_last_micro_batch
@@ -319,14 +319,14 @@ class TrainingEngine:
             self._is_finished = True
 
     def finish_gradients(self) -> None:
-        """Make gradients whole before they are used, also those of backward passes that nobody was told of."""
+        """Finish the reduction of gradients before they are used, also after unannounced backward passes."""
         if not self._is_finished or not self._sees_every_backward:
             self.mode.finish_gradients()
 
     # ---- the step
 
     def clip_by_norm(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients of parameters, the same on all ranks, by one norm, and return the norm before."""
+        """Clip the gradients of ``parameters``, the same on all ranks, by one norm; return the norm before."""
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
         self._require_reduced("clip_gradients (clip_grad_norm_)")
@@ -352,7 +352,7 @@ class TrainingEngine:
             clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
     def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Those of ``parameters`` that are clipped; local."""
+        """The ``parameters`` that are clipped; local."""
         # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
         # during backward need not wait for the norm.
         is_all = self.options.clip_groups == "all"
@@ -361,7 +361,7 @@ class TrainingEngine:
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
     ) -> Any:
-        """Return what ``take_step(optimizer)`` returns; it also takes ``closure`` if there is one."""
+        """Prepare and take a step; return what ``take_step(optimizer)`` returns, which also gets a ``closure``."""
 
         def with_whole_gradients() -> Any:
             result = None if closure is None else closure()
@@ -395,7 +395,7 @@ class TrainingEngine:
         return result
 
     def finite_check(self, optimizer: torch.optim.Optimizer) -> FiniteCheck:
-        """What makes all ranks skip steps of one of :attr:`optimizers` for a NaN or Inf, and counts them; local."""
+        """The check that lets all ranks skip steps of ``optimizer`` for a NaN or Inf, and counts them; local."""
         if isinstance(optimizer, PlannedOptimizer):
             return optimizer.finite_check
         return self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
@@ -403,16 +403,16 @@ class TrainingEngine:
     # ---- weights that somebody reads
 
     def weights_have_changed(self) -> None:
-        """Let the next forward gather the weights of now; local."""
+        """Let the next forward gather the current weights; local."""
         free_unsharded(self.module)  # FSDP2 keeps those of its root after a forward that no backward has followed.
         self.mode.end_step()
 
     def begin_evaluation(self) -> None:
-        """Show the running statistics of rank 0, as DDP does, and weights that all nodes have in common."""
+        """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common."""
         self._show_common(for_good=False)
 
     def end_evaluation(self) -> None:
-        """Go on with the weights of the node."""
+        """Switch back from averaged (DiLoCo) to this node's weights."""
         self.show_own_weights()
         self._compare_last_batch()
         self.mode.finish_evaluation()
@@ -463,13 +463,13 @@ class TrainingEngine:
     # ---- errors and the end
 
     def require_equal(self, lines: Sequence[tuple[str, str]], what: str) -> None:
-        """Raise on all ranks unless all are here with the same lines. Collective over all ranks."""
+        """Raise on all ranks unless all call this with the same lines. Collective over all ranks."""
         with self.explaining():
             require_equal(lines, None, what)
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """If communication is broken off because ranks wait for each other, say why; local."""
+        """Context in which an error says why, if ranks wait for each other and communication is aborted; local."""
         if self._watchdog is None or self._is_explaining:
             # A call inside of another one: the user's program may catch what it raises.
             yield
@@ -483,14 +483,14 @@ class TrainingEngine:
             self._is_explaining = False
 
     def failed(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not come; local."""
+        """Tell the other ranks that this one has failed, and why; local."""
         if self._watchdog is not None:
             self._watchdog.failed(error)
         self.show_own_weights()
 
     @property
     def stop_reason(self) -> str:
-        """Why communication was broken off on this rank; empty if it was not."""
+        """Why communication was aborted on this rank; empty if it was not."""
         return "" if self._watchdog is None else self._watchdog.stop_reason
 
     def program_ends(self) -> None:
@@ -528,7 +528,7 @@ class TrainingEngine:
         self.mode.close()
 
     def _begin_backward(self, loss_divided_by: int) -> SingleReductionGuard | None:
-        """Before a backward pass; returns what must be told of its end."""
+        """Prepare a backward pass; return the guard to call at its end, if any."""
         self.mode.begin_backward()
         if self.has_run:
             self._is_finished = False
@@ -548,7 +548,7 @@ class TrainingEngine:
             pass
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        # Nobody is told of loss.backward().
+        # Nothing announces loss.backward().
         outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
         if outputs and torch.is_grad_enabled() and self.pipeline is None:
             register_multi_grad_hook(outputs, self._backward_begins, mode="any")
@@ -559,7 +559,7 @@ class TrainingEngine:
             self._is_finished = False
 
     def _mark(self, point: int) -> None:
-        """Let other ranks know that this one clips, or steps, now; local."""
+        """Let other ranks know that this one clips or steps; local."""
         if self.mode.call_log is not None:
             self.mode.call_log.mark(point)
 
@@ -579,7 +579,7 @@ class TrainingEngine:
             )
 
     def _drop_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer that does not look for NaN and Inf itself gets no gradients if there is one."""
+        """Drop the gradients if there is a NaN or Inf, for an optimizer that does not check for them itself."""
         if isinstance(optimizer, PlannedOptimizer):
             return
         parameters = parameters_of(optimizer)

@@ -1,1 +1,1 @@
-"""FlexDeMo: nodes that send each other the fast-moving components of their momenta."""
+"""FlexDeMo: nodes send each other only the fast-moving components of their momenta."""

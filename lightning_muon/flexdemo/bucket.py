@@ -1,4 +1,4 @@
-"""The momenta of some parameters of one rank: into a message, between the nodes, and back from the messages of all."""
+"""Packs the momenta of some parameters of one rank into a message, and makes updates from the messages of all nodes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SUMMED_TOGETHER = 1 << 19
 
 
 class MomentumBucket:
-    """Parameters that travel together; ``residuals``, laid out like their shards in float32, are read and written.
+    """Parameters that are sent together; ``residuals``, like their shards in float32, are read and written.
 
     ``parameters`` are those of all buckets, by the numbers in ``plan``.
     """
@@ -59,13 +59,13 @@ class MomentumBucket:
         return torch.stack([torch.ones((), dtype=torch.bool, device=self._device), *same]).all()
 
     def encode(self, number: ExchangeStep) -> list[Components]:
-        """What is sent of each part: values of the shape on the wire, as the others will get them."""
+        """Components to send of each part, with values in the wire shape, rounded as the other nodes get them."""
         components: list[Components] = []
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
             values, indices = part.replicator.encode(batch, number)
             rounded = part.values.rounded(values.reshape(part.wire_shape()))
             if rounded.untyped_storage().data_ptr() == batch.untyped_storage().data_ptr():
-                rounded = rounded.clone()  # The batch changes while the values are on their way.
+                rounded = rounded.clone()  # The batch changes while the values are being sent.
             components.append(Components(rounded, indices))
         return components
 
@@ -99,7 +99,7 @@ class MomentumBucket:
     def _views_of(
         self, part: MessagePart, batch: Tensor, locals_: Mapping[Tensor, Tensor]
     ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Parameters, views of a batch, and equal views of what ``locals_`` has of the parameters."""
+        """Triples: a parameter, views of a batch, and views of the same elements in ``locals_``."""
         return [
             (tensor, in_batch, in_local)
             for place in part.places
@@ -109,17 +109,17 @@ class MomentumBucket:
 
 
 def signs(values: Tensor) -> Tensor:
-    """1, 0 and -1; NaN where ``values`` are not finite: with torch's 0 a training would stand still unnoticed."""
+    """Signs 1, 0 and -1; NaN where ``values`` are not finite: with torch's 0 a training would stop unnoticed."""
     return values.sign().add_(values, alpha=0)
 
 
 def _by_block(part: MessagePart, components: Components) -> Components:
-    """With the values of each block in a row, as replicators have them."""
+    """Components with the values of each block in a row, as replicators have them."""
     return components._replace(values=components.values.view(part.num_blocks, -1))
 
 
 def cut(plan: BucketPlan, components: Sequence[Components], node: int, num_nodes: int) -> list[Components]:
-    """Of values at common indices those that a node adds up."""
+    """The part of the components, at indices common to all nodes, that ``node`` adds up."""
     return [
         Components(values[:, part.segment(node, num_nodes)], None)
         for part, (values, _) in zip(plan.parts, components, strict=True)
@@ -127,7 +127,7 @@ def cut(plan: BucketPlan, components: Sequence[Components], node: int, num_nodes
 
 
 def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:
-    """One message with all of these indices and values: (message_bytes,) uint8."""
+    """Pack all indices and values into one message: (message_bytes,) uint8."""
     pieces: list[Tensor] = []
     for part, (values, indices) in zip(plan.parts, components, strict=True):
         packed_indices = [] if indices is None else [as_bytes(indices.to(index_dtype(part.block_numel)))]
@@ -137,7 +137,7 @@ def pack(plan: BucketPlan, components: Sequence[Components]) -> Tensor:
 
 
 def unpack(plan: BucketPlan, message: Tensor, node: int = 0, num_nodes: int = 1) -> list[Components]:
-    """Inverse of :func:`pack`, of all components or of what a node adds up of them."""
+    """Inverse of :func:`pack`, for all components or for the part that ``node`` adds up."""
     components: list[Components] = []
     rest = message
     for part in plan.parts:
@@ -168,7 +168,7 @@ def paired_views(part: MessagePart, place: Place, batch: Tensor, local: Tensor) 
         return
     (height, width), matrix = part.block_shape, local.view(rows, cols)
     own = batch[place.first : place.first + place.count].view(-(-rows // height), -(-cols // width), height, width)
-    # The whole blocks, those at the right and the lower edge, and the corner.
+    # The whole blocks, those at the right and lower edges, and the one in the corner.
     for down, row, tall in _bands(rows, height):
         for right, col, wide in _bands(cols, width):
             blocks = own[down, right, :tall, :wide].transpose(1, 2)
@@ -176,7 +176,7 @@ def paired_views(part: MessagePart, place: Place, batch: Tensor, local: Tensor) 
 
 
 def _bands(length: int, side: int) -> list[tuple[slice, slice, int]]:
-    """Of one dimension the whole blocks, and the shorter one after them: their numbers, elements, and side."""
+    """The whole blocks of one dimension, and the shorter one after them: their numbers, elements, and side."""
     num_whole = length // side
     bands = [(slice(0, num_whole), slice(0, num_whole * side), side)] if num_whole else []
     if length % side:
@@ -185,12 +185,12 @@ def _bands(length: int, side: int) -> list[tuple[slice, slice, int]]:
 
 
 def merge(components: Sequence[Components], rule: str, block_numel: int) -> Components:
-    """The mean over the nodes: their indices side by side, (num_blocks, R * num_sent), with each mean once.
+    """Average over the nodes; the indices of all lie side by side, (num_blocks, R * num_sent), with each mean once.
 
     With ``rule="mean"`` sums are divided by the number of nodes; with ``"contributors"`` by the number of those that
-    sent the coefficient, as another number than 0 (DeMo, Peng et al. 2024, arXiv:2411.19870). Sums are made node by
-    node, so that every node gets the same bits on any device. Of several nodes that sent an index the first one has
-    the mean and the others have 0, so that a decoder may add them up in any order.
+    sent a value other than 0 for the coefficient (DeMo, Peng et al. 2024, arXiv:2411.19870). Nodes are added in order,
+    so that every node gets the same bits on any device. If several nodes sent an index, the first one has the mean and
+    the others have 0, so that a decoder may add them up in any order.
     """
     num_nodes = len(components)
     if num_nodes == 1:
@@ -220,7 +220,7 @@ def merge(components: Sequence[Components], rule: str, block_numel: int) -> Comp
 
 
 def _sum(zeros: Tensor, indices: Sequence[Tensor], of_nodes: Tensor, out: Tensor) -> None:
-    """``out`` (maybe ``of_nodes``) <- the sum at each index for the first node that has it, else 0."""
+    """Write the sum at each index to ``out`` for the first node that has it, else 0; ``out`` may be ``of_nodes``."""
     sums = zeros[: of_nodes.size(1)]  # Zeros again afterwards.
     for places, values in zip(indices, of_nodes, strict=True):
         # Not scatter_add_, whose order differs from run to run on CUDA.
@@ -231,17 +231,17 @@ def _sum(zeros: Tensor, indices: Sequence[Tensor], of_nodes: Tensor, out: Tensor
 
 
 class Exchange:
-    """What is in the blocks of a bucket, on its way, while the bucket takes the next step.
+    """The exchange of the components of a bucket; the bucket may take the next step in the meantime.
 
     Collective over ``groups`` (see :attr:`InterNodeSync.groups`) to construct, and so are its methods that communicate;
-    every rank must call them in the same order of buckets. Nothing travels if no rank holds anything of the bucket.
+    every rank must call them in the same order of buckets. Nothing is sent if no rank holds anything of the bucket.
     """
 
     def __init__(self, bucket: MomentumBucket, number: ExchangeStep, groups: Sequence[AxisGroup]) -> None:
         reduce_group, self._gather_group = groups
         self._bucket, self._number, self._plan = bucket, number, bucket.plan
-        self._own = bucket.encode(number)  # What this node sends, rounded.
-        self.taking_part: set[Tensor] = set(bucket.parameters)  # The parameters that are updated by it.
+        self._own = bucket.encode(number)  # The rounded components that this node sends.
+        self.taking_part: set[Tensor] = set(bucket.parameters)  # The parameters that it updates.
         plan, own = self._plan, self._own
         self._rank, self._num_nodes = reduce_group.rank, reduce_group.size
         self._others = [node for node in range(self._num_nodes) if node != self._rank]
@@ -255,16 +255,16 @@ class Exchange:
             self._send(sends, dict.fromkeys(sends, plan.message_bytes()), reduce_group)
 
     def subtract_sent(self, taking_part: set[Tensor]) -> None:
-        """Take what was sent from the residuals of the parameters that take part; local."""
+        """Subtract what was sent from the residuals of the parameters that take part; local."""
         self.taking_part = taking_part
         self._bucket.subtract_sent(self._own, self._number, taking_part)
 
     def updates(self, rule: str, *, sign: bool) -> dict[Tensor, Tensor]:
-        """Update of each parameter that takes part, float32; waits for what the nodes have sent."""
+        """Return the update of each parameter that takes part, float32; waits for the messages of the nodes."""
         return self._bucket.decode(self.result(rule), self._number, self.taking_part, sign=sign)
 
     def send_sums(self) -> None:
-        """Add up what has arrived and send the sums, if that was not done; waits for what they are made of."""
+        """Wait for the segments, add them up and send the sums, unless that was done."""
         plan, num_nodes = self._plan, self._num_nodes
         if self._total is not None or not plan.is_summed(num_nodes):
             return
@@ -282,7 +282,7 @@ class Exchange:
         self._send(sends, sizes, self._gather_group)
 
     def result(self, rule: str) -> list[Components]:
-        """What the nodes sent, merged; waits for it."""
+        """Wait for the messages of all nodes, and return the merged components."""
         self.send_sums()
         plan, nodes = self._plan, range(self._num_nodes)
         if not plan.parts:
@@ -295,9 +295,9 @@ class Exchange:
         return [Components(torch.cat(pieces)[None], None) for pieces in zip(*by_node, strict=True)]
 
     def _send(self, sends: dict[int, Tensor], sizes: dict[int, int], group: AxisGroup) -> None:
-        """Begin one leg, with messages of ``sizes`` from the others."""
+        """Begin to send, and to receive messages of ``sizes`` from the others."""
         device = self._own[0].values.device
-        self._sent = sends  # Until they have arrived.
+        self._sent = sends  # Kept alive until they have arrived.
         self._received = {node: torch.empty(size, dtype=torch.uint8, device=device) for node, size in sizes.items()}
         self._works: Sequence[Work] = start_messages(
             {node: message for node, message in sends.items() if message.numel()},

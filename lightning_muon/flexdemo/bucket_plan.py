@@ -1,7 +1,7 @@
-"""Which parameters travel together, and where each of them lies in a message; numbers only.
+"""Which parameters are sent together, and where each of them lies in a message; numbers only.
 
-A message of a rank has parts: a batch of blocks of one shape each, and at last the parameters that travel dense. A part
-is its indices, where the replicator sends any, and its values, both beginning at multiples of 8 bytes.
+A message of a rank has parts: batches of blocks of one shape each, and at last the parameters that are sent dense. A
+part is its indices, if the replicator sends any, and its values, both beginning at multiples of 8 bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ ALIGNMENT = 8
 class Place:
     """Where a parameter lies in its part."""
 
-    number: int  # Of the parameter in its bucket.
-    rows: int  # Of its local shard, read as a matrix.
-    cols: int  # As `rows`.
-    first: int  # First block, or first element where blocks are not cut.
-    count: int  # Blocks, or elements.
+    number: int  # Number of the parameter, in the order of the model.
+    rows: int  # Rows of its local shard, read as a matrix.
+    cols: int  # Columns of it.
+    first: int  # First block, or first element where there are no blocks.
+    count: int  # Number of blocks, or of elements.
 
 
 @dataclass(frozen=True)
@@ -36,29 +36,29 @@ class MessagePart:
 
     replicator: Replicator  # Encodes them.
     values: ValueFormat  # Format of the values.
-    block_shape: tuple[int, ...]  # `()` where all is one block of `block_numel` elements.
+    block_shape: tuple[int, ...]  # `()` if the part is one block of `block_numel` elements.
     num_blocks: int  # In this part.
     block_numel: int  # Elements of a block, padding included.
     places: tuple[Place, ...]  # The parameters.
 
     @property
     def num_sent(self) -> int:
-        """Of each block."""
+        """Values sent per block."""
         return self.replicator.num_sent(self.block_numel)
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
-        """What the replicator gets: (num_blocks, *block_shape)."""
+        """Shape of the batch that the replicator gets: (num_blocks, *block_shape)."""
         return (self.num_blocks, *(self.block_shape or (self.block_numel,)))
 
     def segment(self, node: int, num_nodes: int) -> slice:
-        """The values that a node adds up; begins where a scale of the value format begins."""
+        """The values that ``node`` adds up; the slice begins where a scale of the value format begins."""
         numel = self.num_blocks * self.num_sent
         length = -(-numel // (num_nodes * SCALED_TOGETHER)) * SCALED_TOGETHER
         return slice(min(node * length, numel), min((node + 1) * length, numel))
 
     def wire_shape(self, node: int = 0, num_nodes: int = 1) -> tuple[int, int]:
-        """Blocks and values of each, to the format; values at common indices are one row, which can be cut anywhere."""
+        """Rows and columns of values that the format gets: blocks, or one row that can be cut without indices."""
         if self.replicator.sends_indices:
             return self.num_blocks, self.num_sent
         segment = self.segment(node, num_nodes)
@@ -66,12 +66,12 @@ class MessagePart:
 
     @property
     def index_bytes(self) -> int:
-        """Of all indices that travel."""
+        """Bytes of all indices that are sent."""
         itemsize = index_dtype(self.block_numel).itemsize if self.replicator.sends_indices else 0
         return self.num_blocks * self.num_sent * itemsize
 
     def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
-        """Of all indices and the values of a segment, with what fills them up to multiples of 8."""
+        """Bytes of all indices and of the values of a segment, each padded to a multiple of 8."""
         value_bytes = self.values.num_bytes(*self.wire_shape(node, num_nodes))
         return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in (self.index_bytes, value_bytes))
 
@@ -84,24 +84,24 @@ class BucketPlan:
     parts: tuple[MessagePart, ...]  # Without those that are empty on this rank.
 
     def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
-        """Bytes of the message with the values that ``node`` adds up; as it is, with all indices and values."""
+        """Bytes of the message with the values that ``node`` adds up; by default with all indices and values."""
         return sum(part.message_bytes(node, num_nodes) for part in self.parts)
 
     def is_summed(self, num_nodes: int) -> bool:
-        """Whether nodes send each other segments of the values and then sums of them, not whole messages.
+        """Whether nodes send each other segments of the values, and then sums of them, instead of whole messages.
 
-        With two nodes a whole message costs the same bytes, and half of the waiting.
+        With two nodes a whole message costs the same bytes, and one wait instead of two.
         """
         return num_nodes > 2 and bool(self.parts) and not any(part.replicator.sends_indices for part in self.parts)
 
     @property
     def returned_dtype(self) -> torch.dtype:
-        """In which sums travel."""
+        """Dtype in which sums are sent."""
         is_exact = all(part.values is VALUE_FORMATS["fp32"] for part in self.parts)
         return torch.float32 if is_exact else torch.bfloat16
 
     def segment_lengths(self, node: int, num_nodes: int) -> list[int]:
-        """Values of each part that a node adds up; there are no indices."""
+        """Number of values that ``node`` adds up, for each part; there are no indices."""
         return [part.wire_shape(node, num_nodes)[1] for part in self.parts]
 
     def sent_bytes(self, node: int, num_nodes: int) -> int:
@@ -115,22 +115,22 @@ class BucketPlan:
 
 @dataclass(frozen=True)
 class Shape:
-    """A parameter, to the planner."""
+    """Shape of a parameter, for the planner."""
 
     whole: tuple[int, ...]
-    local: tuple[int, ...]  # Of the shard of the calling rank.
+    local: tuple[int, ...]  # Shape of the calling rank's shard.
 
     @property
     def numel(self) -> int:
-        """Elements of all shards."""
+        """Number of elements of all shards."""
         return math.prod(self.whole)
 
     def is_dense(self, dense_below: int) -> bool:
-        """Whether the parameter travels whole."""
+        """Whether the parameter is sent whole."""
         return len(self.whole) < 2 or self.numel < dense_below
 
     def as_matrix(self) -> tuple[int, int]:
-        """Rows and columns of the shard, read as a row-major matrix whose whole is as near to a square as it can be."""
+        """Rows and columns of the shard, read as a row-major matrix; the whole matrix is as square as possible."""
 
         def elongation(dim: int) -> float:
             sides = math.prod(self.whole[:dim]), math.prod(self.whole[dim:])
@@ -141,7 +141,7 @@ class Shape:
 
 
 def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[BucketPlan]:
-    """Buckets for these, in the order of the model, by global shapes only; backward finishes the last one first."""
+    """Make buckets for parameters in the order of the model, by global shapes only, the last parameter first."""
     replicator = config.replicator
     assert isinstance(replicator, Replicator)
     buckets: list[list[int]] = []
@@ -167,7 +167,7 @@ def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[Bucket
 def _parts(
     members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator, values: ValueFormat
 ) -> list[MessagePart]:
-    """The parts for parameters of one kind; a parameter without elements here is in none."""
+    """The parts for parameters of one kind, without those that have no elements on this rank."""
     by_shape: dict[tuple[int, ...], list[Place]] = {}
     for number in members:
         rows, cols = shapes[number].as_matrix()

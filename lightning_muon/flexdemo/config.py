@@ -26,7 +26,7 @@ Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
 ExchangeOverlap = Literal["auto", "backward", "step"]
-# What there is in the place of an option, for who gives it.
+# Advice for a user who gives one of these options -> the options.
 REMOVED = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
     "to ParallelMuon": ("normuon", "normuon_beta2", "hyperball"),
@@ -50,8 +50,8 @@ class FlexDeMoConfig(OptimizerConfig):
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
         merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
             by the number of all nodes (``"mean"``).
-        value_format: Of the values on the wire; rounding errors stay in the residual. Parameters that travel
-            dense have at least ``"bf16"``.
+        value_format: Format of the values that are sent; rounding errors stay in the residual. Parameters that are
+            sent dense have at least ``"bf16"``.
         dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
         delay: Apply an exchange so many steps after it began: 0 or 1.
         overlap: ``"backward"``: each bucket is sent as soon as the gradients of its parameters are there. ``"step"``:
@@ -118,8 +118,8 @@ class FlexDeMoConfig(OptimizerConfig):
 
     @property
     def inside_nodes(self) -> MuonConfig:
-        """What the ranks of one node do together: Newton-Schulz with one owner in each node, beside the exchange."""
-        # One owner for several nodes would have whole matrices travel between them. The buckets here are those between
-        # nodes.
+        """Options of what the ranks of a node do together: Newton-Schulz with one owner in each node."""
+        # With one owner for several nodes, whole matrices would be sent between them. `chunk_bytes` and `overlap` of
+        # this config are those of the exchange between nodes.
         shared = {key: value for key, value in vars(self).items() if key not in ("chunk_bytes", "overlap")}
         return from_arguments(MuonConfig, {**shared, "dedupe": "never", "overlap": "step"})

@@ -1,4 +1,4 @@
-"""Nodes that train by themselves, with an average every few steps (DiLoCo)."""
+"""DiLoCo: nodes train by themselves, and average their weights every few steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_OVERLAP = ("launched", "mean_drift", "is_launched")
 
 
 class DiLoCoSync(InterNodeSync):
-    """Nodes that average what they have moved every few steps (DiLoCo).
+    """Averages every few steps how far the nodes have moved their weights (DiLoCo).
 
     State of each parameter: ``anchor``, the weights of the last average; ``has_moved`` since then; ``outer_momentum``.
     With ``overlap`` also ``launched`` (R, *shape), the weights of a node when the last average was begun;
@@ -47,7 +47,7 @@ class DiLoCoSync(InterNodeSync):
             replicator=Full(), value_format="fp32", dense_below=0, chunk_bytes=config.chunk_bytes
         )
         self._in_flight: list[Exchange] = []
-        self._trained = Trained((), {})  # In this step.
+        self._trained = Trained((), {})  # What this step trains.
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
 
@@ -69,7 +69,7 @@ class DiLoCoSync(InterNodeSync):
 
     @override
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
-        """The first step begins with what all nodes have in common, a later one without state with node 0's weights."""
+        """Set anchors: at the first step to the common weights, for parameters without state later to node 0's."""
         for parameter in trained.parameters:
             state = trained.states[parameter]
             if self.num_steps == 0:
@@ -104,13 +104,13 @@ class DiLoCoSync(InterNodeSync):
 
     @property
     def _since(self) -> int:
-        """Steps since the last average, with the one being taken; 0 if an average ends it."""
+        """Number of steps since the last average, including the current one; 0 if an average ends the current one."""
         return (self.num_steps + 1) % self.period
 
     def _exchange(self, op: Op) -> Sequence[Work]:
-        """Begin an average, and apply it, or with ``overlap`` the one before."""
+        """Begin an average, and apply it; with ``overlap`` apply the one before instead."""
         if self._since:
-            # Sums are sent after half a period, which leaves the other half for their way; waits for their summands.
+            # Send sums after half a period, so that they have the other half to arrive; waits for their summands.
             for exchange in self._in_flight:
                 exchange.send_sums()
             return ()
@@ -128,7 +128,7 @@ class DiLoCoSync(InterNodeSync):
         for parameter in parameters:
             state, local = states[parameter], local_tensor(parameter)
             if state["is_launched"]:
-                # Go on from the mean that was begun a period ago, with what this node has learnt since.
+                # Continue from the mean that was begun a period ago, plus the progress of this node since.
                 progress = local - _launched(state)
                 self._step_anchor(state, local_tensor(state["mean_drift"]))
                 local.copy_(_anchor(state) + progress)
@@ -152,7 +152,7 @@ class DiLoCoSync(InterNodeSync):
             self._without_anchor.discard(parameter)
 
     def _step_anchor(self, state: ParameterState, outer_gradient: Tensor) -> None:
-        """One step of SGD of the common weights."""
+        """Take one SGD step of the common weights."""
         options = self._options
         momentum = local_tensor(state["outer_momentum"])
         momentum.mul_(options.outer_momentum).add_(outer_gradient)
@@ -161,7 +161,7 @@ class DiLoCoSync(InterNodeSync):
         anchor.sub_((options.outer_lr * direction).to(anchor.dtype))
 
     def _begin_mean(self, parameters: Sequence[Tensor], states: States) -> None:
-        """Send ``anchor - weights``, float32."""
+        """Begin to average ``anchor - weights``, float32."""
         moved = {p: (_anchor(states[p]).float() - local_tensor(p).float()).contiguous() for p in parameters}
         for number, plan in enumerate(self.bucket_plans(parameters)):
             bucket = MomentumBucket(plan, parameters, moved)
@@ -169,7 +169,7 @@ class DiLoCoSync(InterNodeSync):
             self._in_flight.append(Exchange(bucket, ExchangeStep(0, number), self.groups))
 
     def _mean(self) -> dict[Tensor, Tensor]:
-        """The means that are on their way; waits for them."""
+        """Wait for the means that were begun, and return them."""
         means: dict[Tensor, Tensor] = {}
         for exchange in self._in_flight:
             exchange.send_sums()

@@ -1,4 +1,4 @@
-"""How nodes are kept in step: what FlexDeMo asks of every way, and nodes that never are."""
+"""Synchronization between nodes: the base class of all ways, which synchronizes nothing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What an optimizer holds now."""
+    """The parameters of an optimizer, and their states."""
 
     parameters: Sequence[Tensor]  # In the order of the param groups.
-    states: States  # Of the parameters.
+    states: States  # States of the parameters.
 
     @property
     def trainable(self) -> Sequence[Tensor]:
@@ -37,20 +37,20 @@ class Trained:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
-# Of AdamW and Muon; where nodes train by themselves each has its own.
+# State keys of AdamW and Muon; if nodes train by themselves, each has its own values.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# Other entries of states have no dimension, or are float32.
+# State entries that have no dimension, and those in the dtype of the weights; all others are float32.
 _FLAGS = ("has_delayed_update", "has_moved", "is_launched")
 _LIKE_WEIGHTS = (*MOMENTS, "anchor")
 
 
 class InterNodeSync(StateCompletion):
-    """The nodes of ``mesh`` (``None`` for a process alone), which are never brought in step; subclasses do that.
+    """The nodes of ``mesh`` (``None`` for a single process), without synchronization; subclasses add it.
 
-    It also makes the state of each parameter: what this takes, and that of the base optimizer.
+    It also makes the state of each parameter: its own entries, and those of the base optimizer.
     """
 
-    # Keys of the state of a parameter that `load` takes, in its order.
+    # Keys of the state of a parameter that `load` takes, in this order.
     own_state: ClassVar[tuple[str, ...]] = MOMENTS
     # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
     per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *MOMENTS), "mean")
@@ -61,9 +61,9 @@ class InterNodeSync(StateCompletion):
         self.layout = None if mesh is None else NodeLayout(mesh)
         self.node = 0 if mesh is None else mesh.get_local_rank(0)
         self.num_nodes = 1 if mesh is None else mesh.size(0)
-        self.num_steps = 0  # That were taken before the one that is being taken.
-        self.early: EarlyExchanges | None = None  # What the plan sends during backward.
-        self.wire: FlexDeMoConfig | None = None  # How nodes exchange something, if they do: after each `period` steps.
+        self.num_steps = 0  # Number of steps before the current one.
+        self.early: EarlyExchanges | None = None  # Sends buckets of the plan during backward.
+        self.wire: FlexDeMoConfig | None = None  # Options of the exchange after each `period` steps, if there is one.
         self.period = 1
         # Weights of this node while its parameters show the common ones, and whether they do for good.
         self.own_weights: dict[Tensor, Tensor] = {}
@@ -71,24 +71,24 @@ class InterNodeSync(StateCompletion):
 
     @cached_property
     def groups(self) -> Sequence[AxisGroup]:
-        """The ranks of all nodes with the same shards: for what every rank sends first, and for sums of it.
+        """Two groups of the ranks of all nodes with the same shards: for components, and for sums of them.
 
-        Two groups, since ranks interleave them differently. Collective the first time; every rank must call it.
+        Two, since ranks interleave these differently. Collective the first time; every rank must call it.
         """
         return [ALONE] * 2 if self.mesh is None else PrivateGroups().of([axis_group(self.mesh, (0,))] * 2)
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
-        """(R, *parameter.shape) of the local parts of all nodes; shares memory."""
+        """The local parts of all nodes as one tensor (R, *parameter.shape); shares memory."""
         return local.unsqueeze(0) if self.layout is None else self.layout.of_all_nodes(parameter, local)
 
     @property
     def state_keys(self) -> frozenset[str]:
-        """What the state of a parameter must have."""
+        """Keys that the state of a parameter must have."""
         return frozenset({"placeholder"})
 
     def init_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Add what the state of a parameter lacks; local."""
-        # Something, since torch takes an optimizer without state for a new one.
+        """Add the entries that the state of a parameter lacks; local."""
+        # A placeholder, since torch takes an optimizer without state for a new one.
         state.setdefault("placeholder", torch.zeros((), device="cpu"))
 
     @override
@@ -107,7 +107,7 @@ class InterNodeSync(StateCompletion):
         return super().keys(parameter) if has_state else frozenset()
 
     def zeros(self, key: str, parameter: Tensor) -> Tensor:
-        """An entry of the state of a parameter: a flag, what each node has, or a tensor like the parameter; local."""
+        """Zeros for a state entry: a flag, an entry for each node, or a tensor like the parameter; local."""
         if key in _FLAGS:
             return torch.zeros((), dtype=torch.float32, device="cpu")
         if key in self.per_node and key not in MOMENTS:
@@ -116,14 +116,14 @@ class InterNodeSync(StateCompletion):
         return torch.zeros_like(parameter, dtype=parameter.dtype if key in _LIKE_WEIGHTS else torch.float32)
 
     def common(self, trained: Trained) -> Sequence[Tensor]:
-        """What must have the same bits on all nodes, one tensor for each parameter, or nothing; local."""
+        """Tensors that must have the same bits on all nodes, one for each parameter, or none at all; local."""
         return ()
 
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
-        """Get ready for the parameters that there are now. Collective over the nodes; every rank must call it."""
+        """Prepare for the current parameters. Collective over the nodes; every rank must call it."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops of this way; ``reads``: ops of the step that read updates, and of which parameters. Local."""
+        """Ops that the exchange adds; ``reads``: op of the step -> parameters whose updates it reads. Local."""
         return StepPart()
 
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
@@ -136,10 +136,10 @@ class InterNodeSync(StateCompletion):
         self.num_steps += 1
 
     def finish_in_flight(self, states: States) -> None:
-        """Receive what is on its way into the states. Collective over the nodes; every rank must call it."""
+        """Receive pending exchanges into the states. Collective over the nodes; every rank must call it."""
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """What a checkpoint has beside the state of a parameter, or in its place; local."""
+        """Entries that a checkpoint adds to the state of a parameter, or replaces in it; local."""
         own = {"node_weights": self.own_weights.get(parameter, parameter.detach())}
         own |= {key: state[key] for key in MOMENTS if key in state}
         copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
@@ -163,7 +163,7 @@ class InterNodeSync(StateCompletion):
             )
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """Take ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
+        """Load ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
         self.own_weights.pop(parameter, None)
         if "node_weights" in saved:
             weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
@@ -178,7 +178,7 @@ class InterNodeSync(StateCompletion):
                 local_tensor(state[key]).copy_(value)
 
     def bucket_plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
-        """What nodes exchange for these parameters; local."""
+        """The buckets that nodes exchange for these parameters; local."""
         shapes = [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
         return [] if self.wire is None else plan_buckets(shapes, self.wire)
 

@@ -1,4 +1,4 @@
-"""Nodes that exchange components of their momenta in every step."""
+"""DeMo and its relatives: nodes exchange components of their momenta in every step."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class EarlyExchanges(BackwardPrefetch):
         super().__init__({key: bucket.parameters for key, bucket in sync.buckets.items()}, names)
         self._sync = sync
         self._gradients: Gradients = {}
-        # Versions and fingerprints of what was sent: unchanged gradients are known without computing all over again.
+        # Versions and fingerprints of sent gradients: unchanged ones are recognized without accumulating again.
         self._seen: dict[str, tuple[list[tuple[int, int, int]], Tensor]] = {}
         self.executor: Executor | None = None  # Runs the ops of the backward phase.
 
     def run(self, op: Op) -> Sequence[Work]:
-        """The action of an op ``early_exchange``."""
+        """Run an op ``early_exchange``."""
         tensors = self._buckets[op.key]
         self._seen[op.key] = _versions(tensors, self._gradients), _fingerprints(tensors, self._gradients)
         self._sync.start(op.key, self._gradients)
@@ -65,13 +65,13 @@ class EarlyExchanges(BackwardPrefetch):
         self._wait_until_read(key)
         versions, fingerprints = self._seen[key]
         if versions == _versions(self._buckets[key], gradients):
-            # Memory that is written to behind torch's back, by ``grad.data.mul_(2)``, keeps its version.
+            # A write that torch does not see, such as ``grad.data.mul_(2)``, keeps the version.
             return (fingerprints != _fingerprints(self._buckets[key], gradients)).any()
         return self._sync.buckets[key].is_accumulated(gradients, self._sync.config.decay).logical_not()
 
 
 def _versions(parameters: Sequence[Tensor], gradients: Gradients) -> list[tuple[int, int, int]]:
-    """Where each gradient is, and how often torch has written to the local part and to the DTensor."""
+    """Address of each gradient, and torch's version counters of its local part and of the DTensor."""
     return [
         (gradients[p].data_ptr(), gradients[p]._version, -1 if p.grad is None else p.grad._version) for p in parameters
     ]
@@ -90,9 +90,9 @@ def _early_exchange(key: str) -> Op:
 
 
 class MomentumSync(InterNodeSync):
-    """DeMo and its relatives.
+    """Sends components of momenta to the other nodes, and applies the mean of those of all nodes (DeMo).
 
-    State of each parameter: ``residual`` (R, *shape), what a node has not sent yet; with ``delay=1`` also
+    State of each parameter: ``residual`` (R, *shape), the momentum that a node has not sent yet; with ``delay=1`` also
     ``delayed_update``, the update that the next step applies, and ``has_delayed_update``.
     """
 
@@ -102,19 +102,19 @@ class MomentumSync(InterNodeSync):
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)
         self.wire = config
-        # Those of the plan, in the order in which backward finishes them, and the residuals that they read and write.
+        # The buckets of the plan, in the order in which backward finishes them, and the residuals that they use.
         self.buckets: dict[str, MomentumBucket] = {}
         self._residuals: dict[Tensor, Tensor] = {}
-        # Of the step that is being taken.
+        # Gradients of the current step.
         self._gradients: Gradients = {}
-        # Update to apply, by parameter. For exchanged ones op `decode` fills it in; until then it is a late update of
-        # an earlier step, to which that is added, or None.
+        # Update to apply, by parameter. Op `decode` fills in those that are exchanged, and adds the value from before:
+        # a late update of an earlier step, or None.
         self._updates: dict[Tensor, Any] = {}
-        # Exchanges by bucket: begun, to be applied by this step, and (with delay=1) by the next one.
+        # Exchanges by bucket: begun; to be applied by this step; and (with delay=1) by the next one.
         self._in_flight: dict[str, Exchange] = {}
         self._due: dict[str, Exchange] = {}
         self._delayed: dict[str, Exchange] = {}
-        self._has_loaded = False  # So there may be residuals although there is one node only.
+        self._has_loaded = False  # Whether a state was loaded, so that even a single node may have residuals.
 
     @property
     @override
@@ -123,7 +123,7 @@ class MomentumSync(InterNodeSync):
 
     @override
     def init_state(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """An update that is on its way to a parameter without state is dropped."""
+        """Add missing entries; a pending update of a parameter without a residual is dropped."""
         residual, *of_delay = self.own_state
         if residual not in state:
             state[residual] = self.zeros(residual, parameter)
@@ -134,7 +134,7 @@ class MomentumSync(InterNodeSync):
 
     @override
     def is_complete(self, states: States) -> bool:
-        """Also whether the residuals are still those that :meth:`plan` has taken."""
+        """Whether nothing is missing, and the residuals are still those that :meth:`plan` has taken."""
         return super().is_complete(states) and all(
             states[parameter].get("residual") is used for parameter, used in self._residuals.items()
         )
@@ -159,7 +159,7 @@ class MomentumSync(InterNodeSync):
     def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
         if self.layout is None or self.num_nodes == 1:
             return
-        # Exchanges of the plan before: their updates become a part of the states.
+        # Exchanges of the last plan: store their updates in the states.
         self.finish_in_flight(trained.states)
         parameters = trained.trainable
         self._residuals = {tensor: trained.states[tensor]["residual"] for tensor in parameters}
@@ -168,17 +168,17 @@ class MomentumSync(InterNodeSync):
         self.buckets = {f"n{number}": MomentumBucket(plan, parameters, residuals) for number, plan in enumerate(plans)}
         self.layout.arrival_order = [bucket.parameters for bucket in self.buckets.values()]
         self._in_flight = {}
-        _ = self.groups  # Made here, where all ranks are.
+        _ = self.groups  # Made here, where all ranks call it.
         self.early = EarlyExchanges(self, names) if self.config.overlap != "step" else None
 
     @override
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         early = {} if self.early is None else {key: _early_exchange(key) for key in self.buckets}
         exchanges: list[Op] = []
-        settles: list[Op] = []  # After all exchanges, since they wait for what is summed up on the way.
+        settles: list[Op] = []  # After all exchanges, since they wait for the sums.
         decode: list[tuple[Op, Sequence[str]]] = []
         for key, bucket in self.buckets.items():
-            # What was sent during backward, and is valid, is not sent again.
+            # A bucket that was sent during backward, and is valid, is not sent again.
             unless = (Condition.VALID,) if early else ()
             exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,), unless=unless)
             sent = (exchange.name, early[key].name) if early else (exchange.name,)
@@ -203,7 +203,7 @@ class MomentumSync(InterNodeSync):
         expected: set[Tensor] = set().union(*(self._taking_part(key) for key in self.buckets))
         if self.config.delay:
             self._due, self._delayed = self._delayed, {}
-            for one in self._due.values():  # What has been frozen since is not moved any more.
+            for one in self._due.values():  # Parameters that were frozen since are not updated.
                 one.taking_part = {tensor for tensor in one.taking_part if tensor.requires_grad}
             expected = set().union(*(one.taking_part for one in self._due.values()))
         self._updates = dict.fromkeys(expected) | self._take_late(trained)
@@ -222,7 +222,7 @@ class MomentumSync(InterNodeSync):
         self._in_flight[key] = Exchange(bucket, number, self.groups)
 
     def drop(self, key: str) -> None:
-        """Wait for a bucket whose result is not wanted."""
+        """Wait for a bucket whose result is not used."""
         self._in_flight.pop(key).result(self.config.merge)
 
     def _exchange(self, op: Op) -> Sequence[Work]:
@@ -230,7 +230,7 @@ class MomentumSync(InterNodeSync):
         return ()
 
     def _subtract_sent(self, op: Op) -> Sequence[Work]:
-        """Take from the residuals what was sent of a bucket, early or in the step."""
+        """Subtract from the residuals what was sent of a bucket, early or in the step."""
         one = self._in_flight.pop(op.key)
         one.subtract_sent(self._taking_part(op.key))
         if self.config.delay:
@@ -263,7 +263,7 @@ class MomentumSync(InterNodeSync):
         delayed, self._delayed = self._delayed, {}
         for one in delayed.values():
             for tensor, update in self._received(one).items():
-                if states[tensor].keys() >= self.state_keys:  # Else the parameter begins anew.
+                if states[tensor].keys() >= self.state_keys:  # Else the state of the parameter was dropped.
                     local_tensor(states[tensor]["delayed_update"]).copy_(update)
                     states[tensor]["has_delayed_update"].fill_(1)
 
@@ -273,7 +273,7 @@ class MomentumSync(InterNodeSync):
         super().load(parameter, state, saved)
 
     def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """All of the momentum, which is the gradient unless a run of several nodes has left a residual."""
+        """Updates from the whole momentum: the gradient, plus a residual that a run of several nodes has left."""
         momenta = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         for tensor, gradient in momenta.items() if self._has_loaded else ():
             residual = local_tensor(trained.states[tensor]["residual"])[0]
@@ -285,7 +285,7 @@ class MomentumSync(InterNodeSync):
         return updates
 
     def _take_late(self, trained: Trained) -> dict[Tensor, Tensor]:
-        """The updates that :meth:`finish_in_flight` has put into the states, or a checkpoint has brought."""
+        """Take the delayed updates from the states, where :meth:`finish_in_flight` or a checkpoint has put them."""
         late: dict[Tensor, Tensor] = {}
         for tensor in trained.parameters:
             state = trained.states[tensor]

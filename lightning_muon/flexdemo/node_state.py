@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged inside of a node only: their state, and weights that all nodes share."""
+"""Layout and state of parameters whose gradients are averaged inside of a node only, and checks of equal weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 
-# What another number of nodes gets of what each saved node had, see `shared_among`.
+# How saved entries of each node are converted for another number of nodes, see `shared_among`.
 Rule = Literal["sum", "mean"]
 _NOT_SHARDED = (
     ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
@@ -24,7 +24,7 @@ _NOT_SHARDED = (
 
 
 class NodeLayout(Layout):
-    """DTensors on ``mesh["shard"]`` and plain tensors, seen on the whole mesh: each node has its own gradients."""
+    """Layout, on the whole mesh, of DTensors on ``mesh["shard"]`` and plain tensors; each node has its gradients."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
@@ -50,7 +50,7 @@ class NodeLayout(Layout):
     def _inside(self, parameter: Tensor) -> tuple[Placement, ...]:
         """Placement along the ranks of a node."""
         if not isinstance(parameter, DTensor):
-            # FSDP2 takes no 0-d parameters; their gradients are averaged by whoever trains the model.
+            # FSDP2 takes no 0-d parameters; the training loop must average their gradients.
             if parameter.ndim and parameter.requires_grad and self._nodes.size(1) > 1:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not sharded, but a node has "
@@ -68,9 +68,9 @@ class NodeLayout(Layout):
 
 
 def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:
-    """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the nodes that there are now.
+    """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the current number of nodes.
 
-    See :func:`shared_among` for another number of them. Collective over the mesh of a DTensor; every rank must call it.
+    Another number is converted by :func:`shared_among`. Collective over the mesh of a DTensor; every rank must call it.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
@@ -92,7 +92,7 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
 
 
 def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """What each of ``num_nodes`` gets of (saved nodes, *shape): a mean, or its part of the ``"sum"``, which is kept."""
+    """Value for each of ``num_nodes`` from (saved nodes, *shape): the mean, or an equal share of the ``"sum"``."""
     return saved.sum(0) / (num_nodes if rule == "sum" else saved.shape[0])
 
 
@@ -111,14 +111,14 @@ def _redistributed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 
 
 def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> None:
-    """Raise on all ranks if a tensor has other bits on one node, or a plain one on any rank, than on the first.
+    """Raise on all ranks if a DTensor differs between nodes, or a plain tensor between ranks, in any bit.
 
     Collective over ``everyone``, all ranks of all nodes; every rank must call it with the same names.
     """
     if everyone.size == 1 or not tensors:
         return
     sums = torch.stack(gather(checksums([local_tensor(tensor) for _, tensor in tensors]).cpu(), everyone))
-    # Shards are compared with those of the first node, and what FSDP2 does not shard with the first rank.
+    # Shards are compared with those of the first node, and tensors that FSDP2 does not shard with the first rank's.
     ranks = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
     is_sharded = torch.tensor([isinstance(tensor, DTensor) for _, tensor in tensors])
     first = sums[[ranks[0, shard] for _, shard in everyone.coordinates]]

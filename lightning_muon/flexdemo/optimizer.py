@@ -139,7 +139,7 @@ class FlexDeMo(PlannedOptimizer):
         )
 
     def use_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the nodes from ``mesh``, before anything else is asked of the optimizer; local."""
+        """Take the nodes from ``mesh``; call it before any other method. Local."""
         if self._mesh is not None and self._mesh != mesh:
             raise ValueError(
                 f"FlexDeMo was made for {self._mesh}, but the model is trained on {mesh}; leave out mesh=, or set the "
@@ -149,7 +149,7 @@ class FlexDeMo(PlannedOptimizer):
         self._completion = self._own_completion()
         self._layout = self._own_layout()
         if self.is_fresh:
-            self._existing_state.clear()  # That of a process alone.
+            self._existing_state.clear()  # The state of a single process.
 
     @override
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
@@ -163,12 +163,12 @@ class FlexDeMo(PlannedOptimizer):
 
     @property
     def has_momentum(self) -> bool:
-        """Whether matrices keep a moving average of their gradients; not where nodes exchange their momenta."""
+        """Whether matrices keep a moving average of their gradients; not if nodes exchange momenta."""
         return self.config.has_inner_momentum
 
     @property
     def num_exchanges(self) -> int:
-        """Steps that were taken."""
+        """Number of steps that were taken."""
         return self.param_groups[0]["num_exchanges"]
 
     @property
@@ -178,15 +178,15 @@ class FlexDeMo(PlannedOptimizer):
 
     @property
     def per_node(self) -> Mapping[str, Rule]:
-        """Entries of the saved state of a parameter that have the shape (R, *shape) -> what other nodes get of them."""
+        """Saved state entries of shape (R, *shape) -> rule that converts them for another number of nodes."""
         return self._sync.per_node
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:
-        """Inside, parameters are equal on all nodes: with DiLoCo they are those of the last average; local.
+        """Context in which parameters are equal on all nodes: with DiLoCo they are those of the last average; local.
 
-        They are the model that should be saved or evaluated. FSDP2 gathers weights anew if the optimizer knows the
-        module; else call ``reshard()`` on the model before and after.
+        Save or evaluate the model with these. FSDP2 gathers the changed weights if the optimizer knows the module; else
+        call ``reshard()`` on the model before and after.
         """
         has_changed = self.show_common_weights()
         try:
@@ -196,12 +196,12 @@ class FlexDeMo(PlannedOptimizer):
                 self.show_own_weights()
 
     def show_common_weights(self, *, for_good: bool = False) -> bool:
-        """:meth:`common_weights` until :meth:`show_own_weights`, or ``for_good``; whether parameters have changed.
+        """Switch to :meth:`common_weights` until :meth:`show_own_weights`, or ``for_good``; return if any changed.
 
         A saved state still has the weights of the node. Local.
         """
         sync, own = self._sync, self._sync.own_weights
-        if own:  # They are there already.
+        if own:  # The parameters are the common ones already.
             sync.is_for_good |= for_good
             return False
         sync.is_for_good = for_good
@@ -213,7 +213,7 @@ class FlexDeMo(PlannedOptimizer):
         return self._weights_have_changed(bool(own))
 
     def show_own_weights(self) -> bool:
-        """Undo :meth:`show_common_weights`, unless it was for good; whether parameters have changed. Local."""
+        """Undo :meth:`show_common_weights`, unless it was for good; return whether parameters have changed. Local."""
         sync = self._sync
         if sync.is_for_good or not sync.own_weights:
             return False
@@ -223,11 +223,11 @@ class FlexDeMo(PlannedOptimizer):
         return self._weights_have_changed()
 
     def forget_own_weights(self) -> None:
-        """Go on with the parameters as they are, whatever :meth:`show_common_weights` has done; local."""
+        """Keep the parameters as they are, and forget what :meth:`show_common_weights` has stored; local."""
         self._sync.own_weights = {}
 
     def summary(self) -> str:
-        """What applies the updates, what travels between nodes, and the table of parameters."""
+        """Text: what applies the updates, what nodes send each other, and the table of parameters."""
         config = self.config
         nodes = 1 if self._mesh is None else self._mesh.size(0)
         head = (
@@ -240,7 +240,7 @@ class FlexDeMo(PlannedOptimizer):
         return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch; waits for the exchanges that are on their way."""
+        """Return the state as torch does; waits for pending exchanges."""
         self._require_mesh()
         self._sync.finish_in_flight(self._existing_state)
         packed = super().state_dict()
@@ -249,17 +249,17 @@ class FlexDeMo(PlannedOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; the state may be that of another number of nodes (see docs/flexdemo.md)."""
+        """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync = self._sync
         self._abandon()
-        # torch would round it to the dtype of the parameter.
+        # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.own_state, *sync.per_node}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
         }
         sync.check_saved(state_dict["state"].values())
-        # What the base optimizer is made of is no hyper-parameter that a state may bring.
+        # Keep the options of the base optimizer, which a loaded state must not change.
         own = [{key: group[key] for key in _OF_BASE} for group in self.param_groups]
         super().load_state_dict({**state_dict, "state": others})
         for group, of_base in zip(self.param_groups, own, strict=True):
@@ -271,13 +271,13 @@ class FlexDeMo(PlannedOptimizer):
         self._weights_have_changed()
 
     def _weights_have_changed(self, has_changed: bool = True) -> bool:
-        """Let the next forward gather the weights of now, if they have changed; local."""
+        """Let the next forward gather the current weights, if they have changed; local."""
         if has_changed and self._module is not None:
             free_unsharded(self._module)
         return has_changed
 
     def _abandon(self) -> None:
-        """Receive what is on its way, and forget the plan. Collective over all nodes; every rank must call it."""
+        """Finish pending exchanges, and drop the plan. Collective over all nodes; every rank must call it."""
         self._sync.finish_in_flight(self._existing_state)
         early = None if self._planned is None else self._planned.early
         if early is not None and self._mesh is not None:
@@ -322,7 +322,7 @@ class FlexDeMo(PlannedOptimizer):
         self._require_mesh()
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         if self._mesh is not None:
-            # Not that of the parameters, on which the nodes are apart.
+            # Over all nodes, not over the mesh of the parameters, which is that of one node.
             costs = self.arithmetic(self._layout.local(parameters[0].tensor).device).costs
             require_equal([("ns_costs", str(costs))], host_group(axis_group(self._mesh, (0, 1))), "FlexDeMo")
         self._sync.num_steps = self.num_exchanges
@@ -353,7 +353,7 @@ class FlexDeMo(PlannedOptimizer):
             group["num_exchanges"] = count
         self._sync.finish()
         every = self.config.check_every
-        # Also right after a new plan: weights that were not equal from the beginning show at once.
+        # Also right after a new plan, so that weights that were never equal are found at once.
         is_due = every > 0 and (count % every == 0 or self._checked is not planned)
         if is_due and self._mesh is not None:
             names, common = planned.plan.names, self._sync.common(self._trained())
@@ -365,7 +365,7 @@ class FlexDeMo(PlannedOptimizer):
         return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch; most options of FlexDeMo cannot differ between groups."""
+        """Add a group as torch does; most options of FlexDeMo cannot differ between groups."""
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
             raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
         for key in ("normuon", "hyperball"):
@@ -375,7 +375,7 @@ class FlexDeMo(PlannedOptimizer):
 
 
 def make_sync(config: FlexDeMoConfig, mesh: DeviceMesh | None) -> InterNodeSync:
-    """What keeps the nodes of ``mesh`` in step with these options."""
+    """Make the object that synchronizes the nodes of ``mesh`` with these options."""
     if isinstance(config.replicator, DiLoCo):
         return DiLoCoSync(config, mesh)
     return InterNodeSync(config, mesh) if isinstance(config.replicator, LocalSteps) else MomentumSync(config, mesh)

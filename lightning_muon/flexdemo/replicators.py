@@ -1,4 +1,4 @@
-"""What nodes send each other of their momenta: momentum -> components that are sent -> what of it they stand for."""
+"""Replicators: they choose which components of their momenta nodes send each other, and decode them."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups
 
 # How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
 _ROUNDED = 0.02
-# Rows shorter than this many times the number that is chosen are split no more: a round would cost more than it saves.
+# Rows shorter than this many times the number that is chosen are not split: a round would cost more than it saves.
 # 32 of 4096 take 24.7 ms of a core for 10 million elements; 28.2 ms with 2, and 27.3 ms if only the whole row is split.
 _SPLIT_ABOVE = 4
 
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """Which exchange it is, equal on all nodes: a random or periodic choice depends on nothing else.
+    """Identifies an exchange, equally on all nodes; a random or periodic choice depends on nothing else.
 
     Attributes:
         step: Number of the exchange, from 0.
-        part: Number of the bucket in which the blocks travel.
+        part: Number of the bucket in which the blocks are sent.
     """
 
     step: int
     part: int
 
 
-Turn = ExchangeStep  # Another name of it.
+Turn = ExchangeStep  # Alias.
 
 
 class Components(NamedTuple):
-    """What is sent of each block.
+    """The values that are sent of each block.
 
     Attributes:
         values: (num_blocks, num_sent), float32.
         indices: (num_blocks, num_sent), int64: where in the flattened block (or its transform) each value belongs;
-            ``None`` where it follows from the :class:`ExchangeStep`, so that nothing but values travels.
+            ``None`` where it follows from the :class:`ExchangeStep`, so that only values are sent.
     """
 
     values: Tensor
@@ -55,15 +55,15 @@ class Components(NamedTuple):
 
     @property
     def positions(self) -> Tensor | None:
-        """Another name of ``indices``."""
+        """Alias of ``indices``."""
         return self.indices
 
 
 class Replicator(ABC):
-    """One way to choose what nodes send each other of their momenta.
+    """Base class of the ways to choose which components of their momenta nodes send each other.
 
-    Frozen dataclasses; a replicator has no state and does not communicate, and treats every block by itself. Momenta
-    come as a batch (num_blocks, *block_shape), float32. All nodes call it with batches of equal shape.
+    Subclasses are frozen dataclasses; a replicator has no state, does not communicate, and treats every block by
+    itself. Momenta come as a batch (num_blocks, *block_shape), float32. All nodes call it with batches of equal shape.
 
     Attributes:
         sends_indices: Whether each node chooses its own indices. If so, all nodes get what all others sent
@@ -81,36 +81,36 @@ class Replicator(ABC):
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the blocks into which a matrix is cut, the last ones padded with zeros.
 
-        ``()``: not cut at all; then all parameters of a bucket come together, flattened, as one block.
+        ``()`` means no cut: all parameters of a bucket come together, flattened, as one block.
         """
         return ()
 
     @abstractmethod
     def num_sent(self, block_numel: int) -> int:
-        """Values that are sent of a block of so many elements; at least 1 for a block that is not empty."""
+        """Number of values that are sent of a block of so many elements; at least 1 for a block that is not empty."""
 
     @abstractmethod
     def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        """What is sent of ``blocks`` (num_blocks, *block_shape), which it does not change; local.
+        """Choose what is sent of ``blocks`` (num_blocks, *block_shape), without changing them; local.
 
         No index occurs twice in a block.
         """
 
     @abstractmethod
     def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
-        """The blocks (num_blocks, *block_shape) for which ``components`` stand; linear in their values; local.
+        """Make blocks (num_blocks, *block_shape) from ``components``; linear in their values; local.
 
-        There may be other numbers of values for each block than :meth:`num_sent`: those of several nodes. The same
-        index may then occur more than once, but at most one of its values is not 0; they add up, in any order.
+        Blocks may have more values than :meth:`num_sent`: those of several nodes. An index may then occur more than
+        once, but at most one of its values is not 0; they are added in any order.
         """
 
     def subtract_(self, blocks: Tensor, components: Components, exchange: ExchangeStep) -> None:
-        """``blocks -= decode(components)``; for a replicator that can do it faster. Local."""
+        """Compute ``blocks -= decode(components)``; a replicator may override it with a faster way. Local."""
         blocks.sub_(self.decode(components, tuple(blocks.shape[1:]), exchange))
 
 
 class LocalSteps:
-    """Every node takes steps by its own gradients; nothing of a step is sent to other nodes."""
+    """Every node takes steps with its own gradients, of which nothing is sent to other nodes."""
 
     def bits_per_parameter(self) -> float:
         """Bits that a node sends for each parameter, on average over the steps."""
@@ -153,20 +153,20 @@ def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) 
 
 
 def period(rate: float) -> int:
-    """Of how many elements, or exchanges, one is sent: ``round(1 / rate)``."""
+    """One of so many elements, or exchanges, is sent: ``round(1 / rate)``."""
     return max(1, round(1 / rate))
 
 
 @dataclass(frozen=True)
 class DCTTopK(Replicator):
-    """Of each block the ``top_k`` coefficients of the cosine transform that are largest by absolute value.
+    """Sends the ``top_k`` coefficients of the cosine transform of each block that are largest by absolute value.
 
     Source: Peng et al. 2024, arXiv:2411.19870, Algorithm 1. Bits per parameter and step of a node, with ``v`` bits for
     a value, where blocks are whole: ``top_k (16 + v) / block_numel``; 0.25 with 64 x 64 blocks, ``top_k=32``, bf16.
 
     Attributes:
         chunk_size: Longest side of a block. A shorter dimension is one block of its own length.
-        top_k: Coefficients that are sent of a block; of a block with fewer elements all.
+        top_k: Coefficients that are sent of a block; all if a block has fewer elements.
         strips: Cut the flattened shard into blocks of ``chunk_size`` elements, not matrices into squares
             (DeToNATION's convention): ``top_k (16 + v) / chunk_size`` bits.
     """
@@ -219,10 +219,10 @@ def largest(rows: Tensor, count: int) -> Tensor:
     """Indices (num_rows, count) of the largest absolute values of each row, in no order; equal for equal rows."""
     # The bits of floats that are not negative have the order of the numbers, and integers are compared faster.
     magnitudes = rows.abs().view(torch.int32)
-    # The largest are in the groups with the largest maxima. With groups of g elements n / g maxima and count * g
-    # elements are left to choose from, least for sqrt(n / count).
+    # The largest are in the groups with the largest maxima. With groups of g elements, n / g maxima and count * g
+    # elements are left to choose from; their sum is least for g = sqrt(n / count).
     num_rows, numel = magnitudes.shape
-    size = 1  # Of a group: the largest power of 2 up to this that divides n.
+    size = 1  # Of a group: the largest power of 2, up to that g, that divides n.
     while numel > _SPLIT_ABOVE * count and numel % (2 * size) == 0 and (2 * size) ** 2 * count <= numel:
         size *= 2
     if size == 1:
@@ -237,7 +237,7 @@ def largest(rows: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Full(Replicator):
-    """Every element. Bits per parameter and step, with ``v`` bits for a value: ``v``."""
+    """Sends every element. Bits per parameter and step, with ``v`` bits for a value: ``v``."""
 
     sends_indices: ClassVar[bool] = False
 
@@ -257,9 +257,9 @@ class Full(Replicator):
 
 @dataclass(frozen=True)
 class SharedElements(Replicator):
-    """In each step one of ``n = round(1 / rate)`` elements, the same ones on all nodes.
+    """Sends one of ``n = round(1 / rate)`` elements in each step, the same ones on all nodes.
 
-    So no indices travel, and values are summed up on the way. Bits per parameter and step, with ``v`` bits for a
+    So no indices are sent, and values are summed on the way. Bits per parameter and step, with ``v`` bits for a
     value: ``v / n``.
     """
 
@@ -281,7 +281,7 @@ class SharedElements(Replicator):
 
     @abstractmethod
     def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
-        """Which elements of a flattened block are sent, 1-D; one less than :meth:`num_sent` is filled up with a 0."""
+        """Indices of the elements of a flattened block to send, 1-D; one less than :meth:`num_sent` is padded."""
 
     @override
     def num_sent(self, block_numel: int) -> int:
@@ -306,13 +306,13 @@ class SharedElements(Replicator):
 
 @dataclass(frozen=True)
 class Random(SharedElements):
-    """One of each ``round(1 / rate)`` neighbours, drawn at random; all nodes draw the same, so no indices travel.
+    """Sends one of each ``round(1 / rate)`` neighbours, drawn at random, alike on all nodes: no indices are sent.
 
-    Values are summed up on the way. Bits per parameter and step, with ``v`` bits for a value: ``v / round(1 / rate)``.
+    Values are summed on the way. Bits per parameter and step, with ``v`` bits for a value: ``v / round(1 / rate)``.
 
     Attributes:
         rate: Part of the elements that is sent, in (0, 1].
-        seed: Of the draws; equal on all nodes.
+        seed: Seed of the draws; equal on all nodes.
     """
 
     seed: int = 0
@@ -331,7 +331,7 @@ class Random(SharedElements):
 
 @dataclass(frozen=True)
 class Striding(SharedElements):
-    """Every ``n``-th element, ``n = round(1 / rate)``, from ``exchange.step mod n`` on."""
+    """Sends every ``n``-th element, ``n = round(1 / rate)``, from ``exchange.step mod n`` on."""
 
     @override
     def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
@@ -341,7 +341,7 @@ class Striding(SharedElements):
 
 @dataclass(frozen=True)
 class Slicing(SharedElements):
-    """The ``i``-th of ``n = round(1 / rate)`` equal slices of neighbours, ``i = exchange.step mod n``."""
+    """Sends the ``i``-th of ``n = round(1 / rate)`` equal slices of neighbours, ``i = exchange.step mod n``."""
 
     @override
     def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
@@ -353,9 +353,9 @@ class Slicing(SharedElements):
 
 @dataclass(frozen=True)
 class NoReplication(LocalSteps):
-    """Nothing travels, each node applies its own momentum, and weights of nodes drift apart. 0 bits per parameter.
+    """Sends nothing: each node applies its own momentum, and weights of nodes drift apart. 0 bits per parameter.
 
-    The lower end of every comparison.
+    It is the lower end of every comparison.
     """
 
 
@@ -377,7 +377,7 @@ class DiLoCo(LocalSteps):
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step, in [0, 1).
         nesterov: Nesterov's momentum, the paper's; it needs an ``outer_momentum`` above 0 to make a difference.
-        overlap: Let the mean travel during the following steps and apply it one period late.
+        overlap: Send the mean during the following steps and apply it one period late.
     """
 
     period: int

@@ -1,6 +1,6 @@
-"""Formats in which values and indices travel: float32, bfloat16, 8-bit integers, signs; integers of 16 or 32 bits.
+"""Formats in which values and indices are sent: float32, bfloat16, 8-bit integers, signs; integers of 16 or 32 bits.
 
-Bytes follow from the number of blocks and of values of each, so that no sizes travel. Scaled formats send one bfloat16
+Bytes follow from the numbers of blocks and of values of each, so that no sizes are sent. Scaled formats send a bfloat16
 scale for each row of at most 256 values of one block, so that rounding does not depend on the rest of the batch.
 """
 
@@ -21,29 +21,29 @@ _SCALE_BYTES = 2
 class ValueFormat(ABC):
     """How the values (num_blocks, num_sent), float32, of all blocks of a message become bytes."""
 
-    bits: int  # Of a value.
+    bits: int  # Bits of a value.
     has_scales = True
 
     def num_bytes(self, num_blocks: int, num_sent: int) -> int:
-        """Of the values of all blocks, and their scales."""
+        """Bytes of the values of all blocks, and of their scales."""
         num_scales = num_blocks * _num_rows(num_sent) if self.has_scales else 0
         return _SCALE_BYTES * num_scales - (-num_blocks * num_sent * self.bits // 8)
 
     @abstractmethod
     def pack(self, values: Tensor) -> Tensor:
-        """As (num_bytes,) uint8."""
+        """Convert values to bytes: (num_bytes,) uint8."""
 
     @abstractmethod
     def unpack(self, buffer: Tensor, num_blocks: int, num_sent: int) -> Tensor:
-        """(num_blocks, num_sent), float32, from the bytes of :meth:`pack`, which begin at a multiple of 4 bytes."""
+        """Values (num_blocks, num_sent), float32, from the bytes of :meth:`pack`, which begin at a multiple of 4."""
 
     def rounded(self, values: Tensor) -> Tensor:
-        """What the others get of ``values``."""
+        """``values`` as the other nodes get them."""
         return self.unpack(self.pack(values), *values.shape)
 
 
 class FloatFormat(ValueFormat):
-    """Every value by itself, in a floating-point type: 32 or 16 bits for each."""
+    """Sends every value by itself, in a floating-point type: 32 or 16 bits for each."""
 
     has_scales = False
 
@@ -60,7 +60,7 @@ class FloatFormat(ValueFormat):
 
 
 class Int8Format(ValueFormat):
-    """``scale * q`` with ``q`` in -127..127 and ``scale = max|v| / 127`` of each row: 8 bits and 16 bits a row."""
+    """Sends ``scale * q``, ``q`` in -127..127, ``scale = max|v| / 127`` of each row: 8 bits, and 16 bits a row."""
 
     bits = 8
 
@@ -79,7 +79,7 @@ class Int8Format(ValueFormat):
 
 
 class SignFormat(ValueFormat):
-    """``+-scale`` with ``scale = mean|v|`` of each row, the least squared error: 1 bit, and 16 bits a row."""
+    """Sends ``+-scale``, ``scale = mean|v|`` of each row, with the least squared error: 1 bit, and 16 bits a row."""
 
     bits = 1
 
@@ -113,7 +113,7 @@ VALUE_FORMATS: dict[str, ValueFormat] = {
 
 
 def index_dtype(block_numel: int) -> torch.dtype:
-    """In which the indices of elements of a block travel."""
+    """Dtype in which the indices of elements of a block are sent."""
     return torch.uint16 if block_numel <= 1 << 16 else torch.int32
 
 
@@ -135,7 +135,7 @@ def _in_rows(values: Tensor) -> Tensor:
 
 
 def _of_values(scales: Tensor, num_sent: int) -> Tensor:
-    """Scales (num_blocks, num_rows) -> what (num_blocks, num_sent) can be multiplied with."""
+    """Scales (num_blocks, num_rows), float32, in a shape that multiplies values (num_blocks, num_sent)."""
     scales = scales.to(torch.float32)
     return scales if num_sent <= SCALED_TOGETHER else scales.repeat_interleave(SCALED_TOGETHER, 1)[:, :num_sent]
 

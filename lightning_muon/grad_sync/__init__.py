@@ -1,1 +1,1 @@
-"""Between backward and the optimizer: reductions that start early, scaling, clipping, finite checks."""
+"""Gradients between backward and the optimizer: reductions that start early, scaling, clipping, finite checks."""

@@ -1,4 +1,4 @@
-"""Norms of gradients on meshes of any kind: clipping, and NaN and Inf, which all ranks get to know."""
+"""Norms of gradients on meshes of any kind: clipping, and the search for NaN and Inf, with one result on all ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def clip_norm_(
 ) -> Tensor:
     """Scale all gradients in place so that their common 2-norm is at most ``max_norm``; return the norm before.
 
-    As ``torch.nn.utils.clip_grad_norm_``, for parameters of any meshes. An element that several ranks hold counts once;
+    Does what ``torch.nn.utils.clip_grad_norm_`` does, for any meshes. An element that several ranks hold counts once;
     ``copies`` of parameters elsewhere are scaled, and do not count. A norm with a NaN or an Inf leaves the gradients as
     they are, so that the optimizer can still name the parameter.
     Collective over the meshes of ``parameters`` and over ``across``, whose squares are added up; every rank must call
@@ -52,8 +52,8 @@ def clip_norm_(
     shared = [(square, each.group) for square, each in zip(squares, sets, strict=True) if each.group.group is not None]
     for work in [start_all_reduce_sum(square, group) for square, group in shared]:
         work.wait()
-    # In float64, which holds the square where the norm is more than float32 can hold; on one rank it is torch's to the
-    # last bit or two.
+    # In float64, because the square of a norm may overflow float32; on one rank the result is that of torch to the last
+    # bit or two.
     total = torch.zeros((), dtype=torch.float64, device=device or _common_device(sets))
     for square in squares:
         total += square.to(total.device)
@@ -61,7 +61,7 @@ def clip_norm_(
         start_all_reduce_sum(total, across).wait()
     norm = total.sqrt()
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    # Multiplied by 1 also: to look whether that is needed would make the host wait for the device.
+    # Multiply by 1, too: a check whether that is needed would make the host wait for the device.
     scale = torch.where(norm.isfinite(), scale, 1.0)
     for gradients in _by_device_and_dtype(_gradients(listed, layout)):
         foreach.mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
@@ -95,14 +95,14 @@ def find_nonfinite(
     device: torch.device | None = None,
     settings: Sequence[tuple[str, str]] = (),
 ) -> list[str]:
-    """Names of the parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
+    """Find the names of parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 
     Collective over the meshes of ``parameters``, and then over ``across``; every rank must call it with the parameters
     in the same order, also without gradients. The names are equal on all ranks of the largest mesh, and on those of
-    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``. If ``settings``
-    differ between ranks that share parameters, these raise.
+    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``. Ranks that share
+    parameters raise if their ``settings`` differ.
     """
-    # The smallest sets first, so that what one finds out reaches the larger ones.
+    # The smallest sets first, so that the result of one reaches the larger ones.
     sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
     own = {parameter: part for parameter in dict.fromkeys(parameters) for part in _gradients([parameter], layout)}
     broken = _stacked(local_norms(list(own.values())), _common_device(sets)).isfinite().logical_not()
@@ -142,7 +142,7 @@ class FiniteCheck:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Skipped steps in all, and since the last one that was taken."""
+        """Number of skipped steps in all, and since the last step that was taken."""
         return self.skipped_steps, self._in_a_row
 
     @counts.setter
@@ -150,7 +150,7 @@ class FiniteCheck:
         self.skipped_steps, self._in_a_row = counts
 
     def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Whether to skip the step, or raise after too many. Local; every rank must call it with the same names."""
+        """Whether to skip the step; raises after too many. Local; every rank must call it with the same names."""
         if not nonfinite_names:
             self._in_a_row = 0
             return False
@@ -173,12 +173,12 @@ class RankSet:
     """Ranks that share parameters."""
 
     group: AxisGroup  # These ranks.
-    device: torch.device  # Where tensors must be to travel between them.
+    device: torch.device  # Device of tensors that are sent between them.
     parameters: list[Tensor] = field(default_factory=list)  # In the order in which they were listed.
 
 
 def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> list[RankSet]:
-    """Parameters, frozen ones too, by the set of ranks that share them, in an order in which all ranks can communicate.
+    """Group parameters, also frozen ones, by the ranks that share them, in an order in which all can communicate.
 
     ``sharded`` takes only the axes that shard a parameter, instead of all axes of its mesh. Collective over sets of
     ranks that span several axes the first time; every rank of them must call it.
@@ -193,7 +193,7 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> 
             axes = tuple(axis for axis, size in enumerate(shape) if size > 1)
         kinds.setdefault((mesh, axes), []).append(parameter)
     found: dict[tuple[int, ...], RankSet] = {}
-    # Two kinds that have the same ranks for one rank have them for each of these ranks, so the order is theirs too.
+    # If two kinds have the same ranks on one rank, they do so on each of these ranks, so all of them have this order.
     for (mesh, axes), members in kinds.items():
         group = axis_group(mesh, axes) if mesh is not None and axes else ALONE
         ranks = tuple(sorted(dist.get_process_group_ranks(group.group))) if group.group is not None else ()
@@ -205,7 +205,7 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> 
 
 
 def _common_device(sets: Iterable[RankSet]) -> torch.device:
-    """Where results of all sets are put together: an accelerator if there is one."""
+    """Device on which results of all sets are combined: an accelerator if there is one."""
     return next((each.device for each in sets if each.device.type != "cpu"), torch.device("cpu"))
 
 
@@ -228,9 +228,9 @@ def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _without_partial_sums(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Each parameter once, with a gradient laid out like it.
+    """Return each parameter once, after reducing gradients that have other placements.
 
-    Collective over the mesh of each gradient that is not; its ranks must have it.
+    Collective over the mesh of each such gradient; all of its ranks must have it.
     """
     listed = list(dict.fromkeys(parameters))
     for parameter in listed:
@@ -247,7 +247,7 @@ def _gradients(parameters: Iterable[Tensor], layout: Layout) -> list[Tensor]:
 
 
 def _by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists that one kernel can go through."""
+    """Lists of tensors that one multi-tensor kernel can process."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)

@@ -1,4 +1,4 @@
-"""Updated parts of replicated parameters travel to all ranks, bucket by bucket, while the next forward already runs."""
+"""All-gather of updated parts of replicated parameters, bucket by bucket, while the next forward already runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ParameterAllGather:
     """Gives every rank the parts of the parameters that other ranks have updated.
 
     In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, sends each
-    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. With two hops values travel
-    to the ranks of the same place in other nodes, and from there inside each node: on CUDA at once, elsewhere in
-    :meth:`finish_updates`, which waits for what comes from other nodes.
+    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. With two hops values go to
+    the ranks of the same place in other nodes, and from there inside each node: on CUDA at once, elsewhere in
+    :meth:`finish_updates`, which waits for values from other nodes.
 
     Hooks wait for the values: in front of the forward of each unit and of the modules inside it, and in front of
-    ``state_dict`` and ``load_state_dict`` of every module. Whoever reads parameters in another way, such as a training
-    step that uses a weight without a call of its module, calls :meth:`wait` or :meth:`wait_all` first.
+    ``state_dict`` and ``load_state_dict`` of every module. Code that reads parameters in another way, for example a
+    training step that uses a weight without a call of its module, must call :meth:`wait` or :meth:`wait_all` first.
 
-    ``buckets`` have one dtype and device each, and leave in this order; ``hops`` are those of the gradients; ``units``
+    ``buckets`` have one dtype and device each, and are sent in order; ``hops`` are those of the gradients; ``units``
     has for each unit the parameters that its forward may use outside of the units inside it.
     """
 
@@ -51,7 +51,7 @@ class ParameterAllGather:
         self._register_hooks(units)
 
     def begin(self, participating: Collection[Tensor]) -> None:
-        """Begin to update just these parameters, the same on all ranks; waits for what the step before has sent."""
+        """Begin to update just these parameters, the same on all ranks; wait for the values of the last step."""
         if self._to_leave:
             raise RuntimeError(
                 "the last step was broken off between its first update and finish_updates(), so parameters differ "
@@ -63,7 +63,7 @@ class ParameterAllGather:
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
 
     def send(self, index: int) -> None:
-        """Send a bucket, if it takes part and has not left. Collective over the shard axis; every rank must call it."""
+        """Send a bucket, if it takes part and was not sent. Collective over the shard axis; every rank must call it."""
         members = self._to_leave.pop(index, None)
         if members is None or self._num_ranks == 1:
             return
@@ -73,23 +73,23 @@ class ParameterAllGather:
             travelling.go_on()
 
     def finish_updates(self) -> None:
-        """Send what has not left yet. Collective over the shard axis; every rank must call it once in a step."""
+        """Send the remaining buckets. Collective over the shard axis; every rank must call it once in a step."""
         for index in list(self._to_leave):
             self.send(index)
-        # Whoever waits for values alone must not have to wait until other ranks do so too.
+        # A rank that waits for values must not depend on other ranks waiting for them, too.
         for travelling in self.travelling.values():
             travelling.go_on()
 
     def wait(self, parameters: Iterable[Tensor]) -> None:
-        """Go on when the new values of these parameters are there; on CUDA only the current stream waits."""
+        """Wait for the new values of these parameters; on CUDA only the current stream waits."""
         self._wait(self._indices(parameters))
 
     def wait_all(self) -> None:
-        """Go on when all new values are there; on CUDA only the current stream waits."""
+        """Wait for all new values; on CUDA only the current stream waits."""
         self._wait(range(len(self.buckets)))
 
     def close(self) -> None:
-        """Take what still arrives, and remove the hooks; raises if it does not arrive, because other ranks are gone."""
+        """Wait for values on their way, and remove the hooks; raise if they do not arrive, as other ranks are gone."""
         self._hooks.close()
         if not self._to_leave:
             self.wait_all()
@@ -113,7 +113,7 @@ class ParameterAllGather:
             for module in unit.modules():
                 if module not in units:
                     indices.setdefault(module, set()).update(self._indices(set(parameters) & set(module.parameters())))
-        # A compiled forward would burn in which buckets are on their way.
+        # Tracing would fix in the graph which buckets are on their way.
         wait_all = ModuleHook(lambda *_: self.wait_all(), "nothing")
         for module, mine in indices.items():
             if mine:
@@ -132,13 +132,13 @@ class _Travelling:
 
     def __init__(self, members: list[Tensor], parts: BucketParts, side: SideStream) -> None:
         self._members, self._side = members, side
-        self._to_go = parts.hops[::-1]  # Values take the way of the sums back.
+        self._to_go = parts.hops[::-1]  # Values take the hops of the sums in reverse order.
         self._pieces = parts.cut(parameter.detach().view(-1) for parameter in members)
         self._event: torch.Event | None = None
         self._start()
 
     def go_on(self) -> None:
-        """Start the hops after the first one, for which it waits, on CUDA on the side. Collective over their groups."""
+        """Wait for the first hop and start the later ones, on CUDA on the side stream. Collective over their groups."""
         while self._to_go:
             with self._side.use():
                 self._take()
@@ -146,7 +146,7 @@ class _Travelling:
             self._event = self._side.record()
 
     def arrive(self) -> None:
-        """The values are where they belong; waits, on CUDA the current stream."""
+        """Wait for the values and put them into the parameters; on CUDA the current stream waits."""
         self.go_on()
         if self._event is not None:
             torch.cuda.current_stream(self._members[0].device).wait_event(self._event)
@@ -156,10 +156,10 @@ class _Travelling:
 
     @torch.no_grad()
     def _start(self) -> None:
-        """Each rank sends what it brings in the next hop to every other one, as one message."""
+        """Start the next hop: each rank sends its parts to every other one, as one message."""
         group, brought = self._to_go.pop(0)
         mine = [self._pieces[index] for index in brought[group.rank]]
-        # Must stay as it is until the messages are done.
+        # Must not change until the messages are done.
         self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0, device="cpu")
         theirs = {
             rank: [self._pieces[index] for index in indices]
@@ -177,7 +177,7 @@ class _Travelling:
 
     @torch.no_grad()
     def _take(self) -> None:
-        """Wait for the messages of the hop, and put them to where they belong."""
+        """Wait for the messages of the hop, and copy them into the parameters."""
         for work in self._works:
             work.wait()
         packed = [(buffer, parts) for buffer, parts in self._received if len(parts) > 1]

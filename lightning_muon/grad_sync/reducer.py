@@ -2,9 +2,9 @@
 
 Hooks count the gradients that have been accumulated. A bucket is launched when all of its gradients are there and all
 buckets before it have been launched, so that the order is the same on all ranks. :meth:`GradientReducer.finish` does
-the rest: the ranks tell each other what they have launched and which gradients they have, and what any rank has is
-sent by all. So gradients are exact for parameters that only some ranks use, that are used again after their bucket has
-gone, or that are frozen between two steps.
+the rest: the ranks tell each other what they have launched and which gradients they have, and all send what any rank
+has. So gradients are exact for parameters that only some ranks use, that are used again after their bucket was sent, or
+that are frozen between two steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Bucket = tuple[Tensor, ...]
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[Bucket]:
     """Buckets of one dtype and device, at most ``bucket_bytes`` or one parameter large, in the order of backward.
 
-    That is the reverse of the given order, which is that of the modules.
+    The order of backward is the reverse of the given order, which is that of the modules.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
@@ -57,25 +57,25 @@ Owner = TypeVar("Owner")
 
 
 class Arrivals:
-    """How often the hook of each parameter is called in a step, as learnt from the step before."""
+    """Counts how often the hook of each parameter is called in a step, and compares with the step before."""
 
     def __init__(self) -> None:
         self._before, self._seen = Counter[Tensor](), Counter[Tensor]()
 
     def add(self, parameter: Tensor) -> bool:
-        """Count one; whether it is the last one that is expected."""
+        """Count a call; return whether it is the last one expected in this step."""
         self._seen[parameter] += 1
         return self._seen[parameter] == max(1, self._before[parameter])
 
     def begin_step(self) -> None:
-        """Expect as many as there were."""
+        """Expect as many calls in the next step as there were in this one."""
         self._before, self._seen = self._seen, Counter()
 
 
 def watch_gradients(
     owner: Owner, parameters: Iterable[Tensor], arrived: Callable[[Owner, Tensor], None]
 ) -> Callable[[], object]:
-    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; returns what ends it.
+    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; return what stops it.
 
     Local. The hooks are removed when their owner is garbage-collected. Frozen parameters are watched, too.
     """
@@ -100,9 +100,9 @@ def watch_gradients(
 class _Facts(Message):
     """What a rank knows at the end of a step; the maxima over the ranks are what any of them knows."""
 
-    num_given_up: int  # Backward passes.
-    minus_given_up: int  # Its maximum is the fewest that a rank has given up.
-    num_launched: int  # Buckets.
+    num_given_up: int  # Backward passes that were given up.
+    minus_given_up: int  # The negative; its maximum gives the fewest that a rank has given up.
+    num_launched: int  # Buckets that were launched.
     resends: int  # Whether a sum over the ranks is sent again.
     # For each parameter whether there is:
     computed: list[int]  # A gradient, sent or not.
@@ -137,9 +137,9 @@ class GradientReducer:
         self._arrivals = Arrivals()
         self._divisor = float(group.size)
         self._is_syncing = True
-        # What has been sent together before, so that the connections for it are open.
+        # Parameters that were sent together before, so that the connections for them are open.
         self._known: set[tuple[Tensor, ...]] = set()
-        # What the hooks wait for and send: what any rank had a gradient for in the last step, so the same on all ranks.
+        # The parameters that hooks wait for and send: those with a gradient on any rank in the last step.
         trainable = maxima_over(host, [parameter.requires_grad for parameter in self._parameters])
         self._expected = {p for p, is_trainable in zip(self._parameters, trainable, strict=True) if is_trainable}
         # Backward runs one thread for each device.
@@ -149,7 +149,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds to ``p.grad`` and nothing is sent; local."""
+        """Context in which backward adds to ``p.grad`` and nothing is sent; local."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield
@@ -157,14 +157,14 @@ class GradientReducer:
             self._is_syncing = before
 
     def set_divisor(self, divisor: float) -> None:
-        """Divide the sums by this, the same on all ranks, from the next :meth:`finish` on; at first by their number."""
+        """Divide sums by ``divisor``, equal on all ranks, from the next :meth:`finish` on; at first by group size."""
         if not (math.isfinite(divisor) and divisor > 0):
             raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
         self._divisor = float(divisor)
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
-        """A gradient has been accumulated; launch the buckets that are complete now, in their order."""
+        """Launch the buckets that are complete after this gradient was accumulated, in their order."""
         if not self._is_syncing or self._num_given_up:
             return
         with self._lock:
@@ -184,7 +184,7 @@ class GradientReducer:
 
     @torch.no_grad()
     def finish(self) -> frozenset[Tensor] | None:
-        """Send what the hooks have not sent; returns the parameters that have a gradient on any rank now.
+        """Send what the hooks have not sent; return the parameters that have a gradient on any rank.
 
         ``None`` if a plan of :attr:`step` is out of date on any of them. Collective over the group and the groups of
         the transport; every rank must call it after the last backward pass of a step, also one that
@@ -194,7 +194,7 @@ class GradientReducer:
         if agreed.num_given_up:
             self._drop_given_up(agreed)
             agreed = self._agree()
-        # The mean over the ranks of what is equal on all ranks is the same again; other factors would change it.
+        # The mean over the ranks of a gradient that is equal on all ranks is the same; other factors would change it.
         if agreed.resends and self._divisor != self._group.size:
             raise ValueError(
                 f"gradients that are sums over {self._group.size} ranks would be summed and divided by {self._divisor} "
@@ -215,7 +215,7 @@ class GradientReducer:
         return None if self.step.is_stale else frozenset(computed | kept | self._transport.present)
 
     def _drop_given_up(self, agreed: _Facts) -> None:
-        """Bring what any rank has launched to its end, and drop it; raises if ranks have given up unequally often.
+        """Finish and drop what any rank has launched; raise if ranks have given up different numbers of passes.
 
         Collective as :meth:`finish` is.
         """
@@ -234,14 +234,14 @@ class GradientReducer:
             )
 
     def give_up(self) -> None:
-        """A backward pass has raised, on all ranks: drop all gradients, and in :meth:`finish` what was sent. Local."""
+        """Drop all gradients after a backward pass raised on all ranks; :meth:`finish` drops what was sent. Local."""
         self._num_given_up += 1
         for parameter in self._parameters:
             parameter.grad = None
         self._transport.forget(self._parameters)
 
     def _finish_pending(self, present: Collection[Tensor]) -> None:
-        """Make the sums of these parameters available, drop the others; collective over the transport's groups."""
+        """Make the sums of ``present`` available, drop the others; collective over the transport's groups."""
         for pending in self._pending:
             pending.advance(wait=True)
         for pending in self._pending:
@@ -259,13 +259,13 @@ class GradientReducer:
         self._arrivals.begin_step()
 
     def _launch(self, index: int, parameters: Collection[Tensor]) -> None:
-        """Send the gradients of those parameters of a bucket that are in ``parameters``; the same on all ranks."""
+        """Send the gradients of a bucket's parameters that are in ``parameters``; the same on all ranks."""
         gradients: dict[Tensor, Tensor | None] = {}
         for parameter in self.buckets[index]:
             if parameter in parameters:
                 gradients[parameter] = parameter.grad
                 self._resends |= self._transport.results.holds(parameter)
-                # The transport has it now; what backward adds later is a remainder, which must be told apart.
+                # The transport holds it; what backward adds later must be kept apart from it.
                 parameter.grad = None
         if not gradients:
             return
@@ -276,9 +276,9 @@ class GradientReducer:
         self._launched.append(index)
 
     def _advance(self) -> None:
-        """Go on with what has arrived, so that its buffers are free again."""
+        """Continue sums that have arrived, so that their buffers are free again."""
         while self._num_advanced < len(self._pending) and self._pending[self._num_advanced].advance():
-            # One after the other: the communications that follow must have the same order on all ranks too.
+            # In order: the communications that follow must have the same order on all ranks, too.
             self._num_advanced += 1
 
     def _agree(self) -> _Facts:
@@ -307,7 +307,7 @@ class GradientReducer:
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:
-    """Refuse, on all ranks alike, what cannot be reduced; collective over ``host``."""
+    """Raise on all ranks for parameters that differ or cannot be reduced; collective over ``host``."""
     lines = [(names[p], f"{tuple(p.shape)} {p.dtype} {type(p).__name__}") for p in parameters]
     require_equal(lines, host, "the list of replicated parameters")
     for parameter in parameters:

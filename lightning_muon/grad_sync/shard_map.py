@@ -18,10 +18,10 @@ from lightning_muon.schedule.assign import longest_first
 def place_shards(
     parameters: Sequence[Tensor], whole: Mapping[Tensor, int], num_ranks: int
 ) -> dict[Tensor, AxisPlacement]:
-    """The placement of each parameter on an axis of ``num_ranks`` ranks; pure, the same on every rank.
+    """The placement of each parameter on an axis of ``num_ranks`` ranks; a pure function, equal on every rank.
 
-    ``whole`` has the FLOPs, which are evened out, of those that one rank shall own. The others are divided by rows, or
-    updated by every rank where they have no dimensions or elements.
+    ``whole`` has the FLOPs of the parameters that one rank must own; owners are chosen so that ranks have equal FLOPs.
+    The others are divided by rows, or updated by every rank where they have no dimensions or elements.
     """
     costs = [whole.get(parameter, 0) for parameter in parameters]
     sizes = [parameter.nbytes for parameter in parameters]
@@ -47,7 +47,7 @@ class ShardMap:
         self.shard: AxisGroup = axis_group(mesh, (mesh.ndim - 1,))
         self.replicate: AxisGroup | None = axis_group(mesh, (0,)) if mesh.ndim > 1 else None
         self._placements = dict(placements)
-        # Of each parameter the part of each rank of the shard axis.
+        # Parameter -> the part of each rank of the shard axis.
         self.boxes = {
             parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
             for parameter, placement in placements.items()
@@ -79,12 +79,12 @@ class ShardMap:
 
 @lru_cache(maxsize=1 << 12)
 def boxes_on_axis(shape: tuple[int, ...], placement: AxisPlacement, size: int) -> tuple[Box, ...]:
-    """For each rank of an axis of ``size`` its part as a box."""
+    """The part of each rank of an axis of ``size``, as a box."""
     return held_boxes(shape, (size,), (placement,), [(rank,) for rank in range(size)])
 
 
 class BucketParts:
-    """How the parts of some parameters travel to and from the ranks that hold them; the same in every step."""
+    """How the parts of some parameters are sent to and from the ranks that hold them; the same in every step."""
 
     def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
         of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
@@ -99,12 +99,12 @@ class BucketParts:
                     of_rank[rank].append(len(self.sizes) + different.index(box))
             self._splits.append([box.numel for box in different] or [0])
             self.sizes += self._splits[-1]
-        # In the order of sums: the group, and for each of its ranks the parts that it adds up there, or sends on the
-        # way back, by their indices in what `cut` returns.
+        # In the order of sums: the group, and for each of its ranks the indices, in what `cut` returns, of the parts
+        # that it sums in this hop, or sends on the way back.
         self.hops = [
             (hop.group, [[index for rank in ranks for index in of_rank[rank]] for ranks in hop.parts]) for hop in hops
         ]
-        # Of each parameter the part that the calling rank holds.
+        # The part of each parameter that the calling rank holds.
         self.own = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
 
     def cut(self, flattened: Iterable[Tensor]) -> list[Tensor]:

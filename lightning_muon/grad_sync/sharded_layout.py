@@ -24,7 +24,7 @@ from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedS
 from lightning_muon.schedule.program import IN_BACKWARD, TRANSFER, Condition, Op, OpKind
 from lightning_muon.schedule.step import AddedOps
 
-# In the key of the second sum of a bucket in a step.
+# Suffix of the key of the second sum of a bucket in a step.
 _REST = " rest"
 
 
@@ -70,13 +70,13 @@ class ShardedLayout(Layout):
 
     @override
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """Wait for what the last step has sent."""
+        """Wait for the parameters that the last step has sent, and begin to update these."""
         self._updating = parameters
         self._all_gather.begin(parameters)
 
     @override
     def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """The sums of gradients in backward, and an all-gather of each bucket behind the op that has done it."""
+        """The sums of gradients in backward, and an all-gather of each bucket after the op that completes it."""
         group = tuple(range(self._shard_map.shard.size))
         if len(group) == 1:
             return StepPart()
@@ -87,7 +87,7 @@ class ShardedLayout(Layout):
 
         first = [
             transfer(OpKind.REDUCE_SCATTER, _key(index) + rest, bucket, phase=IN_BACKWARD, when=(Condition.SENT,))
-            for rest in ("", _REST)  # The second time with what has come after its bucket had gone.
+            for rest in ("", _REST)  # The second time with gradients that came after their bucket was sent.
             for index, bucket in enumerate(self._reducer.buckets)
         ]
         names = list(done)
@@ -97,7 +97,7 @@ class ShardedLayout(Layout):
         for index, bucket in enumerate(self._all_gather.buckets):
             places = {place_of[parameter] for parameter in bucket if parameter in place_of}
             if places:
-                place = max(place, *places)  # Buckets leave in their order.
+                place = max(place, *places)  # Buckets are sent in order.
                 deps = tuple(names[each] for each in sorted(places))
                 op = transfer(OpKind.ALL_GATHER, _key(index), bucket, deps=deps, when=(Condition.GRADIENTS,))
                 after.setdefault(names[place], []).append(op)
@@ -108,7 +108,7 @@ class ShardedLayout(Layout):
         )
 
     def _start_all_gather(self, op: Op) -> Sequence[Any]:
-        """Collective over the shard axis. Whoever reads the parameters waits for them."""
+        """Send a bucket; reads of the parameters wait for it. Collective over the shard axis."""
         self._all_gather.send(int(op.key.rpartition(".")[2]))
         return ()
 
@@ -131,7 +131,7 @@ class ShardedLayout(Layout):
 
     @override
     def end_step(self) -> None:
-        """Use up the gradients. Collective over the shard axis; every rank must call it."""
+        """Send remaining buckets and drop used gradients. Collective over the shard axis; every rank must call it."""
         self._all_gather.finish_updates()
         self.forget(self._updating)
 
@@ -146,7 +146,7 @@ class ShardedLayout(Layout):
 
     @override
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """State of owners as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
+        """Owners' states as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
         owned = {index: each for index, each in enumerate(states) if self._owner(each.parameter) is not None}
         self._require_equal({index: each.state for index, each in owned.items()})
         result = [each.state for each in states]
@@ -183,15 +183,15 @@ class ShardedLayout(Layout):
         return result
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
-        """Raise on all ranks if these states are not alike. Collective over the shard axis; every rank must call it."""
+        """Raise on all ranks if dtypes or devices differ. Collective over the shard axis; every rank must call it."""
         lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
         require_equal(lines, self._shard_map.shard, "optimizer state")
 
     def _rows_of_owner(self, each: PlacedState) -> Tensor:
-        """This rank's rows of what the owner has. Collective over the shard axis; every rank must call it."""
+        """This rank's rows of the owner's state. Collective over the shard axis; every rank must call it."""
         group, owner, device = self._shard_map.shard, self._owner(each.parameter), each.parameter.device
         box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
-        # A state that is kept on the host travels from device to device, too.
+        # A state that is kept on the host is sent from device to device, too.
         if group.rank == owner:
             whole = each.state.to(device).contiguous()
         else:
@@ -224,5 +224,5 @@ class ShardedLayout(Layout):
 
 
 def _key(index: int) -> str:
-    """Of the ops of a bucket of parameters."""
+    """Key of the ops of a bucket of parameters."""
     return f"parameters.{index}"

@@ -23,7 +23,7 @@ _WHAT_TO_DO = (
 )
 _EXPECTED = "a whole number of at least 0, or a 0-d tensor of integers or float32"
 
-# What was reported at a time: a number, what gives one, or a text that says what it was instead of a count.
+# One report: a number, a function that returns one, or a text that describes a value that is no count.
 _Report = int | float | Callable[[], int | float] | str
 
 
@@ -39,27 +39,27 @@ class TokenCount:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the window, after the step. Local; every rank must call it."""
-        self._reports: list[list[_Report]] = []  # Of each micro-batch.
+        """Forget the window after the step. Local; every rank must call it."""
+        self._reports: list[list[_Report]] = []  # The reports of each micro-batch.
         self._problems, self._late = self._late, []
-        self._has_reported = False  # For the next backward pass of a loop.
+        self._has_reported = False  # Whether a loop has reported for its next backward pass.
         self._total: float | None = None  # Known once the window was summed.
 
     def begin_micro_batch(self) -> None:
-        """Expect a report from here on, for a new window if one was summed. Local; before each training step."""
+        """Expect reports of a micro-batch, of a new window if one was summed. Local; call before each training step."""
         if self._total is not None:
             self.reset()
         self._reports.append([])
 
     def report_before_backward(self, num_tokens: int | float | Tensor) -> None:
-        """Add tokens of the loss whose backward pass comes next; for loops, where nobody tells of steps. Local."""
+        """Add tokens of the loss whose backward pass comes next; for loops that announce no steps. Local."""
         if not self._has_reported:
             self.begin_micro_batch()
         self._has_reported = True
         self.report(num_tokens)
 
     def begin_backward(self) -> None:
-        """Such a backward pass begins; without a report, total raises on all ranks. Local; every rank must call it."""
+        """Begin such a backward pass; without a report, total raises on all ranks. Local; every rank must call it."""
         if not self._has_reported:
             self.begin_micro_batch()
         self._has_reported = False
@@ -79,7 +79,7 @@ class TokenCount:
             self._reports[-1].append(_report(num_tokens))
 
     def total(self) -> float:
-        """Tokens of the window on all ranks, or on all the same error. Collective over the group; all must call it."""
+        """Tokens of the window over all ranks; errors raise on all. Collective over the group; all must call it."""
         if self._total is None:
             values = torch.tensor([self._count(), bool(self._problems)], dtype=torch.float64, device="cpu")
             if self._group.group is not None:
@@ -97,7 +97,7 @@ class TokenCount:
         return max(self.total(), 1.0) / accumulate
 
     def _count(self) -> int:
-        """Tokens of this rank; notes what is wrong with the reports."""
+        """Number of tokens of this rank; also notes problems of the reports."""
         total = 0
         for index, reports in enumerate(self._reports, start=1):
             where = f"in micro-batch {index} of {len(self._reports)}"
@@ -114,10 +114,10 @@ class TokenCount:
 
 
 def _report(num_tokens: Any) -> _Report:
-    """What is kept of a report: a tensor is copied at once, since its owner may change it, without waiting for it."""
+    """Convert a report: a tensor is copied at once, since its owner may change it, without waiting for the copy."""
     if isinstance(num_tokens, Tensor):
         dtype = num_tokens.dtype
-        # Neither truth values nor complex numbers, nor what rounds counts over 2048 (float16) or 256 (bfloat16).
+        # Not bool or complex, and no dtype that rounds counts over 2048 (float16) or 256 (bfloat16).
         is_exact = dtype != torch.bool and not dtype.is_complex and not (dtype.is_floating_point and dtype.itemsize < 4)
         if num_tokens.ndim or isinstance(num_tokens, DTensor) or not is_exact:
             return f"a {type(num_tokens).__name__} {tuple(num_tokens.shape)} of {dtype} as its"
@@ -129,23 +129,24 @@ def _report(num_tokens: Any) -> _Report:
 
 
 class SingleReductionGuard:
-    """Refuses a second reducing pass that adds to gradients of a step, since each pass divides by tokens of its own."""
+    """Raises if a second backward pass of a step reduces gradients, since each pass divides by its own tokens."""
 
     def __init__(self, parameters: Sequence[Tensor], has_gradient: Callable[[Tensor], bool], name: str) -> None:
         self._parameters, self._has_gradient, self._name = list(parameters), has_gradient, name
         self._num_passes = 0
-        # By an earlier pass of this step, and by the one of now: a loss of another module may reach no parameter.
+        # Whether an earlier pass of this step, and the current one, reached a parameter; a loss of another module need
+        # not reach any.
         self._was_reached = self._is_reached = False
         self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
 
     def begin_backward(self) -> None:
-        """Before a backward pass that reduces gradients; local, every rank must call it."""
-        # Without gradients the user has thrown away what there was.
+        """Call before a backward pass that reduces gradients; local, every rank must call it."""
+        # Without gradients, the user has dropped those of earlier passes.
         self._was_reached = self._was_reached and any(map(self._has_gradient, self._parameters))
         self._is_reached = False
 
     def end_backward(self) -> None:
-        """After it. Collective over all ranks in the second pass of a step; every rank must call it, and all raise."""
+        """Call after it. Collective over all ranks in the second pass of a step; every rank must call it, all raise."""
         if self._num_passes:
             error = None
             if self._was_reached and self._is_reached:
@@ -159,7 +160,7 @@ class SingleReductionGuard:
         self._was_reached |= self._is_reached
 
     def end_step(self) -> None:
-        """An optimizer has stepped; local."""
+        """Call after an optimizer step; local."""
         self._num_passes, self._was_reached = 0, False
 
     def _arrived(self, _: Tensor) -> None:

@@ -19,14 +19,14 @@ from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
 
 class Results:
-    """Gradients that were reduced or divided, to which backward adds in place. Local."""
+    """Tracks which ``p.grad`` are reduced gradients, to which backward adds in place. Local."""
 
     def __init__(self) -> None:
         # Weak, so that zero_grad frees the memory.
         self._kept: dict[Tensor, tuple[weakref.ref[Tensor], int]] = {}
 
     def keep(self, parameter: Tensor) -> None:
-        """``parameter.grad`` is a result as it is now."""
+        """Note that ``parameter.grad``, as it is, is a result."""
         assert parameter.grad is not None
         self._kept[parameter] = weakref.ref(parameter.grad), version(parameter.grad)
 
@@ -42,9 +42,9 @@ class Results:
 
 
 class AllReduce:
-    """One all-reduce for each bucket, whose views ``p.grad`` become. Collective over ``group`` to construct."""
+    """One all-reduce for each bucket; ``p.grad`` become views of it. Collective over ``group`` to construct."""
 
-    present = frozenset[Tensor]()  # Nothing is kept elsewhere than in `p.grad`.
+    present = frozenset[Tensor]()  # Gradients are kept in `p.grad` only.
 
     def __init__(self, group: AxisGroup) -> None:
         self.results = Results()  # Sums that are in `p.grad`.
@@ -60,7 +60,7 @@ class AllReduce:
         return _AllReduced(self.results, tuple(gradients), buffer, work)
 
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """Nothing is to do."""
+        """Do nothing: the sums are in ``p.grad``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class _AllReduced:
     work: dist.Work | None
 
     def advance(self, *, wait: bool = False) -> bool:
-        """Nothing follows the all-reduce."""
+        """Return ``True``: nothing follows the all-reduce."""
         del wait
         return True
 
@@ -92,19 +92,19 @@ class _AllReduced:
 
 
 class ReduceScatterToOwners:
-    """One uneven exchange for each bucket, then an all-reduce among replicas; ``p.grad`` is gone as soon as it is sent.
+    """One uneven exchange for each bucket, then an all-reduce over replicas; ``p.grad`` is ``None`` once it is sent.
 
     Shares are added in the order of the ranks; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops` those
     of each node first. Collective over the axes of the mesh to construct; every rank must do so.
     """
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
-        self.results = Results()  # None: `p.grad` is never a sum.
+        self.results = Results()  # Stays empty: `p.grad` is never a sum.
         hops = make_hops(shard_map.shard, grid)
         (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
         self._side = cache(SideStream)
-        # For which any rank has computed a gradient since the last `forget`; the same on all ranks.
+        # Parameters for which any rank has computed a gradient since the last `forget`; the same on all ranks.
         self.present: set[Tensor] = set()
         self.unread: dict[Tensor, list[_Scattered]] = {}
         self._reduced: dict[Tensor, Tensor] = {}
@@ -147,7 +147,7 @@ class ReduceScatterToOwners:
 
 @dataclass(eq=False)
 class _Scattered:
-    """One bucket on its way; once the divisor is known, ``transport.unread`` has it under each of its parameters."""
+    """A bucket that is being summed; once the divisor is known, ``transport.unread`` has it under each parameter."""
 
     transport: ReduceScatterToOwners
     parameters: tuple[Tensor, ...]
@@ -162,7 +162,7 @@ class _Scattered:
         return self.sum.advance(wait=wait)
 
     def finish(self, divisor: float, present: Collection[Tensor]) -> None:
-        """Leave the rest to :meth:`ReduceScatterToOwners.reduced`."""
+        """Set the divisor; :meth:`ReduceScatterToOwners.reduced` does the rest."""
         self.divisor, self.present = divisor, present
         self.transport.present.update(present)
         for parameter in self.parameters:
@@ -170,7 +170,7 @@ class _Scattered:
 
     @torch.no_grad()
     def add_to(self, sums: dict[Tensor, Tensor]) -> None:
-        """Wait, and add the parts of the calling rank to ``sums``, once; on CUDA the current stream waits."""
+        """Wait, and add the calling rank's parts to ``sums``, only once; on CUDA the current stream waits."""
         if self.sum is None:
             return
         buffer, self.sum = self.sum.result(), None
@@ -184,6 +184,6 @@ class _Scattered:
                 sums[parameter] = part if earlier is None else earlier + part
 
 
-# How gradients are summed over the ranks, and a bucket of them that is on its way.
+# How gradients are summed over the ranks, and a bucket of them that is being summed.
 Transport = AllReduce | ReduceScatterToOwners
 Pending = _AllReduced | _Scattered

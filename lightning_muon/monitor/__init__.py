@@ -1,1 +1,1 @@
-"""What a step really takes: recorded timelines, traces, and cost models measured on this machine."""
+"""Measurements of steps: recorded timelines, traces, and cost models measured on this machine."""

@@ -1,4 +1,4 @@
-"""A cost model measured on this machine with all ranks at work at once, and measured steps beside predicted ones."""
+"""Measures a cost model on this machine, while all ranks work at once, and compares measured and predicted steps."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> An
 
 
 def this_device() -> torch.device:
-    """CUDA device of this rank if the default process group talks over NCCL, else the CPU."""
+    """CUDA device of this rank if the default process group uses NCCL, else the CPU."""
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -119,23 +119,23 @@ def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
     return weight
 
 
-# Larger sides are cut to this: products reach their full rate long before, and the measurement stays short.
+# Larger sides are cut to this: smaller products already reach the full rate, and the measurement stays short.
 _LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
 _MOST_SHAPES, _MOST_PER_RANK = 4, 32
 _MOST_FLOPS_PER_RANK = {"cpu": 40e9, "cuda": 40e12}
-# Two sizes of buckets tell what an op costs by itself from what its bytes cost.
+# Two sizes of buckets, to separate the constant cost of an op from the cost of its bytes.
 _CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
 _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 _NS_STEPS = 5
-# Options of an optimizer that change what its Newton-Schulz costs and what travels.
+# Options of an optimizer that change the cost of its Newton-Schulz and the bytes that are sent.
 ARITHMETIC = ("ns_coefficients", "ns_steps", "ns_quality", "ns_costs", "compute_dtype", "wire_dtype")
-duration = attrgetter("timeline.makespan")  # Of a recording, in seconds.
+duration = attrgetter("timeline.makespan")  # Duration of a recording, in seconds.
 
 
 def calibrate(model: ModelShapes, *, num_ranks: int, num_replicas: int = 1, **options: Any) -> CostModel:
-    """Measure Newton-Schulz, memory and links in less than 20 seconds, as they are when all ranks work at once.
+    """Measure Newton-Schulz, memory and links in less than 20 seconds, while all ranks work at once.
 
     Fits the rates to ops and whole steps of :class:`~lightning_muon.ParallelMuon` on a sample of the matrices, so that
     packing and contention for cores count, and times all-to-alls along each axis of the mesh. ``options`` are those of
@@ -172,7 +172,7 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
 
 
 def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
-    """Rates of memory, by least squares over the elementwise ops, and of arithmetic, by the rest of Newton-Schulz."""
+    """Fit the memory rate by least squares to elementwise ops, and the FLOP/s to the remaining Newton-Schulz time."""
     elementwise = [
         (span.op.bytes, span.end - span.start) for span in spans if span.op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
     ]
@@ -188,8 +188,8 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: str) -> CostModel:
-    """Correct ``flops_per_second`` so that whole steps, predicted, take as long as they did in geometric mean."""
-    # Ops alone would take too short: ranks that share cores take turns, and wait for the last at each communication.
+    """Correct ``flops_per_second`` so that predicted steps take as long as measured ones, in geometric mean."""
+    # A fit to single ops gives too short steps: ranks share cores, and wait for the last one at each communication.
     begun = [min(spans[0].start for spans in each.timeline.spans.values() if spans) for each in recordings]
     measured = [each.timeline.makespan - start for each, start in zip(recordings, begun, strict=True)]
 
@@ -206,13 +206,13 @@ def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: 
 
 
 def fit_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """``(slope, constant)`` of ``y = slope x + constant`` by least squares, with slope > 0 and constant >= 0."""
+    """Fit ``y = slope x + constant`` by least squares, with slope > 0 and constant >= 0; return both."""
     xs, ys = zip(*points, strict=True)
     if len(set(xs)) > 1:
         slope, constant = linear_regression(xs, ys)
         if slope > 0 and constant >= 0:
             return slope, constant
-    # Too noisy, or all of one size: then all of the time is put down to the size.
+    # Too noisy, or all of one size: attribute all of the time to the size.
     return fmean(ys) / fmean(xs), 0.0
 
 
@@ -227,7 +227,7 @@ def _measure(counts: Mapping[tuple[int, int], int], num_replicas: int, options: 
     latencies, bandwidths = [], []
     mesh = _mesh(num_replicas)
     groups = [axis_group(mesh, (axis,)) for axis in (1, 0) if mesh.size(axis) > 1]
-    # Without links, something that costs nothing.
+    # Without links, a link that costs nothing.
     links = [[_time_message(group, size) for size in _MESSAGE_BYTES] for group in groups] or [[(1.0, 1e-12)]]
     for points in links:
         per_byte, latency = map(fmean, zip(*gather(fit_line(points), None), strict=True))  # The same on all ranks.
@@ -238,20 +238,20 @@ def _measure(counts: Mapping[tuple[int, int], int], num_replicas: int, options: 
 
 
 def _fastest_step(model: ModelShapes, num_replicas: int, options: Mapping[str, Any]) -> Recording:
-    """Of a few steps: other work on the machine only ever adds. Collective; every rank must call it."""
+    """Record the fastest of a few steps: other work on the machine only adds. Collective; every rank must call it."""
     options = {**options, "dedupe": "never", "error_if_nonfinite": False}
     return min(record_steps(model, num_replicas, _NUM_STEPS, options), key=duration)
 
 
 def record_steps(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> list[Recording]:
-    """Of so many steps after a first one. Collective; every rank must call it."""
+    """Record so many steps after a first one. Collective; every rank must call it."""
     optimizer = make_optimizer(model, num_replicas=num_replicas, **options)
     optimizer.step()
     return [record_step(optimizer) for _ in range(num_steps)]
 
 
 def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
-    """(Bytes sent by a rank, seconds) of an all-to-all. Collective over ``group``; every rank must call it."""
+    """Time an all-to-all: (bytes sent by a rank, seconds). Collective over ``group``; every rank must call it."""
     device = this_device()
     counts = [0 if peer == group.rank else size // (group.size - 1) for peer in range(group.size)]
     out, into = (torch.empty(sum(counts), dtype=torch.uint8, device=device) for _ in range(2))
@@ -270,10 +270,10 @@ def _time_message(group: AxisGroup, size: int) -> tuple[float, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One step as it ran and as it was predicted."""
+    """One measured step and its prediction."""
 
-    recording: Recording  # The fastest of the steps that were recorded: other work on the machine only ever adds.
-    cost: CostModel  # Measured just before.
+    recording: Recording  # The fastest of the recorded steps: other work on the machine only adds.
+    cost: CostModel  # The model that was measured just before.
     predicted: Timeline  # The same ops in the same order, simulated.
     measured_seconds: tuple[float, ...]  # Duration of each recorded step.
 

@@ -1,4 +1,4 @@
-"""Pages of HTML that load nothing: timelines and curves as inline SVG, names under the pointer, good on a phone."""
+"""HTML pages that load no other files: timelines and curves as inline SVG, with tooltips, readable on a phone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_muon.schedule.draw import style_of
 from lightning_muon.schedule.program import COMPUTE, Op
 from lightning_muon.schedule.simulate import Span, Timeline
 
-# In units of a picture, which are pixels where it is not scaled.
+# In units of a picture, which are pixels if it is not scaled.
 _WIDTH, _LABELS, _ROW, _AXIS = 960, 130, 20, 30
 _LETTER = 6.2  # Width of a letter of the labels.
 _CHART_WIDTH, _CHART_HEIGHT, _LEFT, _BOTTOM, _MARGIN = 420, 230, 52, 34, 10
-_MOST_POINTS, _MOST_DOTS = 400, 60  # Of a curve; more points are thinned out, and dots left out.
+_MOST_POINTS, _MOST_DOTS = 400, 60  # Limits of a curve; more points are thinned out, and dots left out.
 # After Okabe and Ito 2008 (https://jfly.uni-koeln.de/color/): color-blind readers can tell them apart.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#A6761D", "#666666", "#A58ADB", "#E7298A")
 
@@ -40,12 +40,12 @@ pre { overflow-x: auto; font-size: .8rem; background: #8881; padding: .5rem; }
 
 
 class Bar(NamedTuple):
-    """Something that ran, in seconds."""
+    """A box of a timeline, from ``start`` to ``end`` in seconds."""
 
     start: float
     end: float
-    label: str  # Written where there is room for it.
-    title: str  # Shown under the pointer; may have several lines.
+    label: str  # Written if it fits.
+    title: str  # Tooltip; may have several lines.
     color: str
 
 
@@ -61,8 +61,8 @@ def lanes_of(timeline: Timeline, about: Callable[[int, Op], str], ranks: Mapping
     """A lane for each rank and stream of a timeline.
 
     Args:
-        timeline: What ran, or is planned.
-        about: What is said of an op of a rank, behind its name and its time.
+        timeline: A measured or a planned one.
+        about: Text on an op of a rank, shown after its name and its time.
         ranks: Rank -> name of its lanes; see :func:`.rows_shown`.
     """
     lanes: list[Lane] = []
@@ -80,7 +80,7 @@ def lanes_of(timeline: Timeline, about: Callable[[int, Op], str], ranks: Mapping
 
 
 def timeline_svg(lanes: Sequence[Lane], end: float = 0.0) -> str:
-    """Lanes below each other on one axis of time, which ends with the last box, or at ``end`` seconds."""
+    """Lanes below each other on one time axis, which ends with the last box, or at ``end`` seconds if that is later."""
     end = max(end, *(box.end for lane in lanes for box in lane.boxes), 1e-9)
     scale, height = (_WIDTH - _LABELS - 10) / end, _ROW * len(lanes)
     parts: list[str] = []
@@ -95,7 +95,7 @@ def timeline_svg(lanes: Sequence[Lane], end: float = 0.0) -> str:
                 f"<title>{escape(box.title)}</title></rect>"
             )
             if width > _LETTER * len(box.label):
-                # The pointer reaches the box below it.
+                # Labels get no pointer events, so that the box below shows its tooltip.
                 place = f'x="{left + width / 2:.2f}" y="{top + 14}" text-anchor="middle" fill="#000"'
                 parts.append(f'<text {place} pointer-events="none">{escape(box.label)}</text>')
     for tick in ticks(0, 1e3 * end):
@@ -165,7 +165,7 @@ def bars(title: str, values: Mapping[str, float], unit: str) -> str:
 
 
 def grid(figures: Sequence[str]) -> str:
-    """Pictures beside each other where there is room."""
+    """Pictures in a grid with as many columns as fit."""
     return f'<div class="grid">{"".join(figures)}</div>'
 
 
@@ -189,7 +189,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]], chosen: int | None = None) -> str:
-    """A table, numbers to the right; ``chosen`` is the index of a row that stands out."""
+    """A table with numbers aligned right; ``chosen`` is the index of a highlighted row."""
 
     def cells(values: Sequence[object], tag: str) -> str:
         numbers = ['class="number"' if index in to_the_right else "" for index in range(len(values))]
@@ -205,19 +205,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], chosen: int |
 
 
 def legend(colors: Mapping[str, str]) -> str:
-    """What colors mean."""
+    """A legend of colors."""
     entries = (f'<span><i style="background:{color}"></i>{escape(name)}</span>' for name, color in colors.items())
     return f'<p class="legend">{"".join(entries)}</p>'
 
 
 def legend_of(timelines: Iterable[Iterable[Span]]) -> str:
-    """The legend of what ran on some ranks."""
+    """The legend of the ops in some timelines."""
     kinds = {style_of(span.op.kind) for spans in timelines for span in spans}
     return legend({f"{style.letter} {style.title}".strip(): style.color for style in sorted(kinds)})
 
 
 def paragraphs(texts: Iterable[str]) -> str:
-    """One for each text."""
+    """A paragraph for each text."""
     return "".join(f"<p>{escape(text)}</p>" for text in texts)
 
 
@@ -228,7 +228,7 @@ def _figure(title: str, height: float, parts: Sequence[str]) -> str:
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """From values to places of a picture."""
+    """Function from values to positions in a picture."""
     span = high - low or abs(high) or 1.0
     low = low if high > low else low - span / 2
     return lambda value: start + (value - low) / span * (end - start)

@@ -1,4 +1,4 @@
-"""Measures what the products of Newton-Schulz cost on this machine, for ``ns_costs``."""
+"""Measures the time of the products of Newton-Schulz on this machine, for ``ns_costs``."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def model_matrices(model: ModelShapes) -> list[tuple[int, int]]:
 def measure_costs(
     shapes: Iterable[tuple[int, int]], device: torch.device, *, seconds: float = 0.3, dtypes: Sequence[torch.dtype] = ()
 ) -> MeasuredCosts:
-    """Seconds of each product of matrices of these shapes, each shape and variant for about ``seconds``; local.
+    """Measure the seconds of each product for these shapes, each shape and variant for about ``seconds``; local.
 
-    The products take turns, and the fastest call of each counts: other work on the machine only ever adds. Matrices
+    The products are called in turns, and the fastest call of each counts: other work on the machine only adds. Matrices
     that the optimizer orthogonalizes in batches are measured in batches. ``dtypes`` are by default those that
     ``compute_dtype="auto"`` chooses from, and on CUDA float16.
     """
-    # Without units for it a CPU takes a hundred times as long for bfloat16.
+    # Without units for bfloat16, a CPU takes a hundred times as long for it.
     known = dtypes or tuple(dict.fromkeys((resolve_compute_dtype("auto", device), torch.float32)))
     if device.type == "cuda":
         known = dtypes or (*known, torch.float16)
@@ -62,7 +62,7 @@ def _of_shape(rows: int, cols: int, variant: Variant, device: torch.device, seco
     number = _BATCH if worth_batching(rows, cols, device.type) else 1
     short, long = sorted((rows, cols))
     x = torch.randn((number, short, long) if number > 1 else (short, long), device=device)
-    # Of small norm, so that no product overflows in float16.
+    # A small norm, so that no product overflows in float16.
     x = x.div_(x.norm()).to(variant.dtype)
     best = fastest(dict(_products(x, by_kernel=variant.by_kernel)), seconds, device, least_rounds=_LEAST_ROUNDS)
     return {name: best[name] / number for name in best}
@@ -84,7 +84,7 @@ def _products(x: Tensor, *, by_kernel: bool) -> Iterator[tuple[Product, Callable
 def fastest(
     candidates: Mapping[_Name, Callable[[], object]], seconds: float, device: torch.device, *, least_rounds: int = 1
 ) -> dict[_Name, float]:
-    """Seconds of the fastest call of each, which are called in turns until ``seconds`` are over."""
+    """Seconds of the fastest call of each candidate; they are called in turns until ``seconds`` are over."""
     best = dict.fromkeys(candidates, float("inf"))
     deadline, number = time.perf_counter() + seconds, 0
     while number < least_rounds or time.perf_counter() < deadline:

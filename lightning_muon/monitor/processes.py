@@ -1,4 +1,4 @@
-"""What a thread can see of its own process and of others: where they stand, signals, connections, their ends."""
+"""What a thread can see of its own process and of others: stacks, signals, connections, and whether one has ended."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_OF_USER = (_PACKAGE, _TORCH, _LIBRARIES, sysconfig.get_path("stdlib"), "<")
 
 
 class CollectiveCall(NamedTuple):
-    """The collective of torch.distributed in which a thread is."""
+    """A collective of torch.distributed in which a thread is."""
 
     group: str  # Name of its process group.
     call: int  # Identity of the call.
@@ -36,7 +36,7 @@ class CollectiveCall(NamedTuple):
 
 
 def waiting_place(thread: int) -> CollectiveCall | None:
-    """Where a thread waits; ``None`` if it is in no collective."""
+    """The collective in which a thread waits; ``None`` if it is in none."""
     frame = sys._current_frames().get(thread)
     if frame is None or TORCH_DISTRIBUTED not in frame.f_code.co_filename:
         return None
@@ -48,15 +48,15 @@ def waiting_place(thread: int) -> CollectiveCall | None:
         return None
     try:
         return CollectiveCall(group.group_name, id(frame), frame.f_code.co_name)
-    except RuntimeError:  # It is being made, and has no name yet.
+    except RuntimeError:  # The group is being made, and has no name yet.
         return None
 
 
 def standing_place(thread: int) -> tuple[FSDPModule | None, str]:
-    """The FSDP2 unit that a thread gathers the weights of, if any, and the lines that it is in."""
+    """The FSDP2 unit whose weights a thread gathers, if any, and the lines of code that it is in."""
     frame = sys._current_frames().get(thread)
     unit: FSDPModule | None = None
-    called: FrameType | None = None  # The innermost frame of a library, where it matters more than the user's.
+    called: FrameType | None = None  # The innermost frame of another library, shown beside the user's.
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USER):
         name = frame.f_code.co_filename
         if TORCH_DISTRIBUTED in name and unit is None and called is None:
@@ -74,7 +74,7 @@ def _line(frame: FrameType) -> str:
 
 
 def signal_pipe() -> tuple[int, int] | None:
-    """A pipe (read, write) that gets the number of each signal; ``None`` where another library has one."""
+    """A pipe (read, write) that gets the number of each signal; ``None`` if another library has such a pipe."""
     if threading.current_thread() is not threading.main_thread():
         return None
     before = signal.set_wakeup_fd(-1)
@@ -91,23 +91,23 @@ def signal_pipe() -> tuple[int, int] | None:
 
 @cache
 def _forget_pipe_in_children() -> None:
-    """Forked processes, such as workers of a DataLoader, would write their own signals to it."""
+    """Detach forked processes, such as workers of a DataLoader, which would write their own signals to the pipe."""
     os.register_at_fork(after_in_child=partial(signal.set_wakeup_fd, -1))
 
 
 def describe_process() -> str:
-    """The calling process, for :func:`is_gone`: host (empty if unknown), number, start."""
+    """Describe the calling process for :func:`is_gone`: host (empty if unknown), number, start."""
     return f"{_host()} {os.getpid()} {_start(os.getpid())}"
 
 
 def is_gone(description: str) -> bool:
-    """Whether this is a process of this host that has ended; never where the system has no ``/proc``."""
+    """Whether ``description`` is of a process of this host that has ended; never ``True`` without ``/proc``."""
     host, pid, start = description.split(" ")
     return bool(host) and host == _host() and _start(int(pid)) != start
 
 
 def is_parent(description: str) -> bool:
-    """Whether this is the process that has started the calling one."""
+    """Whether ``description`` is of the parent of the calling process."""
     host, pid, _ = description.split(" ")
     return bool(host) and host == _host() and int(pid) == os.getppid()
 
@@ -124,16 +124,16 @@ def _start(pid: int) -> str:
     """Start time in ticks of a process, empty if it has ended; see proc(5), ``/proc/pid/stat``."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        # Z and X: it has ended, and its parent has not asked for its exit code yet.
+        # Z and X: it has ended, and its parent has not read its exit code yet.
         return "" if fields[0] in (b"Z", b"X") else fields[19].decode()
     return ""
 
 
 class GlooConnections:
-    """The TCP connections of the process groups of this process, and no others, by what the groups' ranks have told.
+    """Finds the TCP connections of this process's gloo groups, and no others, so that they can be closed.
 
     Each rank of a gloo group listens at a port of its own, and writes it into the ``store`` when the group is made. So
-    a connection belongs to the group if it ends at one of these ports, here or on another rank.
+    a connection belongs to the group if one of its ends is one of these ports, here or on another rank.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -141,9 +141,9 @@ class GlooConnections:
         self._endpoints: dict[str, list[tuple[str, int]]] = {}  # By name of the group.
 
     def record(self) -> None:
-        """Note where the ranks of new groups listen; local."""
+        """Store the ports at which the ranks of new groups listen; local."""
         groups = {group.group_name: group for group in process_groups()}
-        # The port of a group that is gone may be somebody else's by now.
+        # The port of a destroyed group may be in use by others.
         known = {name: endpoints for name, endpoints in self._endpoints.items() if name in groups}
         new = {name: gloo_endpoints(self._store, group) for name, group in groups.items() if name not in known}
         self._endpoints = known | {name: endpoints for name, endpoints in new.items() if endpoints}
@@ -160,9 +160,9 @@ class GlooConnections:
                 with suppress(RuntimeError):
                     group.abort()
         ends = {endpoint for endpoints in self._endpoints.values() for endpoint in endpoints}
-        # fromfd() would leave its duplicate of anything else open.
+        # Sockets only: fromfd() would leave its duplicate of another file open.
         for path in filter(Path.is_socket, Path("/proc/self/fd").glob("*")):
-            # Closed by now, not connected, or a socket of another kind.
+            # Errors are of sockets that were closed meanwhile, are not connected, or of another kind.
             with suppress(OSError), socket.fromfd(int(path.name), -1, -1) as one:  # A duplicate, which is closed.
                 if one.family in (socket.AF_INET, socket.AF_INET6) and one.type == socket.SOCK_STREAM:
                     here, there = one.getsockname()[:2], one.getpeername()[:2]

@@ -1,4 +1,4 @@
-"""Signals that all ranks answer at the end of the same batch."""
+"""Signals whose handlers all ranks run at the end of the same batch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.processes import describe_process, is_gone, is_parent
 
 _log = logging.getLogger(__name__)
-_SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers pass it on once more.
-_INTERVAL = 0.5  # Seconds between two looks into the store.
-_SECONDS_TO_ANSWER = 30.0  # Until a rank that has not said which batch it is in is given up.
-_SECONDS_OF_FIRST_RANK = 60.0  # To end, once it has saved.
+_SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers send it again.
+_INTERVAL = 0.5  # Seconds between two reads of the store.
+_SECONDS_TO_ANSWER = 30.0  # Timeout for a rank to publish its batch.
+_SECONDS_OF_FIRST_RANK = 60.0  # Timeout for the first rank to end, once it has saved.
 
 
 def _wait_until_gone(process: str) -> None:
@@ -36,11 +36,11 @@ class SharedSignals:
     """Runs the handler of a signal on all ranks at the end of the same batch, whichever ranks have got the signal.
 
     A handler that communicates, as Lightning's do (the one for SIGTERM broadcasts, the one for SLURM's requeue saves a
-    checkpoint), must not run wherever its rank is at that moment, between other collectives than those of other ranks.
+    checkpoint), must not run at once: on each rank it would come between different collectives. Instead, a thread of
 
-    A thread of each rank looks into the store of the default process group, if there is one. A rank that gets a signal
-    says so there; then every rank says which batch it is in, and the handler runs at the end of the last one of these.
-    A second Ctrl-C is not waited with: it raises ``KeyboardInterrupt``.
+    each rank reads the store of the default process group, if there is one. A rank that gets a signal writes it there;
+    then every rank writes its batch number, and the handler runs at the end of the largest of these. A second Ctrl-C
+    raises ``KeyboardInterrupt`` at once.
 
     Made by the main thread of every rank, at the same batch.
     """
@@ -58,12 +58,12 @@ class SharedSignals:
         self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
         if self._rank == 0:
             self._store.set("first process", describe_process())
-        self._received: list[int] = []  # Signals of this rank that nobody has answered yet.
+        self._received: list[int] = []  # Signals of this rank whose handlers were not run yet.
         self._num_answered = 0
-        self._pressed: float | None = None  # When Ctrl-C came first.
+        self._pressed: float | None = None  # Time of the first Ctrl-C.
         self._lock = threading.Lock()
-        self._batch = 0  # The one that this rank is in.
-        self._announced: int | None = None  # The signal that all ranks are about to answer.
+        self._batch = 0  # Number of this rank's current batch.
+        self._announced: int | None = None  # The signal whose handler all ranks will run.
         self._closed = threading.Event()
         for number in handlers:
             signal.signal(number, self._receive)
@@ -71,11 +71,11 @@ class SharedSignals:
 
     @property
     def unanswered(self) -> list[int]:
-        """Signals of this rank that no handler has been run for yet; local."""
+        """Signals of this rank whose handlers were not run yet; local."""
         return list(self._received)
 
     def batch_has_ended(self, *, may_answer: bool = True) -> None:
-        """Answer a signal if its time has come. Every rank must call it after each of its batches, and alike."""
+        """Run a signal's handler if all ranks do so after this batch. All must call it alike, after each batch."""
         with self._lock:
             self._batch += 1
             number = self._announced
@@ -92,10 +92,10 @@ class SharedSignals:
         self._handlers[number](number, None)
 
     def close(self) -> None:
-        """Look for no more signals; who has made this puts the handlers back. Local."""
+        """Stop watching for signals; the owner restores the handlers. Local."""
         if not self._closed.is_set():
             self._closed.set()
-            # A rank that has seen a signal meanwhile asks for the last batch of this one.
+            # A rank that has got a signal meanwhile needs the last batch number of this one.
             with suppress(RuntimeError), self._lock:
                 self._say_batch()
 
@@ -121,9 +121,9 @@ class SharedSignals:
         self._store.set(f"signal{self._num_answered} batch{self._rank}", str(self._batch))
 
     def _watch(self) -> None:
-        """Body of the thread: pass signals on, and say which batch this rank is in."""
+        """Body of the thread: write signals and the batch of this rank to the store."""
         while not self._closed.wait(_INTERVAL):
-            # The store ends with its rank.
+            # The store may have ended with its rank.
             with suppress(RuntimeError), self._lock:
                 key = f"signal{self._num_answered}"
                 if self._received:
@@ -144,12 +144,12 @@ class SharedSignals:
 
 
 class StopSignals:
-    """Tells all ranks after the same batch that some rank has got SIGTERM or Ctrl-C: for loops that users write.
+    """Tells all ranks after the same batch that some rank has got SIGTERM or Ctrl-C, in the user's own loops.
 
-    Enter it on every rank, once the process group is there (``fabric.launch()``, ``Accelerator()``). What must be saved
-    belongs inside of the block: when it ends after such a signal, the program ends with the exit code 143 (SIGTERM) or
-    130 (Ctrl-C). A signal that comes after the last call of :meth:`requested` acts at the end of the block, as if
-    there had been none. A second Ctrl-C, two seconds later or more, raises ``KeyboardInterrupt`` at once.
+    Enter it on every rank, after the process group is made (``fabric.launch()``, ``Accelerator()``). Save inside of the
+    block: when it ends after such a signal, the program ends with the exit code 143 (SIGTERM) or 130 (Ctrl-C). A
+    signal after the last call of :meth:`requested` has its usual effect at the end of the block. A second Ctrl-C, two
+    seconds later or more, raises ``KeyboardInterrupt`` at once.
 
     Example::
 
@@ -165,7 +165,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
-        self._number = 0  # Of the signal that all ranks have answered.
+        self._number = 0  # Number of the signal that all ranks have handled.
 
     def __enter__(self) -> StopSignals:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -175,9 +175,9 @@ class StopSignals:
         return self
 
     def requested(self) -> bool:
-        """Whether any rank has been told to end; then it stays so.
+        """Whether any rank has got a signal to end; stays ``True`` from then on.
 
-        Every rank must call it after each of its batches, and alike: the ranks count its calls. It does not communicate
+        Every rank must call it alike after each of its batches: the ranks count the calls. It does not communicate
         before a signal has come.
         """
         if dist.is_initialized() and dist.get_world_size() != self._size:

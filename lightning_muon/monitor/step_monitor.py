@@ -1,4 +1,4 @@
-"""What an optimizer step takes and does, measured in every n-th step: parts, sizes of updates, bytes, throughput."""
+"""Measures every n-th step of an optimizer: time of its parts, sizes of updates, bytes, throughput."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from lightning_muon.schedule.program import OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 FOLDER = "muon_monitor"
-"""Of the files in the directory of a run: the timeline of each rank, and ``steps.jsonl`` of rank 0."""
+"""Folder in the directory of a run, with the timeline of each rank, and ``steps.jsonl`` of rank 0."""
 LINES = "steps.jsonl"
 # Part of a step -> kinds of its ops.
 PARTS = {
@@ -50,8 +50,8 @@ PARTS = {
     "check": (OpKind.CHECK,),
 }
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "other")
-"""Of meshes, the outermost first."""
-# Of Accelerate and Lightning for the same axes.
+"""Names of mesh axes, the outermost first."""
+# Names that Accelerate and Lightning use for the same axes.
 _OTHER_NAMES = {
     "dp_replicate": "replicate",
     "dp_shard": "shard",
@@ -62,16 +62,16 @@ _OTHER_NAMES = {
     "data_parallel": "shard",
     "tensor_parallel": "tensor",
 }
-MUON, REST = ".muon", ""  # Behind the number of a param group, for what Muon updates of it and for what it does not.
-MOST_ELEMENTS = 2**24  # Of a rank's weights that are kept for the size of their updates: 64 MiB of float32.
+MUON, REST = ".muon", ""  # Suffix of a param group's name for its parameters on Muon, and for its others.
+MOST_ELEMENTS = 2**24  # Most elements of a rank's weights that are kept to measure updates: 64 MiB of float32.
 
 
 class StepMonitor:
-    """Measures every n-th step of an optimizer, and gives what it has found as numbers by name; see docs/monitor.md.
+    """Measures every n-th step of an optimizer, and returns the results as numbers by name; see docs/monitor.md.
 
     Construction is collective over all ranks, and so is each measured step, which has one small all-gather more: every
-    rank must construct it, with the same arguments. All methods are local. The steps between are not measured, and call
-    two hooks that count. Memory of a measured step: 4 bytes for each weight of the rank, 64 MiB at most.
+    rank must construct it, with the same arguments. All methods are local. Other steps only call two hooks that
+    count. Memory of a measured step: 4 bytes for each weight of the rank, 64 MiB at most.
 
     Example::
 
@@ -84,14 +84,14 @@ class StepMonitor:
 
     Args:
         optimizer: Any optimizer, as a framework has returned it; the parts of a step are those of ours.
-        module: Whose products count as FLOPs of the model, 6 for each weight that is multiplied, and token.
+        module: The model, for its FLOPs: 6 for each weight that is multiplied, and token.
         every_n_steps: Measure every so many steps.
-        flops_per_token: Forward and backward, in the place of what ``module`` says: for experts, or long sequences.
+        flops_per_token: FLOPs of forward and backward, instead of those of ``module``: for experts, or long sequences.
         peak_flops: FLOP/s of one rank's device, for ``mfu``; 0 leaves that out.
         data_copies: Ranks that count the same tokens: those of a pipeline, of a context and tensor axis.
-        skipped_steps: Gives the number of skipped steps, if the optimizer does not.
-        first_step: Steps that the training has taken before.
-        folder: Of the run, where ``muon_monitor/`` keeps what ``lightning-muon report`` shows; none without.
+        skipped_steps: Returns the number of skipped steps, if the optimizer does not.
+        first_step: Number of steps that the training has taken before.
+        folder: Directory of the run, in which ``muon_monitor/`` gets the files for ``lightning-muon report``.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class StepMonitor:
         self._measured: _Measured | None = None
         self._values: dict[str, float] = {}
         self._num_measured, self._tokens = 0, 0.0
-        self._since: float | None = None  # Of the interval of now: when it began, without pauses.
+        self._since: float | None = None  # Begin of the current interval, moved on by pauses.
         self._steps_since, self._seconds = 0, 0.0
         self._paused_at: float | None = None
         self._hooks = [
@@ -136,12 +136,12 @@ class StepMonitor:
         self._tokens += tokens
 
     def take(self) -> dict[str, float]:
-        """What the last measured step has given, equal on all ranks; empty if it was taken already."""
+        """Return the values of the last measured step, equal on all ranks; empty if they were taken already."""
         values, self._values = self._values, {}
         return values
 
     def pause(self) -> None:
-        """Do not count the time until :meth:`resume`, of a validation for example, to the training."""
+        """Exclude the time until :meth:`resume`, of a validation for example."""
         if self._paused_at is None:
             self._paused_at = time.monotonic()
 
@@ -152,13 +152,13 @@ class StepMonitor:
         self._paused_at = None
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         while self._hooks:
             self._hooks.pop().remove()
         self._disarm()
 
     def _begin_files(self) -> None:
-        """Keep the lines of a run that goes on; another run in the same folder begins anew."""
+        """Keep the lines up to this step if a run is resumed; another run in the same folder starts with none."""
         if self._folder is None:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ class StepMonitor:
     # ---- around a step
 
     def _arm(self) -> None:
-        """If the next step is to be measured, begin now: parts of it may run in the backward pass before it."""
+        """If the next step is to be measured, start recording: parts of it may run in the backward pass before it."""
         if (self.num_steps + 1) % self.every_n_steps:
             return
         planned = self.optimizer._planned if isinstance(self.optimizer, PlannedOptimizer) else None
@@ -231,7 +231,7 @@ class StepMonitor:
 
     @torch.no_grad()
     def _finish(self, measured: _Measured) -> None:
-        """Put together what all ranks have measured. Collective over all ranks; every rank must call it."""
+        """Combine the measurements of all ranks. Collective over all ranks; every rank must call it."""
         own = dict.fromkeys(self._keys(), 0.0)
         spans: list[Span] = []
         error: Exception | None = None
@@ -252,12 +252,12 @@ class StepMonitor:
         if self._folder is not None:
             try:
                 self._write(self._folder, measured, spans, rows)
-            except OSError as error:  # Of this rank alone: a full disk must not stop a training.
+            except OSError as error:  # On this rank only: a full disk must not stop a training.
                 warnings.warn(f"StepMonitor writes no more files: {error}", stacklevel=2)
                 self._folder = None
 
     def _keys(self) -> list[str]:
-        """Of what a rank has measured, equal on all ranks."""
+        """Keys of the measurements, equal on all ranks."""
         names = ["failed", "elapsed", "steps", "tokens", "model_flops", "optimizer_flops", "orthogonality_error"]
         names += [f"ms/{part}" for part in (*PARTS, "total", "exposed_communication", "other")]
         names += [f"bytes/{axis}" for axis in AXES]
@@ -266,7 +266,7 @@ class StepMonitor:
         return names + [f"{what}/{group}" for group in groups for what in ("updates", "weights", "count")]
 
     def _measurements(self, measured: _Measured, spans: Sequence[Span]) -> dict[str, float]:
-        """Those of this rank. Local; on CUDA the host waits."""
+        """Measurements of this rank. Local; on CUDA the host waits."""
         assert self._since is not None
         tokens = self._tokens / self.data_copies
         found = {
@@ -290,7 +290,7 @@ class StepMonitor:
         return found
 
     def _summary(self, rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """The numbers by the names that loggers get."""
+        """The results, by the names that loggers get."""
         found: dict[str, float] = {}
         for key in rows[0]:
             kind, _, name = key.partition("/")
@@ -314,7 +314,7 @@ class StepMonitor:
         return found | {"skipped_steps": float(self._skipped())}
 
     def _parts(self) -> Iterator[_Part]:
-        """What this rank updates of each parameter that trains, or evenly spaced elements of it."""
+        """Yield the elements, or evenly spaced ones, that this rank updates of each parameter that trains."""
         planned = self.optimizer if isinstance(self.optimizer, PlannedOptimizer) else None
         layout = Layout() if planned is None else planned._layout
         groups = [
@@ -373,33 +373,33 @@ class _Part(NamedTuple):
 
     name: str  # Param group, and whether Muon updates it.
     values: Tensor  # 1-D
-    weight: float  # How many elements of the model each one stands for: less than 1 where ranks hold copies.
+    weight: float  # Number of elements of the model that each one stands for: less than 1 if ranks hold copies.
 
 
 @dataclass(eq=False)
 class _Measured:
-    """What is noted of one step."""
+    """The records of one measured step."""
 
     planned: PlannedStep | None
     recorder: TimelineRecorder
-    sample: MatrixJob | None = None  # Whose orthogonality is looked at, on its owners.
+    sample: MatrixJob | None = None  # The matrix whose orthogonality is measured, on its owners.
     error: Tensor | None = None
     before: list[Tensor] = field(default_factory=list[Tensor])
     # Bytes by the coordinates of sender and receiver.
     bytes: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=Counter)
 
     def sent(self, group: AxisGroup, sizes: Mapping[int, int]) -> None:
-        """A communication has begun."""
+        """Add the bytes of a communication that has begun."""
         for rank, size in sizes.items():
             self.bytes[group.coordinates[group.rank], group.coordinates[rank]] += size
 
     def orthogonalized(self, job: MatrixJob, update: Tensor) -> None:
-        """Newton-Schulz has made this of a matrix."""
+        """Measure the orthogonality of an update if it is that of the sample."""
         if job is self.sample:
             self.error = orthogonality_error(update)
 
     def bytes_by_axis(self, names: Mapping[int, Sequence[str]]) -> Counter[str]:
-        """What was sent, by the outermost axis along which sender and receiver differ: that with the slowest link."""
+        """Sent bytes by the outermost axis along which sender and receiver differ, which has the slowest link."""
         found = Counter[str]()
         for (mine, theirs), size in self.bytes.items():
             axis = next((axis for axis, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), -1)
@@ -419,7 +419,7 @@ def _is_taken(line: str, num_steps: int) -> bool:
 def orthogonality_error(update: Tensor) -> Tensor:
     """``|U U^T - I| / sqrt(s)`` of ``U`` (rows, cols), with the Gram matrix of the short side s; 0-d, float32.
 
-    The root mean square, over the singular values, of how far their squares are from 1: 0 is orthogonal, 1 is zero.
+    It is the root mean square of (sigma^2 - 1) over the singular values: 0 for an orthogonal matrix, 1 for zero.
     """
     wide = update.float() if update.size(0) <= update.size(1) else update.float().mT
     gram = wide @ wide.mT
@@ -428,13 +428,13 @@ def orthogonality_error(update: Tensor) -> Tensor:
 
 
 def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds by part of a step, of a rank's spans, among which is the whole step."""
+    """Seconds of each part of a step, from the spans of a rank, among which is the whole step."""
     found = {part: sum(end - start for op, start, end in spans if op.kind in kinds) for part, kinds in PARTS.items()}
     ops = [span for span in spans if span.op != WHOLE_STEP]
     for _, begin, last in (span for span in spans if span.op == WHOLE_STEP):
         found["total"] = last - begin
         inside = [Span(op, max(begin, start), min(last, end)) for op, start, end in ops if end > begin and start < last]
-        if inside:  # Of an optimizer that has ops.
+        if inside:  # Only our optimizers have ops.
             summary = Timeline({0: inside}).ranks[0]
             found["exposed_communication"] = summary.exposed_seconds
             found["other"] = max(0.0, found["total"] - summary.compute_seconds - summary.exposed_seconds)
@@ -442,7 +442,7 @@ def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, planned: PlannedStep | None) -> dict[str, float]:
-    """``lr`` of each param group, and what the update of each shape of its matrices is multiplied by. Local."""
+    """``lr`` of each param group, and the factor on the update for each shape of its matrices. Local."""
     number_of = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     found = {f"lr/group{number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
     jobs = [] if planned is None else [job for each in planned.plan.exchange_groups for job in each.jobs]
@@ -467,7 +467,7 @@ def flops_of_token(module: nn.Module) -> float:
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside of what Fabric or Accelerate has put around it."""
+    """The optimizer inside of the wrappers of Fabric or Accelerate."""
     while not hasattr(optimizer, "register_step_pre_hook") or isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer
     ):

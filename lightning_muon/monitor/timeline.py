@@ -1,4 +1,4 @@
-"""When the ops of a real step began and ended, on all ranks: the same kind of timeline as the simulator's."""
+"""Records when the ops of a real step begin and end on all ranks, as a timeline like the simulator's."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Progr
 from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
 
 _LATEST_END_SECONDS = 30.0
-# What a step of a pipeline has beside its program and the ops of a ParallelMuon; ranks are filled in later.
+# Ops of a pipeline's step beside its program and the ops of a ParallelMuon; ranks are filled in later.
 GRADIENT_NORM = Op(kind=PipelineKind.GRADIENT_NORM, key="all", rank=0, lane=TRANSFER)
-WHOLE_STEP = Op(kind=PipelineKind.OPTIMIZER, key="all", rank=0)  # Of an optimizer that has no ops of its own.
+WHOLE_STEP = Op(kind=PipelineKind.OPTIMIZER, key="all", rank=0)  # The step of an optimizer without ops of its own.
 _OF_PIPELINE = {value for name, value in vars(PipelineKind).items() if name.isupper()}
 _MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
 _WHOLE_GRADIENTS = (PipelineKind.REDUCE_GRAD, PipelineKind.TIED, PipelineKind.GRADIENT_NORM)
 
 
 class TimelineRecorder:
-    """Notes when each op of the calling rank starts and ends; an executor is told by ``executor.recorder = recorder``.
+    """Records when each op of the calling rank starts and ends; set it as ``executor.recorder``.
 
-    On CUDA the clock is that of the device, tied to the host's by one synchronization when recording begins.
+    On CUDA the clock is that of the device, synchronized with the host's once when recording begins.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,9 +61,9 @@ class TimelineRecorder:
             self._changed.notify_all()
 
     def spans(self) -> list[Span]:
-        """What was recorded, in order of issue, in seconds of the host's clock; waits until all ops have ended."""
+        """The recorded spans, in order of issue, in seconds of the host's clock; waits until all ops have ended."""
         with self._changed:
-            # A rank that waited for a communication goes on a moment before the backend's thread says that it ended.
+            # A rank that waited for a communication continues a moment before the backend's thread reports its end.
             if not self._changed.wait_for(lambda: len(self._ends) == len(self._starts), _LATEST_END_SECONDS):
                 missing = [op.name for op in self._starts if op not in self._ends]
                 raise RuntimeError(f"{missing[:4]} had not ended {_LATEST_END_SECONDS} s after the step")
@@ -87,17 +87,17 @@ class TimelineRecorder:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """A step as it ran."""
+    """A recorded step."""
 
-    # Of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of its group
-    # have reached it, as in `simulate`.
+    # Timeline of all ranks, in seconds since the last rank began the step. A communication begins when all ranks of its
+    # group have reached it, as in `simulate`.
     timeline: Timeline
     program: Program  # The ops in the order in which they were issued; ranks are global ranks.
     matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
 
 def predict(recording: Recording, cost: Clock, *, device_type: str) -> Timeline:
-    """The timeline of the recorded program from a cost model, or from measured seconds.
+    """Simulate the recorded program with a cost model, or with measured seconds.
 
     A CPU starts no transfer while it computes.
     """
@@ -120,7 +120,7 @@ def host_order(program: Program) -> Program:
 
 
 def record_step(optimizer: ParallelMuon) -> Recording:
-    """Take one step and say when everything happened. Collective over the default group; every rank must call it."""
+    """Take one step and record it. Collective over the default group; every rank must call it."""
     recorder = StepRecorder(optimizer)
     with recorder.recording():
         optimizer.step()
@@ -128,10 +128,10 @@ def record_step(optimizer: ParallelMuon) -> Recording:
 
 
 class StepRecorder:
-    """Records what one step runs inside of :meth:`recording`: the ops of an optimizer, and of the pipeline around it.
+    """Records one step inside of :meth:`recording`: the ops of an optimizer, and of the pipeline around it.
 
     Args:
-        optimizer: What steps; any, but a ParallelMuon has taken a step before, so that it has a plan.
+        optimizer: Any optimizer; a ParallelMuon must have taken a step before, so that it has a plan.
         runtime: The pipeline of this rank.
     """
 
@@ -144,7 +144,7 @@ class StepRecorder:
 
     @contextmanager
     def recording(self) -> Generator[None]:
-        """Around the step. Collective over the default group; every rank must enter it."""
+        """Context around the step. Collective over the default group; every rank must enter it."""
         told: list[Any] = [] if self._runtime is None else [self._runtime]
         device = self._optimizer.param_groups[0]["params"][0].device
         if self._planned is not None:
@@ -170,7 +170,7 @@ class StepRecorder:
                 each.recorder = None
 
     def result(self) -> Recording:
-        """When everything happened on all ranks. Collective over the default group; every rank must call it."""
+        """The recording of all ranks. Collective over the default group; every rank must call it."""
         shift = _clock_shift()
         spans, matrices = described(self._recorded, self._planned, self._runtime, shift)
         return _merge(gather((self._begun + shift, spans, matrices), None))
@@ -179,13 +179,13 @@ class StepRecorder:
 def described(
     recorded: Sequence[Span], planned: PlannedStep | None, runtime: PipelineRuntime | None, shift: float
 ) -> tuple[list[Span], dict[str, list[str]]]:
-    """What a rank has recorded, with ranks of the world and ``shift`` seconds later, and the matrices of each op.
+    """The spans of a rank, with global ranks and moved by ``shift`` seconds, and the matrices of each op.
 
-    ``planned`` and ``runtime`` are the optimizer's and the pipeline's whose ops they are. Local.
+    ``planned`` and ``runtime`` are those of the optimizer and the pipeline that ran the ops. Local.
     """
     spans: list[Span] = []
     matrices: dict[str, list[str]] = {}
-    gradients: tuple[str, ...] = ()  # After which they are whole: what the norm and the optimizer wait for.
+    gradients: tuple[str, ...] = ()  # Ops that complete the gradients: norm and optimizer wait for them.
     for op, start, end in recorded:
         bucket = None if planned is None else planned.plan.buckets.get(op.key)
         is_of_step = op.kind not in _OF_PIPELINE or op in (GRADIENT_NORM, WHOLE_STEP)
@@ -200,7 +200,7 @@ def described(
 
 
 def _world_ranks(op: Op, planned: PlannedStep | None, runtime: PipelineRuntime | None) -> tuple[int, ...]:
-    """The group of an op in ranks of the world, not of its process group; empty if that is not known."""
+    """The group of an op in global ranks; empty if that is not known."""
     if op == GRADIENT_NORM:
         return tuple(range(dist.get_world_size()))
     axes = None
@@ -215,10 +215,10 @@ def _world_ranks(op: Op, planned: PlannedStep | None, runtime: PipelineRuntime |
 
 
 class MeasuredSeconds:
-    """How long ops take that were recorded in several steps: what is alike takes as long as its median.
+    """Times of ops from several recorded steps: an op takes the median of all ops like it.
 
     Alike are the forwards, or backwards, of all micro-batches of a stage, and the same op of several steps. A message
-    is recorded until its receiver takes it, so each takes as long as the fastest one between two ranks.
+    is recorded until its receiver takes it, so each one takes the time of the fastest between the same ranks.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -230,7 +230,7 @@ class MeasuredSeconds:
         self._seconds = {key: min(all_) if key[0] == _MESSAGES else median(all_) for key, all_ in found.items()}
 
     def seconds(self, op: Op) -> float:
-        """Once it has begun."""
+        """Seconds that an op takes once it has begun."""
         return self._seconds[_alike(op)]
 
 
@@ -241,7 +241,7 @@ def _alike(op: Op) -> tuple[Any, ...]:
 
 
 def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -> Recording:
-    """One recording of what each rank gives: when it began, its spans, and the matrices of its ops."""
+    """Merge the data of all ranks (begin, spans, and matrices of each op) into one recording."""
     begun = max(start for start, _, _ in everyone)
     reached: dict[tuple[str, tuple[int, ...]], float] = {}
     for _, spans, _ in everyone:
@@ -272,7 +272,7 @@ def _merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -
 def write_part(
     folder: Path, recorded: Sequence[Span], planned: PlannedStep | None, *, step: int, rank: int, num_ranks: int
 ) -> None:
-    """Keep what this rank has recorded of a step in a file of its own, on the clock of its machine; local."""
+    """Write what this rank has recorded of a step to its own file, with times of its machine's clock; local."""
     spans, matrices = described(recorded, planned, None, time.time() - time.monotonic())
     content = {
         "step": step,
@@ -288,9 +288,9 @@ def write_part(
 
 
 def read_parts(folder: Path) -> tuple[int, str, Recording] | None:
-    """Step, type of device and recording of what all ranks have kept in ``folder``; ``None`` if one has not. Local.
+    """Read step, device type and recording from the files of all ranks in ``folder``; ``None`` if one lacks. Local.
 
-    Clocks of several machines may be apart by milliseconds.
+    Clocks of several machines may differ by milliseconds.
     """
     parts: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("timeline-*.json")]
     # A rank may have been stopped in between.
@@ -314,7 +314,7 @@ def _op(values: dict[str, Any]) -> Op:
 
 def _clock_shift() -> float:
     """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective; every rank must call it."""
-    dist.barrier()  # Ranks of several machines take its end for one moment, which is off by less than it takes.
+    dist.barrier()  # Its end counts as one moment on all machines, with an error of less than its duration.
     moments = gather((socket.gethostname(), time.monotonic()), None)
     here, now = moments[dist.get_rank()]
     return 0.0 if here == moments[0][0] else moments[0][1] - now

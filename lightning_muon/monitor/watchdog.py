@@ -1,4 +1,4 @@
-"""Ends a run whose ranks wait for each other in different units, within ten seconds and with the names of the units."""
+"""Ends a run within ten seconds if ranks wait for each other in different units, with an error that names these."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from lightning_muon.sharding.fsdp_call_log import LEFT, Barrier, FsdpCallLog, Ta
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.002  # About the time of one collective of gloo.
 _SECONDS_TO_DRAIN = 60.0
-_SECONDS_TO_READ = 2.5  # For the others, before a rank that has failed goes on to its end.
-_FAILURE = "failure"  # Key of the number of a watchdog and of what a rank that it watched has failed with.
-_SECONDS_TO_WARN = 15.0  # Of a wait that may be right: checkpoints and compilers of small models take less.
-_LOOKS_PER_SIGN = 4  # Two looks a second and a sign of life every two seconds.
-# Share of the timeout after which a silent rank is given up, so that this error comes before that of the backend.
+_SECONDS_TO_READ = 2.5  # Time for other ranks to read a failure, before the failed rank ends.
+_FAILURE = "failure"  # Store key: number of a watchdog, and the failure of a rank that it watched.
+_SECONDS_TO_WARN = 15.0  # Wait that is logged, which may be legitimate: checkpoints and compilers mostly take less.
+_LOOKS_PER_SIGN = 4  # Two looks a second, and a sign of life every two seconds.
+# Share of the timeout after which a silent rank counts as failed, so that this error comes before the backend's.
 _SHARE_OF_TIMEOUT = 0.8
 _ON_EVERY_RANK = (
     "Call the model (a sample, generate, an evaluation), clip gradients, and save and load checkpoints on every rank, "
@@ -55,13 +55,13 @@ _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files 
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """What one rank publishes, as JSON."""
+    """The state that one rank publishes, as JSON."""
 
     step: int  # Steps and evaluations that this rank has ended.
     shard: int  # The lowest rank with which it shares the weights.
     mesh: int  # The lowest rank with which it shares gradients.
-    calls: Tail  # Of this step; ranks that are further apart prove nothing.
-    crossing: Tail  # Those that all ranks have in common.
+    calls: Tail  # Calls of this step; only ranks in the same step can be compared.
+    crossing: Tail  # The calls that all ranks have in common.
     # Name of the process group in whose collective the rank waits, `None` if it does something else. A barrier of the
     # call log counts as a group of its own.
     group: str | None
@@ -69,13 +69,13 @@ class Position:
     kind: str = ""  # Name of that collective's function.
     unit: str = ""  # The FSDP2 unit that it gathers the weights of, as part of a sentence.
     where: str = ""  # The lines of the program that the main thread is in.
-    beat: int = 0  # How often the rank has looked since it last got on.
-    has_ended: bool = False  # The rank gives no more signs of life: it has left its run, or its step has raised.
+    beat: int = 0  # Number of looks since the rank last made progress.
+    has_ended: bool = False  # Whether the rank gives no more signs of life: it has left its run, or its step raised.
 
 
 def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> str | None:
-    """The reason why these ranks, by their global number, can never meet; ``None`` if they may."""
-    # Compare the calls of ranks in the same step: all of them inside each shard group, others over each mesh.
+    """The reason why these ranks (global rank -> position) can never meet; ``None`` if they may."""
+    # Compare the calls of ranks in the same step: all calls inside each shard group, the common ones over each mesh.
     lists = {
         rank: (((at.step, at.shard), at.calls), ((at.step, at.mesh), at.crossing)) for rank, at in positions.items()
     }
@@ -102,18 +102,19 @@ def find_mismatch(positions: Mapping[int, Position], call_log: FsdpCallLog) -> s
 
 
 def _stand(positions: Iterable[tuple[int, Position]]) -> str:
-    """Where each rank is in the program, as sentences."""
+    """Sentences on where each rank is in the program."""
     shown = sorted((rank, at.where) for rank, at in positions if at.where)[:8]
     return "".join(f" Rank {rank}: {where}." for rank, where in shown)
 
 
 def _never_meet(a: Position, b: Position) -> bool:
-    """Whether each waits for something that the other will not launch before it."""
+    """Whether each rank waits for something that the other one will not launch before it."""
     for one, other in ((a, b), (b, a)):
-        # It needs the weights of a rank that has left the run.
+        # The first needs the weights of a rank that has left the run.
         if one.unit and one.group and other.has_ended and one.counts[one.group] > other.counts.get(one.group, 0):
             return one.step == other.step and one.beat >= 2
-    # Each waits in the last collective that it has launched. Ahead in one group proves nothing: the other may be slow.
+    # Each waits in the last collective that it has launched. To be ahead in one group proves nothing: the other one
+    # may be slow.
     if a.group is None or b.group is None or a.step != b.step or min(a.beat, b.beat) < 2:
         return False
     if a.group == b.group:
@@ -121,7 +122,7 @@ def _never_meet(a: Position, b: Position) -> bool:
             return False
         if a.kind != b.kind and not any(word in at.kind for at in (a, b) for word in ("send", "recv")):
             return True
-        # They have logged differently much of what they must have in common.
+        # They have logged different numbers of calls that they must have in common.
         if a.shard == b.shard:
             return _length(a.calls) != _length(b.calls)
         return a.mesh == b.mesh and _length(a.crossing) != _length(b.crossing)
@@ -139,17 +140,17 @@ def _place(position: Position, call_log: FsdpCallLog) -> str:
 
 
 class Watchdog:
-    """A thread that compares where the ranks wait, once this rank has not got on for ``patience`` seconds.
+    """A thread that compares where the ranks wait, once this rank has made no progress for ``patience`` seconds.
 
-    A rank that stands still publishes its :class:`Position` in the store, and the lowest rank that still trains
+    A rank without progress publishes its :class:`Position` in the store, and the lowest rank that still trains
     compares. Ranks are stopped only on proof, in two looks ``interval`` seconds apart, that they can never meet: their
     orders of units differ, two wait for each other in different collectives, or one has failed or died (its process is
-    gone, as seen from the same host). A rank that loads data or stands in a debugger proves nothing while its thread
-    gives signs of life. It may be silent and healthy while a library holds the interpreter lock; it is given up after
+    gone, as seen from the same host). A rank that loads data or is in a debugger proves nothing while its thread gives
+    signs of life. It may be silent and healthy while a library holds the interpreter lock; it counts as failed after
     ``silence``, by default four fifths of the timeout of the default process group.
 
-    Then the communication of all ranks is broken, so that what waits raises, and :meth:`explaining` turns that into an
-    error that says why. Every rank must start it, the second one of a process group after the first one and so on.
+    Then the communication of all ranks is aborted, so that waiting calls raise, and :meth:`explaining` turns that into
+    an error that says why. Every rank must start it, the second one of a process group after the first one and so on.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Watchdog:
         patience: float = 4.0,
         interval: float = 0.5,
         silence: timedelta | None = None,
-        drain: Callable[[float], None] | None = None,  # Waits for a save beside the training, which communicates.
+        drain: Callable[[float], None] | None = None,  # Waits for a background save, which communicates.
     ) -> None:
         self._call_log, self._drain = call_log, drain
         self._patience, self._interval = patience, interval
@@ -167,13 +168,13 @@ class Watchdog:
         self._closed = threading.Event()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
-        self.stop_reason = ""  # Why communication was broken off on this rank.
+        self.stop_reason = ""  # Why communication was aborted on this rank.
         self._failed_at: float | None = None
         self._has_left = False
         self._signals: tuple[int, int] | None = None  # A pipe that gets the number of each signal when it arrives.
 
     def start(self) -> None:
-        """Watch from now on. Without a process group of several ranks nothing is watched; local."""
+        """Start to watch. Without a process group of several ranks nothing is watched; local."""
         if self._thread is not None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         store: Any = default_store()
@@ -182,12 +183,12 @@ class Watchdog:
         self._connections = GlooConnections(store.clone())
         store = dist.PrefixStore("lightning_muon_watchdog", store.clone())
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        # That of all watchdogs of this process group: a rank may fail while others have started the next one.
+        # The store of all watchdogs of this process group: a rank may fail while others have started the next one.
         self._common = store
         self._number = store.add(f"starts{self._rank}", 1)
         self._store = dist.PrefixStore(str(self._number), store)
         if self._silence is None:
-            # The others notice up to ``patience`` seconds later than the backend starts to count.
+            # Other ranks notice up to ``patience`` seconds after the backend starts to count.
             self._silence = max(
                 _SHARE_OF_TIMEOUT * (self._timeout - self._patience), 4 * _LOOKS_PER_SIGN * self._interval
             )
@@ -206,19 +207,19 @@ class Watchdog:
         self.follow(self._call_log)
 
     def follow(self, call_log: FsdpCallLog) -> None:
-        """Compare the calls of another log from now on; local, alike on all ranks."""
+        """Compare the calls of another log; local, alike on all ranks."""
         if call_log.barrier is not None:
             return
         self._num_barriers = Counter({call_log.all_calls.name: 0, call_log.crossing.name: 0})
         self._call_log = call_log
-        # Not the groups of the process: with NCCL there are some of gloo for what the hosts ask each other.
+        # Ask the log, not the process groups: with NCCL there are also gloo groups, for messages between hosts.
         if call_log.uses_gloo and self._thread is not None:
             call_log.barrier = self._wait_for_all
 
     def close(self) -> None:
-        """Stop watching; the others learn that this rank waits for nobody any more; local.
+        """Stop watching; tell the others that this rank waits for nobody; local.
 
-        After a failure rank 0, which may serve the store, stays some seconds until the others have read why.
+        After a failure, rank 0, which may serve the store, waits some seconds until the others have read why.
         """
         if self._thread is None:
             return
@@ -242,11 +243,11 @@ class Watchdog:
                 self._store.set(f"quiet{self._rank}", "")
             if self._failed_at is not None and self._rank == 0:
                 self._wait_until_quiet(self._failed_at + self._seconds_to_tell)
-                time.sleep(self._interval)  # Who is quiet looks for the message twice in this time.
+                time.sleep(self._interval)  # A quiet rank looks for the message twice in this time.
 
     def program_ends(self) -> None:
         """Tell the others of an exception outside of :meth:`explaining` that ends the program; before :meth:`close`."""
-        error = getattr(sys, "last_value", None)  # The interpreter has printed it by now.
+        error = getattr(sys, "last_value", None)  # The interpreter has printed it already.
         if isinstance(error, BaseException):
             printed = error.args
             self.failed(error)
@@ -254,7 +255,7 @@ class Watchdog:
                 self._write_message()
 
     def end_with_program(self) -> None:
-        """:meth:`program_ends` and :meth:`close`; local."""
+        """Call :meth:`program_ends` and :meth:`close`; local."""
         self.program_ends()
         self.close()
 
@@ -264,7 +265,7 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Generator[None]:
-        """Turn the exception of a collective that was broken off into the reason; report others to waiting ranks."""
+        """Context that turns errors of aborted collectives into the reason, and reports other errors to all ranks."""
         try:
             yield
         except (StopIteration, GeneratorExit):  # They end an iteration, not a run.
@@ -276,7 +277,7 @@ class Watchdog:
             raise
 
     def failed(self, error: BaseException) -> None:
-        """Tell the others why this rank does not come, and stop watching; local, may wait seconds for the cause."""
+        """Tell the others that this rank has failed, and why; stop watching. Local, may wait seconds for a cause."""
         if self._thread is None or self._closed.is_set():
             return
         self._failed_at = time.monotonic()
@@ -284,10 +285,10 @@ class Watchdog:
         with suppress(RuntimeError):
             self._publish(beat=0)
             if asks:
-                # The others stand still a little later; one of them says why, or none is left that could.
+                # The others stop a little later; one of them says why, or none is left that could.
                 self._store.set(f"quiet{self._rank}", "")
                 self._wait_until_quiet(self._failed_at + self._seconds_to_tell, or_told=True)
-                # Who knows a cause tells it before it is quiet.
+                # A rank that knows a cause tells it before it is quiet.
                 self.stop_reason = self._told() or self._reason_of_those_that_left()
             if not self.stop_reason:
                 self._tell(f"rank {self._rank} has failed: {f'{type(error).__name__}: {error}'[:1000]}")
@@ -295,17 +296,17 @@ class Watchdog:
                 self._store.set(f"quiet{self._rank}", "")
                 # A launcher may kill the others as soon as this process ends.
                 self._wait_until_read(f"{self._number} {self._told()}", self._failed_at + _SECONDS_TO_READ)
-        if asks and self.stop_reason:  # What the backend says of closed connections is not the reason.
+        if asks and self.stop_reason:  # The backend's message on closed connections is not the reason.
             error.args = (self.stop_reason,)
         self._stop_watching()
 
     @property
     def _seconds_to_tell(self) -> float:
-        """In which all ranks notice that another one has failed."""
+        """Seconds in which all ranks notice that another one has failed."""
         return self._patience + 6 * self._interval
 
     def _wait_until_quiet(self, deadline: float, *, or_told: bool = False) -> None:
-        """Wait until then at most for all ranks to have nothing more to tell, or to have told why all stop."""
+        """Wait until all ranks are quiet or dead, or (``or_told``) one has told why all stop, or to ``deadline``."""
         while time.monotonic() < deadline:
             dead = self._dead()
             talking = [rank for rank in range(self._size) if not self._store.check([f"quiet{rank}"])]
@@ -316,7 +317,7 @@ class Watchdog:
             time.sleep(self._interval / 2)
 
     def _wait_until_read(self, failure: str, deadline: float) -> None:
-        """Wait until then at most for all other living ranks to have logged it; see :meth:`_log_failure`."""
+        """Wait until all other living ranks have logged ``failure``, at most to ``deadline``."""
         self._common.set(f"read{self._rank}", failure)
         self._common.set(_FAILURE, failure)
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -330,11 +331,11 @@ class Watchdog:
         return self._common.get(key).decode() if self._common.check([key]) else ""
 
     def _told(self) -> str:
-        """Why all ranks have to stop; empty if nobody has said so."""
+        """Why all ranks have to stop; empty if no rank has said so."""
         return self._store.get("stop").decode() if self._store.check(["stop"]) else ""
 
     def _reason_of_those_that_left(self) -> str:
-        """Why communication broke off if other ranks have ended their runs well."""
+        """Why communication has failed, if other ranks have ended their runs without error; else empty."""
         positions = {rank: self._read(rank) for rank in range(self._size) if rank != self._rank}
         left = [str(rank) for rank, at in positions.items() if at is not None and at.calls[1][-1:] == [LEFT]]
         ended = f"rank {', '.join(left)} has ended its run, and rank {self._rank} communicates with it"
@@ -355,7 +356,7 @@ class Watchdog:
         self._call_log.barrier = None
 
     def _wait_for_all(self, barrier: Barrier) -> None:
-        """The barrier of the order. Collective over ``barrier.ranks``; every rank of them must call it."""
+        """Wait at a barrier of the call log. Collective over ``barrier.ranks``; every rank of them must call it."""
         if self._stopped.is_set():
             raise RuntimeError(self.stop_reason)
         name, arrived, size = barrier.name, f"arrived {barrier.name} {barrier[2:]}", len(barrier.ranks)
@@ -369,7 +370,7 @@ class Watchdog:
             if time.monotonic() > deadline:
                 self._store.add(arrived, -size)  # Ranks that come later must not pass.
                 self._publish(beat=1)
-                time.sleep(self._interval)  # Those that are here publish it as well.
+                time.sleep(self._interval)  # The other ranks at this barrier publish their positions, too.
                 seen = {rank: self._read(rank) for rank in barrier.ranks}
                 mine = self._num_barriers[name]
                 missing = [str(rank) for rank, at in seen.items() if at is None or at.counts.get(name, 0) < mine]
@@ -381,12 +382,12 @@ class Watchdog:
             num_arrived = self._store.add(arrived, 0)
         self._barrier = None
         if self._rank == barrier.ranks[0] and name in self._barrier_keys:
-            # All ranks are here, so none reads the key of the barrier before any more.
+            # All ranks are here, so none still reads the key of the previous barrier.
             self._store.delete_key(self._barrier_keys[name])
         self._barrier_keys[name] = arrived
 
     def _watch(self) -> None:
-        """Body of the thread: look, and after some seconds without progress publish, compare, obey."""
+        """Body of the thread: look, and after some seconds without progress publish, compare, and stop if told to."""
         last, since, beat = None, time.monotonic(), 0
         problem: str | None = None
         told_to_end: float | None = None
@@ -429,7 +430,7 @@ class Watchdog:
         elif place is not None:
             where = f"waits in {place.kind}{' of the weights of ' * bool(gathers)}{gathers}, {where}"
         counts = collective_counts()
-        if place != waiting_place(self._main):  # It has got on meanwhile: the counts may be those of the next one.
+        if place != waiting_place(self._main):  # Progress meanwhile: the counts may be those of the next collective.
             place = None
         position = Position(
             step=log.step,
@@ -449,7 +450,7 @@ class Watchdog:
         self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
 
     def _warn(self, seconds: int) -> None:
-        """Say once where this rank stands, if it waits for other ranks, or another one waits."""
+        """Log once where this rank is, if it waits for other ranks, or another one waits."""
         waits = self._position.group is not None
         num_waits, known = self._store.add("waits", int(waits)), self._num_waits
         self._num_waits = num_waits
@@ -460,14 +461,14 @@ class Watchdog:
             _log.warning("rank %d has stood in one place for %d s%s: %s", self._rank, seconds, others, where)
 
     def _time_of_signal(self) -> float | None:
-        """Now, if SIGTERM or Ctrl-C has come; Python runs its handler when the main thread is out of a collective."""
+        """The time, if SIGTERM or Ctrl-C has come; Python runs its handler after the main thread's collective."""
         with suppress(BlockingIOError):
             if self._signals and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._signals[0], 64)):
                 return time.monotonic()
         return None
 
     def _end_if_all_wait(self) -> None:
-        """End the run after a signal, unless some rank does something else, as to save a checkpoint."""
+        """End the run after a signal if all ranks wait, and none does something else, such as saving a checkpoint."""
         positions = [(rank, self._read(rank)) for rank in range(self._size)]
         found = {rank: at for rank, at in positions if at is not None}
         if len(found) == self._size and all(at.has_ended or at.group for at in found.values()):
@@ -478,7 +479,7 @@ class Watchdog:
         return Position(**json.loads(self._store.get(key))) if self._store.check([key]) else None
 
     def _look_for_dead_neighbours(self) -> None:
-        """Tell all ranks which processes on this host are gone: only from here they can be seen."""
+        """Tell all ranks which processes on this host are gone, which only ranks on this host can see."""
         keys = [f"process{rank}" for rank in range(self._size)]
         if not self._processes and self._common.check(keys):  # All ranks have started a watchdog.
             self._processes = [text.decode() for text in self._common.multi_get(keys)]
@@ -487,7 +488,7 @@ class Watchdog:
                 self._store.set(f"dead{rank}", "")
 
     def _dead(self) -> list[int]:
-        """Ranks that have died without a word."""
+        """Ranks whose processes are gone without a report."""
         self._look_for_dead_neighbours()
         positions = {rank: self._read(rank) for rank in range(self._size) if self._store.check([f"dead{rank}"])}
         return [rank for rank, at in positions.items() if at is None or not at.has_ended]
@@ -506,7 +507,7 @@ class Watchdog:
         return now - since > self._silence
 
     def _compare(self) -> str | None:
-        """What proves that ranks will never meet; the lowest rank that still trains and gives signs of life says it."""
+        """Proof that ranks will never meet, or ``None``; only the lowest rank that trains and is alive looks for it."""
         dead: list[int] = []
         silent: list[int] = []
         found: dict[int, Position] = {}
@@ -534,7 +535,7 @@ class Watchdog:
 
     def _tell(self, message: str) -> None:
         """Tell all ranks to stop; the first message stays."""
-        # File names that are no UTF-8 are text that cannot be encoded.
+        # File names that are not UTF-8 give text that cannot be encoded.
         self._store.compare_set("stop", "", message.encode(errors="backslashreplace").decode())
 
     def _death_of(self, ranks: Iterable[int]) -> str:
@@ -543,14 +544,14 @@ class Watchdog:
         return f"rank {', '.join(map(str, ranks))} has died: its process is gone{before}"
 
     def _log_failure(self) -> None:
-        """Log once what a rank has failed with that waits for this line: this one may be killed before it raises."""
+        """Log a failure once; the failed rank waits for it, since this one may be killed before it raises."""
         failure, key = self._common_value(_FAILURE), f"read{self._rank}"
         if failure != self._common_value(key):
             _log.error("rank %d learns: %s", self._rank, failure.partition(" ")[2])
             self._common.set(key, failure)
 
     def _obey(self) -> bool:
-        """Stop if some rank has said so: break the communication, and end the process if that does not help."""
+        """Stop if some rank has said so: abort communication, and end the process if that does not help."""
         message = self._told()
         if not message:
             return False
@@ -560,7 +561,7 @@ class Watchdog:
         time.sleep(2 * self._interval)
         if self._drain is not None:
             self._drain(_SECONDS_TO_DRAIN)
-        with suppress(RuntimeError):  # The store may be gone; then those count that were known before.
+        with suppress(RuntimeError):  # The store may be gone; then the connections known before count.
             self._connections.record()
         self._connections.abort()
         last, since = None, time.monotonic()
@@ -576,9 +577,9 @@ class Watchdog:
 
 
 def watch_setup(owner: object, *, silence: timedelta | None, drain: Callable[[float], None] | None = None) -> Watchdog:
-    """A watchdog for the time before there is a model whose calls it can compare. Collective over all ranks.
+    """Start a watchdog for the time before there is a model whose calls it can compare. Collective over all ranks.
 
-    At the end of ``owner``, or of the program, the other ranks hear of an exception.
+    At the end of ``owner``, or of the program, it reports an exception to the other ranks.
     """
     group: Any = dist.group.WORLD
     call_log = FsdpCallLog(nn.Module(), DeviceMesh.from_group(group, "cpu"))
@@ -593,6 +594,6 @@ def _is_of_communication(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    # A handle that is waited for raises where it is waited for, which may be anywhere.
+    # A handle raises where it is waited for, which may be anywhere.
     is_in_torch = bool(files) and TORCH_DISTRIBUTED in files[-1]
     return is_in_torch or any(text in str(error) for text in _TEXTS_OF_BACKENDS)

@@ -1,1 +1,1 @@
-"""Optimizers: they read a plan and call the rooms below, in order."""
+"""Optimizers: they read a plan and call the packages below, in order."""

@@ -1,4 +1,4 @@
-"""Communication that starts while backward still runs, and the proof that what it sent is what the step would send.
+"""Communication that starts while backward still runs, and the check that it has sent what the step would send.
 
 FSDP2 calls the post-accumulate-grad hooks of a sharded parameter after its reduce-scatter. When all gradients of a
 bucket are there, and the buckets before it have been sent, the bucket is sent speculatively: until the step, gradients,
@@ -35,7 +35,7 @@ _FREE_FAILURES, _LONGEST_PAUSE = 1, 64
 
 @dataclass
 class _Progress:
-    """Of one bucket."""
+    """How far one bucket is."""
 
     missing: set[Tensor]  # Parameters whose gradients are still to come.
     is_sent: bool = False  # Whether this rank has sent it since the last step.
@@ -61,7 +61,7 @@ class BackwardPrefetch(ABC):
 
     @abstractmethod
     def _start(self, key: str, gradients: Gradients) -> None:
-        """Send a bucket; every gradient of it is there. Changes nothing that a skipped step must keep."""
+        """Send a bucket, whose gradients are all there. Changes nothing that a skipped step must keep."""
 
     @abstractmethod
     def _drop(self, key: str) -> None:
@@ -73,10 +73,10 @@ class BackwardPrefetch(ABC):
 
     @abstractmethod
     def _wait_until_read(self, key: str) -> None:
-        """Go on when a bucket that was sent has read its gradients; on CUDA only the current stream waits."""
+        """Wait until the gradients of a sent bucket have been read; on CUDA only the current stream waits."""
 
     def _is_ready(self, key: str) -> bool:
-        """Whether all but the gradients is there that a bucket is made of."""
+        """Whether all that a bucket is made of is there, apart from the gradients."""
         return True
 
     def keys(self, tensors: Set[Tensor]) -> list[str]:
@@ -88,7 +88,7 @@ class BackwardPrefetch(ABC):
         return self._progress[key].is_sent
 
     def lacks(self, key: str, gradients: Gradients) -> bool:
-        """Whether this rank has sent the bucket, and a gradient of it is gone."""
+        """Whether this rank has sent the bucket, and one of its gradients is gone."""
         return self.is_sent(key) and any(tensor not in gradients for tensor in self._buckets[key])
 
     def differs(self, key: str, gradients: Gradients) -> Tensor:
@@ -98,7 +98,7 @@ class BackwardPrefetch(ABC):
         return torch.zeros((), dtype=torch.bool, device=local_tensor(self._buckets[key][0]).device)
 
     def finish_sends(self, sent: Collection[str], void: Collection[str], gradients: Gradients) -> None:
-        """Send what any rank has ``sent``, wait for what is ``void`` of it, and get ready for the next backward pass.
+        """Send the buckets that any rank has ``sent``, drop the ``void`` ones, and prepare the next backward pass.
 
         Collective over the ranks that share buckets; every rank must call it, with equal ``sent`` and ``void``.
         """
@@ -106,7 +106,7 @@ class BackwardPrefetch(ABC):
             if key in sent and not progress.is_sent:
                 self._start(key, filled(self._buckets[key], gradients))
         if self._num_steps > 0:
-            # What no rank could send, since a parameter is not in use, must not hold back what comes after it.
+            # A bucket that no rank could send, because a parameter is not in use, must not hold back those after it.
             self._pause([key for key in self._buckets if key not in sent])
         self._num_steps += 1
         self.failed(void)
@@ -116,19 +116,19 @@ class BackwardPrefetch(ABC):
         self._arrivals.begin_step()
 
     def succeeded(self, valid: Collection[str]) -> None:
-        """These buckets were used by the step; the same on all ranks."""
+        """Note that the step has used these buckets; the same on all ranks."""
         for key in valid:
             self._progress[key].failures = 0
 
     def failed(self, void: Collection[str]) -> None:
-        """These buckets are of no use, and their buffers are free again; the same on all ranks."""
+        """Drop these buckets, which are of no use; the same on all ranks."""
         dropped = [key for key in self._buckets if key in void]
         for key in dropped:
             self._drop(key)
         self._pause(dropped)
 
     def _pause(self, keys: Sequence[str]) -> None:
-        """Leave buckets to the step for a while, if it was in vain to try them early more than once in a row."""
+        """Leave buckets to the step for a while if they were sent early in vain more than once in a row."""
         for key in keys:
             progress = self._progress[key]
             if self._num_steps < progress.resume:
@@ -146,7 +146,7 @@ class BackwardPrefetch(ABC):
 
     @torch.no_grad()
     def arrived(self, tensor: Tensor) -> None:
-        """Send what a new gradient completes; a bucket waits for all before it, so that all ranks have one order."""
+        """Send the buckets that this gradient completes, in order: a bucket waits for all before it, on all ranks."""
         if not self._arrivals.add(tensor):
             return
         for key in self._keys_of[tensor]:
@@ -179,7 +179,7 @@ def is_unusable(grad: Tensor | None) -> bool:
 
 
 def is_unreduced(tensor: Tensor, grad: Tensor | None) -> bool:
-    """Whether its gradient is a partial sum, for example, which needs a reduction on all ranks."""
+    """Whether a gradient has other placements than its parameter (a partial sum), so that all ranks must reduce it."""
     return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
@@ -191,7 +191,7 @@ def _can_be_sent(tensor: Tensor) -> bool:
 
 
 class GatherPrefetch(BackwardPrefetch):
-    """Runs the ops of the backward phase of :class:`MatrixStep`; ``is_valid``: are the hyper-parameters right?"""
+    """Runs the ops of the backward phase of :class:`MatrixStep`; ``is_valid`` says if hyper-parameters are right."""
 
     def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
         super().__init__({each.key: each.tensors for each in step.early_buckets}, step.plan.names)
@@ -210,7 +210,7 @@ class GatherPrefetch(BackwardPrefetch):
 
     @override
     def _start(self, key: str, gradients: Gradients) -> None:
-        # What is sent without being ready, because other ranks have sent it, is of no use: there will be a new plan.
+        # A bucket that is sent without being ready, because other ranks have sent it, is of no use: a new plan follows.
         self._step.run_in_backward(key, gradients, self._states(), packs=self._is_ready(key))
 
     @override

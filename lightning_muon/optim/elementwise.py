@@ -17,7 +17,7 @@ from lightning_muon.params.layout import local_tensor
 Elementwise = Callable[
     [Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], Mapping[Tensor, float]], None
 ]
-# Elements from which on the bytes that a conversion moves count for more than a launch: chosen, not measured.
+# From so many elements on, a dtype conversion costs more in bytes than in kernel launches: chosen, not measured.
 _LEAST_ALONE = 1 << 20
 
 
@@ -29,7 +29,7 @@ def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:
 
 
 def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: float) -> None:
-    """Targets <- targets + alpha * updates, in the dtype of the targets, which are equal."""
+    """Targets <- targets + alpha * updates, in the dtype of the targets, which all have the same one."""
     pairs = list(zip(targets, updates, strict=True))
     if targets[0].is_cuda and updates[0].dtype != targets[0].dtype:
         small = [(target, update) for target, update in pairs if update.numel() < _LEAST_ALONE]

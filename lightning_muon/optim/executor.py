@@ -36,18 +36,18 @@ class Executor(ABC):
 
     @abstractmethod
     def wait(self, name: str) -> None:
-        """Go on only when the op called ``name``, if it was run in this step, has ended."""
+        """Wait until the op called ``name`` has ended, if it was run in this step."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Forget the step; whatever is still on its way is waited for."""
+        """Wait for all ops that still run, and forget the step."""
 
     def execute_early(self, op: Op) -> None:
         """Run one op from a hook of the backward pass."""
         self.execute(op)
 
     def memory_of_step(self) -> AbstractContextManager[None]:
-        """Inside, allocate memory for :meth:`execute_early` that may be freed after :meth:`finish`."""
+        """Context to allocate memory for :meth:`execute_early` that may be freed after :meth:`finish`."""
         return nullcontext()
 
 
@@ -107,7 +107,7 @@ class StreamExecutor(Executor):
         super().__init__(actions)
         self._device = device
         self._transfer = torch.cuda.Stream(device)
-        # Of lanes for copies between host and device, which are not in every plan; and those that this step has used.
+        # Streams of the lanes for copies between host and device, which not every plan has; lanes used in this step.
         self._copying: dict[str, torch.cuda.Stream] = {}
         self._begun: set[str] = set()
         self._early = torch.cuda.Stream(device)
@@ -123,15 +123,15 @@ class StreamExecutor(Executor):
 
     @override
     def execute_early(self, op: Op) -> None:
-        # Of its own, so that neither the backward pass nor the reduction that called the hook waits for it.
+        # On a stream of its own, so that neither backward nor the reduction that called the hook waits for it.
         self._early.wait_stream(torch.cuda.current_stream())
         self._execute_on(self._transfer if op.lane == TRANSFER else self._early, op)
 
     @contextmanager
     @override
     def memory_of_step(self) -> Generator[None]:
-        # Memory of the compute stream, for which the next forward pass can use it again. What this stream has been
-        # given until now may still use it; the reduction of the gradients waits for that anyway.
+        # Memory of the compute stream, so that the next forward pass can use it again. Kernels queued on that stream
+        # may still use it; the reduction of the gradients waits for them anyway.
         self._early.wait_stream(self._compute)
         with torch.cuda.stream(self._compute):
             yield
@@ -149,14 +149,14 @@ class StreamExecutor(Executor):
         self._ended.clear()
         self._begun.clear()
         if current != self._compute:
-            self._compute.wait_stream(current)  # Memory of it is free now.
+            self._compute.wait_stream(current)  # Its memory may be used again.
             self._compute = current
 
     def _copy_stream(self, lane: str) -> torch.cuda.Stream:
         if lane not in self._copying:
             self._copying[lane] = torch.cuda.Stream(self._device)
         if lane not in self._begun:
-            # For what the last step has copied, and for buffers that the compute lane has had until now.
+            # Wait for the copies of the last step, and for buffers that the compute lane has used.
             self._begun.add(lane)
             self._copying[lane].wait_stream(torch.cuda.current_stream())
         return self._copying[lane]

@@ -23,7 +23,7 @@ from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParam
 Kind = Literal["torch.optim.Muon", "torch.optim.AdamW", "Muon by Keller Jordan", "dion"]
 
 _DEFAULTS = MuonConfig()
-# What no key of the group says, because it is always so. The rate was chosen for Muon.
+# What Keller Jordan's Muon always does, so that no key of its groups says it. Its learning rate was chosen for Muon.
 _OF_KELLER_JORDAN = {"adjust_lr_fn": "original", "muon_lr_factor": 1.0} | {
     key: getattr(_DEFAULTS, key) for key in ("nesterov", "ns_coefficients", "ns_steps", "eps")
 }
@@ -31,7 +31,7 @@ _NAMES_IN_DION = {"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "
 
 
 def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[RoutedParameter]]) -> Mapping[str, Any]:
-    """A state by number or by name, as ParallelMuon has it; the same object if it is of no other optimizer.
+    """Return a state, by number or by name, as ParallelMuon has it; the same object if it is of no other optimizer.
 
     ``own`` are the parameters of each param group here. Parameters that never had a gradient may have no state. Local.
 
@@ -61,7 +61,7 @@ def translated(state_dict: Mapping[str, Any], own: Sequence[Sequence[RoutedParam
 
 
 def take_moments_as_momenta_(parameters: Sequence[RoutedParameter], states: States) -> None:
-    """Let matrices that run on Muon now, and ran on AdamW when our own state was saved, go on with it; local."""
+    """Make AdamW's first moment the momentum of matrices that run on Muon and ran on AdamW when saved; local."""
     moved = [
         parameter
         for parameter in parameters
@@ -95,7 +95,7 @@ def _kind_of(group: Mapping[str, Any]) -> Kind | None:
 
 
 def _in_our_order(keys: Sequence[Any], own: Sequence[RoutedParameter], states: Mapping[Any, Any]) -> list[Any]:
-    """The saved number of each of our parameters: the distributed version of that optimizer sorts them by size."""
+    """The saved number of each of our parameters; the distributed version of that optimizer sorts them by shape."""
     momenta = [states.get(key, {}).get("momentum_buffer") for key in keys]
     missing = sum(each is None for each in momenta)
     if missing in (0, len(keys)) and len(keys) == len(own):
@@ -113,7 +113,7 @@ def _in_our_order(keys: Sequence[Any], own: Sequence[RoutedParameter], states: M
 
 
 def _group(kind: Kind | None, group: Mapping[str, Any], own: Sequence[RoutedParameter]) -> ParamGroup:
-    """Hyper-parameters by our names; what is not in it stays as it is here."""
+    """Hyper-parameters of a group by our names; those that it lacks stay as they are here."""
     found = dict(group)
     if kind == "torch.optim.Muon":
         return found | {"muon_lr_factor": 1.0}

@@ -34,13 +34,13 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
 
 @dataclass(eq=False)
 class PrefetchIsVoid(Exception):  # noqa: N818 - no error: the step is run once more
-    """The device has found, on some rank, other gradients than those that were sent; the same on all ranks."""
+    """On some rank the gradients differ from those that were sent early; raised on all ranks."""
 
     keys: frozenset[str]
 
 
 class GradientsHaveChanged(Exception):  # noqa: N818 - no error: the step is run once more
-    """Since the ranks have agreed on their gradients, some rank has changed which there are; raised on all ranks."""
+    """Some rank has gained or lost gradients since the ranks agreed on them; raised on all ranks."""
 
 
 @dataclass(kw_only=True)
@@ -56,7 +56,7 @@ class _Flags(Message):
     # One for each bucket that may have been sent early.
     is_sent: list[int]
     is_void: list[int]
-    # Of the optimizer.
+    # One for the optimizer.
     is_stale: int
     must_stop: int
     backward_has_failed: int
@@ -66,7 +66,7 @@ class _Flags(Message):
 
 @dataclass
 class _Findings:
-    """What the meshes looked at so far have found out; the next, larger mesh is told."""
+    """What was found on the meshes so far; the next, larger mesh is told."""
 
     is_stale: bool
     backward_has_failed: bool = False
@@ -83,7 +83,7 @@ class _Findings:
     def add(
         self, flags: _Flags, unused: Collection[Tensor], members: MeshMembers, keys: Sequence[str], plan: StepPlan
     ) -> None:
-        """Take what any rank of a mesh knows, and the parameters that none of them has used; local."""
+        """Add what any rank of a mesh knows, and the parameters that none of them has used; local."""
         tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
         partly = [
             has and lacks and tensor not in unused
@@ -99,7 +99,7 @@ class _Findings:
         self.nonfinite += tuple(compress(names, flags.is_nonfinite))
         self.partly += tuple(compress(tensors, partly))
         self.unreduced += tuple(compress(tensors, flags.is_unreduced))
-        # Of other hyper-parameters on some rank a new plan names the difference.
+        # If hyper-parameters differ between ranks, making a new plan raises and names the difference.
         self.is_stale |= bool(flags.is_stale) or not are_equal(flags.hyperparameters)
         self.backward_has_failed = bool(flags.backward_has_failed)
         self.may_lack_gradients = bool(flags.may_lack_gradients)
@@ -158,10 +158,10 @@ def agree_on_gradients(
     backward_has_failed: bool = False,
     may_lack_gradients: bool = True,
 ) -> AgreedGradients | None:
-    """Which parameters have a gradient on any rank of their mesh; zeros stand in where only this rank has none.
+    """Find the parameters with a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
-    ``None`` on all ranks if any of them needs a new plan (``is_stale``). What ``early`` has sent is settled whatever
-    the outcome. Where the ranks have agreed before (``Layout.agreed``) there is no message: what has changed since is
+    Returns ``None`` on all ranks if any needs a new plan (``is_stale``). What ``early`` has sent is settled whatever
+    the outcome. Where the ranks have agreed before (``Layout.agreed``) they send no message: later changes are
     found out together with NaN and Inf. ``nonfinite_elsewhere``, a bool on the device, says that another stage of a
     pipeline has one. Collective over every mesh of the parameters, the smallest first; every rank of it must call it.
     """
@@ -214,7 +214,7 @@ def agree_on_gradients(
 def _with_known_gradients(
     plan: StepPlan, expected: Collection[Tensor], findings: _Findings, nonfinite_elsewhere: Tensor | None
 ) -> AgreedGradients:
-    """The ``expected`` gradients; whether the ranks have others by now is looked for in the background."""
+    """The ``expected`` gradients; a deferred check finds out whether some rank has others by now."""
     layout, found, numbers = plan.layout, LocalGradients(plan.layout), dict[Tensor, float]()
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
@@ -243,7 +243,7 @@ def _local_flags(
     check: bool,
     host_reads: bool,
 ) -> _Flags:
-    """What this rank knows; adds the gradients that it has to ``found``. Local."""
+    """The flags of this rank; also adds the gradients that it has to ``found``. Local."""
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
@@ -273,7 +273,7 @@ def _local_flags(
 
 
 def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
-    """Buckets that were sent and do not count, as far as the host knows."""
+    """Buckets that were sent early and whose results must not be used, as far as the host knows."""
     if early is None:
         return frozenset()
     if findings.is_stale or findings.must_stop:
@@ -294,9 +294,9 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device
 
 @dataclass(eq=False)
 class _DeferredCheck:
-    """Finds out what the host does not know yet of gradients and ``valid`` early buckets.
+    """Checks what the host does not know yet of the gradients and of the ``valid`` early buckets.
 
-    :meth:`start` has the ranks put it together, where possible on the device; :meth:`conclude` waits, and raises.
+    :meth:`start` adds up the flags of all ranks, where possible on the device; :meth:`conclude` waits, and raises.
     """
 
     plan: StepPlan
@@ -307,7 +307,7 @@ class _DeferredCheck:
     early: BackwardPrefetch | None = None
     valid: Collection[str] = ()
     has_changed: bool = False  # Whether this rank knows that the gradients are not those that were agreed upon.
-    # For each mesh: how many ranks have found something, for each parameter, each bucket, and of the whole mesh.
+    # For each mesh: how many ranks have found a problem with each parameter, with each bucket, and with the mesh.
     _counts: list[Tensor] = field(default_factory=list[Tensor])
     _work: dist.Work | None = None
     _read: Callable[[], list[list[Any]]] | None = None
@@ -321,7 +321,7 @@ class _DeferredCheck:
         self._keys_of = dict(zip(self.plan.meshes, valid, strict=True))
 
     def begun(self) -> Callable[[], None] | None:
-        """What :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to find out.
+        """Return what :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to check.
 
         Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
         called; every rank must call it.
@@ -390,7 +390,7 @@ def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
 
 
 def _reduced(tensor: Tensor) -> Tensor:
-    """The local gradient where the program has left a sum to be made, as torch's own optimizers make it.
+    """The local gradient, reduced where the program has left a partial sum, as torch's own optimizers do.
 
     Collective over the mesh of ``tensor``; all of its ranks have such a gradient.
     """
@@ -399,7 +399,7 @@ def _reduced(tensor: Tensor) -> Tensor:
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
-    """Zeros for a missing gradient; then the mean over replicas. Collective over these; every rank must call it."""
+    """Put zeros for a missing gradient; then average over replicas. Collective over these; every rank must call it."""
     if tensor not in found:
         found[tensor] = torch.zeros_like(layout.local(tensor))
     replicas = _replicas(layout, tensor)

@@ -38,37 +38,37 @@ class AgreedGradients:
     gradients: Gradients  # Local gradient of every parameter that takes part.
     sent: frozenset[str] = frozenset()  # Buckets that any rank has sent during backward.
     valid: frozenset[str] = frozenset()  # Those of them whose gradients are still what was sent.
-    # Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for them, and raises,
-    # on all ranks, to give up the step. On CUDA the host waits for the device here, and nowhere else in a step.
+    # Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for them, and raises
+    # on all ranks to give up the step. On CUDA the host waits for the device here, and nowhere else in a step.
     deferred_check: Callable[[], None] | None = None
     # Values of hyper-parameters that are tensors on a device; `deferred_check` fills it.
     numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
-    # Whether this rank knows that the deferred check will raise, and may lack state or have a wrong hyper-parameter: it
-    # takes part in what travels, whatever is in the buffers.
+    # Whether this rank knows that the deferred check will raise. It may lack state or have a wrong hyper-parameter, so
+    # it communicates with whatever is in the buffers.
     is_given_up: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OrthogonalizedBatch:
-    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and its result."""
+    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and the result."""
 
     jobs: Sequence[MatrixJob]
     newton_schulz: NewtonSchulz
-    options: Mapping[str, Any]  # Of `NewtonSchulz.orthogonalize`.
+    options: Mapping[str, Any]  # Keyword arguments of `NewtonSchulz.orthogonalize`.
     matrices: Tensor  # (jobs, rows, cols), as `updates`.
     updates: Tensor
 
 
 class BatchSample:
-    """Keeps one of the batches of a step, each with the chance of its number of matrices."""
+    """Keeps one batch of a step, drawn with a probability proportional to its number of matrices."""
 
     def __init__(self) -> None:
         self.batch: OrthogonalizedBatch | None = None
-        # Of its own: what a program draws must not depend on it.
+        # A generator of its own, so that the random numbers of the program do not depend on it.
         self._draw, self._num_seen = random.Random(), 0
 
     def offer(self, batch: OrthogonalizedBatch) -> None:
-        """Keep this batch in the place of the one before, or not; local."""
+        """Keep this batch instead of the one before, or not, by chance; local."""
         self._num_seen += len(batch.jobs)
         if self._draw.randrange(self._num_seen) < len(batch.jobs):
             self.batch = batch
@@ -95,7 +95,7 @@ class MatrixStep:
         for op in plan.ops:
             if op.phase == program.IN_BACKWARD:
                 self._in_backward.setdefault(op.key, []).append(op)
-        # Those that may be sent during backward, in the order in which backward finishes them.
+        # Buckets that may be sent during backward, in the order in which backward finishes them.
         self.early_buckets = [plan.buckets[key] for key in self._in_backward if key in plan.buckets]
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
@@ -103,17 +103,17 @@ class MatrixStep:
             for index, key in enumerate(plan.buckets)
         }
         self._transfers: dict[str, Transfer] = {}
-        self._has_early_buffers = False  # Those of all buckets that were sent early, since they travel at once.
-        # Of the step: what it works on, whether it may still be given up, and buckets with momentum in the state.
+        self._has_early_buffers = False  # Whether buckets have buffers of their own, since they were sent early.
+        # Of the current step: its input, whether it may still be given up, buckets whose momentum is in the state.
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
         self._sample: BatchSample | None = None
-        # What has arrived of buckets whose sums are on their way.
+        # Updates that have arrived, of the buckets whose sums are being exchanged.
         self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
-        # Of somebody who measures: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
+        # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
             {
@@ -136,7 +136,7 @@ class MatrixStep:
         )
 
     def run_in_backward(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
-        """Send the look-ahead of a bucket before the step, changing no state; without ``packs`` what is in the buffer.
+        """Send the look-ahead of a bucket before the step, changing no state; without ``packs`` what the buffer holds.
 
         Collective over the axes of the bucket's exchange group; every rank must call it, in the same order of buckets.
         """
@@ -150,7 +150,7 @@ class MatrixStep:
 
     def differs_from_sent(self, key: str, gradients: Gradients, states: States) -> Tensor:
         """Whether :meth:`run_in_backward` would now send other bits than it has sent; a bool on the device."""
-        # On CUDA they were packed on a stream of their own.
+        # On CUDA the pieces were packed on another stream.
         self.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
         transfer = self._transfers[key]
         same: list[Tensor] = []
@@ -162,7 +162,7 @@ class MatrixStep:
         return torch.stack(same).all().logical_not()
 
     def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
-        """Update all with gradients; what is orthogonalized is offered to ``sample``.
+        """Update all parameters with gradients; ``sample`` is offered each orthogonalized batch.
 
         Collective over the axes of each exchange group; every rank must call it.
         """
@@ -193,7 +193,7 @@ class MatrixStep:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for what is on its way. Memory of gathers during backward, which is that of all buckets, is freed."""
+        """Wait for all ops, and free the buffers of gathers during backward, which are those of all buckets."""
         self.executor.finish()
         if self._has_early_buffers:
             self._pool.release(OpKind.GATHER)
@@ -206,7 +206,7 @@ class MatrixStep:
 
     @contextmanager
     def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
-        """Inside, ops look at these, which they must not change."""
+        """Context in which ops read these gradients and states, which they must not change."""
         before = self._agreed, self._states
         self._agreed, self._states = replace(self._agreed, gradients=gradients), states
         try:
@@ -226,7 +226,7 @@ class MatrixStep:
         transfer.reserve_gather()
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
-        """Wait for what must be known before anything changes."""
+        """Run the deferred check, before anything changes."""
         assert self._agreed.deferred_check is not None
         try:
             self._agreed.deferred_check()
@@ -268,7 +268,7 @@ class MatrixStep:
         return ()
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Look ahead on the local pieces and pack it; momentum in the state changes only if the step cannot stop."""
+        """Pack the look-ahead of the local pieces; the state changes only if the step cannot be given up."""
         is_in_step = op.phase == program.IN_STEP
         if is_in_step and self._agreed.is_given_up:
             return ()
@@ -284,7 +284,7 @@ class MatrixStep:
     def _look_ahead_of(
         self, transfer: Transfer, *, in_place: bool
     ) -> Iterator[tuple[Sequence[MatrixJob | NeuronValues], Sequence[Tensor]]]:
-        """What is to be orthogonalized of the calling rank's pieces, and their second moments, some jobs at a time."""
+        """Yield the calling rank's pieces of what is orthogonalized, and of second moments, some jobs at a time."""
         for job, neurons in transfer.moments.items():
             if neurons.holds_some:
                 yield [neurons], [self._neuron_values(job, SECOND_MOMENT, self._pool.dtype)]
@@ -342,7 +342,7 @@ class MatrixStep:
         return ()
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
-        """Decay and update the local pieces of a bucket's parameters, and their momentum if that is still to do."""
+        """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
             self._catch_up_momentum(transfer)
@@ -368,14 +368,14 @@ class MatrixStep:
         return ()
 
     def _catch_up_momentum(self, transfer: Transfer) -> None:
-        """Change the momentum in the state, of which only a copy has changed while the step could still stop."""
+        """Update the momentum in the state; while the step could still be given up, only a copy was updated."""
         for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
             buffers = self._momenta.read(jobs, self._states)
             foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
             self._momenta.write(jobs, buffers, self._states)
 
     def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
-        """Make the weights of ``views`` smaller by this part of them."""
+        """Subtract from the weights of ``views`` this fraction of them."""
         if is_cautious:
             decay_cautiously_(views, updates, amount)
         elif self._pool.device.type == "cpu":
@@ -386,7 +386,7 @@ class MatrixStep:
             foreach.mul_(views, 1 - amount)
 
     def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
-        """Sums over the local pieces, for each rank of the replica."""
+        """Compute the sums over the local pieces, once for each rank of the replica."""
         if self._agreed.is_given_up:
             return ()
         transfer = self._transfers[op.key]
@@ -402,13 +402,13 @@ class MatrixStep:
         return start_all_to_all(send, to=splits, receive=receive, source=splits, group=transfer.group.axes)
 
     def _sum_buffer(self, transfer: Transfer, which: str) -> Tensor:
-        """(ranks of the replica, matrices, 3), float32; rolls as that of the updates does."""
+        """Buffer (ranks of the replica, matrices, 3), float32; it changes with the buffer of the updates."""
         numel = sum(transfer.sum_splits)
         buffer = self._sums.take(f"{which}-{transfer.slots['scatter']}", numel)[:numel]
         return buffer.view(-1 if numel else 0, len(transfer.summed), NUM_SUMS)
 
     def _local_sums(self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor]) -> Tensor:
-        """(matrices, 3), float32: of the local pieces, zeros where there is none."""
+        """Sums over the local pieces, (matrices, 3), float32; zeros where there is no piece."""
         none = torch.zeros(NUM_SUMS, dtype=torch.float32, device=self._pool.device)
         views = {job: job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in transfer.jobs}
         sums = [hyperball_sums(views[job], update_of[job]) if job in views else none for job in transfer.summed]
@@ -417,7 +417,7 @@ class MatrixStep:
     def _step_on_spheres(
         self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor], *, is_exchanged: bool
     ) -> None:
-        """The Hyperball step of the local pieces; also keeps the norms of matrices that take their first one."""
+        """Take the Hyperball step of the local pieces; also keep the norms of matrices at their first step."""
         if is_exchanged:
             # In the order of the ranks: the same bits on all of them, whatever else is in the bucket.
             sums = self._sum_buffer(transfer, "received").sum(0, dtype=torch.float64).float()
@@ -437,10 +437,10 @@ class MatrixStep:
                     view.copy_(view.to(torch.float32) * scale - update_of[job].to(torch.float32) * rate)
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
-        """Jobs whose param groups have equal values for ``keys``, together.
+        """Yield jobs together whose param groups have equal values for ``keys``, with these values.
 
-        On a CPU one by one: what one operation writes is in the cache for the next, which is 2.5 times faster at 0.5 to
-        2 MB.
+        On a CPU, yield them one by one: what one operation writes is in the cache for the next, which is 2.5 times
+        faster at 0.5 to 2 MB.
         """
         by_group: dict[int, list[MatrixJob]] = {}
         for job in jobs:
@@ -456,17 +456,17 @@ class MatrixStep:
                 yield values, members
 
     def _grads(self, jobs: Sequence[MatrixJob], dtype: torch.dtype | None = None) -> list[Tensor]:
-        """The calling rank's pieces of the gradients, in the dtype of the momenta if that is given."""
+        """The calling rank's pieces of the gradients, converted to ``dtype`` if it is given."""
         grads = [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
         return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
     def _neuron_values(self, job: MatrixJob, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """What the state has for the calling rank's neurons, as ``dtype`` in one more dimension. Shares memory."""
+        """A state entry for the calling rank's neurons, viewed as ``dtype`` in one more dimension. Shares memory."""
         assert job.neurons is not None
         return job.neurons.local_view(local_tensor(self._states[job.parameter.tensor][key]), dtype)
 
     def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
-        """Values of all neurons (neurons, 1) as elements of the wire, in the shape of their box. Shares memory."""
+        """Values of all neurons (neurons, 1) viewed in the wire dtype, in the shape of their box. Shares memory."""
         assert job.neurons is not None
         return values.view(self._pool.dtype).view(job.neurons.pieces.box.shape)
 
@@ -486,7 +486,7 @@ def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPl
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
     """The jobs that are orthogonalized together."""
     batches: dict[Hashable, list[MatrixJob]] = {}
-    # Of each param group once: a model may have thousands of small matrices.
+    # Once for each param group: a model may have thousands of small matrices.
     groups = {id(job.parameter.group): job.parameter.group for job in jobs}
     options = {number: (NewtonSchulzOptions.of(group), group["eps"]) for number, group in groups.items()}
     for job in jobs:

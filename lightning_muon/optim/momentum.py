@@ -24,7 +24,7 @@ from lightning_muon.params.layout import Layout, held_boxes, local_tensor
 from lightning_muon.params.logical import Box, logical_matrices
 
 KEY = "momentum_buffer"
-# Addresses of tensors in a buffer are multiples of so many bytes.
+# Tensors in a buffer begin at multiples of so many bytes.
 _ALIGNMENT = 16
 
 
@@ -35,13 +35,13 @@ def offloads(config: MuonConfig, device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What is kept of the calling rank's piece of the momentum of one matrix."""
+    """The calling rank's piece of the momentum of one matrix, as it is kept."""
 
-    shape: tuple[int, ...]  # Of the piece.
+    shape: tuple[int, ...]  # Shape of the piece.
     tensors: tuple[Tensor, ...]  # The values in this shape, or codes and maxima of `math/quantization.py`.
 
     def values(self) -> Tensor:
-        """Those that are kept (shares memory), or those that the codes stand for, in float32."""
+        """The values: the kept ones (shares memory), or those that the codes stand for, in float32."""
         return self.tensors[0] if len(self.tensors) == 1 else dequantize(*self.tensors).reshape(self.shape)
 
     def keep(self, values: Tensor) -> None:
@@ -56,14 +56,14 @@ class Piece:
 class StoredMomentum:
     """The calling rank's part of the momentum of one parameter, matrix by matrix.
 
-    The piece of each matrix is quantized for itself, since matrices of one parameter may be in different buckets.
+    The piece of each matrix is quantized by itself, since matrices of one parameter may be in different buckets.
     """
 
     def __init__(self, parameter: RoutedParameter, config: MuonConfig) -> None:
         local = parameter.layout.local(parameter.tensor).detach()
         is_quantized = config.momentum_dtype == "int8"
-        self.dtype = torch.float32 if is_quantized else local.dtype  # Of the values.
-        self.shape, self.device = local.shape, local.device  # Of the part of the parameter.
+        self.dtype = torch.float32 if is_quantized else local.dtype  # Dtype of the values.
+        self.shape, self.device = local.shape, local.device  # Those of the local part of the parameter.
         self.boxes = _boxes(parameter)  # The pieces in it.
         on_host = {"device": "cpu", "pin_memory": local.is_cuda}
         place: Any = on_host if offloads(config, local.device) else {"device": local.device}
@@ -80,16 +80,16 @@ class StoredMomentum:
         self._pieces = {box.start: Piece(box.shape, tensors) for box, tensors in pieces}
 
     def tensors(self) -> list[Tensor]:
-        """All that is kept; waits for copies that are on their way to the host."""
+        """All tensors that are kept; waits for copies that are on their way to the host."""
         self._wait()
         return [tensor for piece in self._pieces.values() for tensor in piece.tensors]
 
     def piece(self, slices: tuple[slice, ...] | None) -> Piece:
-        """The piece at these places of the local part; ``None`` for all of it."""
+        """The piece at these slices of the local part; ``None`` for all of it."""
         return self._pieces[(0,) * len(self.shape) if slices is None else tuple(each.start for each in slices)]
 
     def fill(self, local: Tensor) -> None:
-        """Take these values, of any dtype and device, for the calling rank's part."""
+        """Store these values, of any dtype and device, as the calling rank's part."""
         if local.shape != self.shape:
             raise ValueError(
                 f"a momentum of the shape {tuple(local.shape)} was loaded where this rank's part of the parameter has "
@@ -131,9 +131,9 @@ def _zeros(shapes: Sequence[Sequence[int]], **options: Any) -> list[Tensor]:
 
 
 class MomentumCompletion(StateCompletion):
-    """Makes and converts the state of a ParallelMuon that keeps momenta in one of these ways."""
+    """Makes and converts the state of a ParallelMuon that keeps momenta in 8 bits, in host memory, or both."""
 
-    # torch would round what becomes 8 bits, and bring to the device what belongs to the host.
+    # torch would round the values before they become 8 bits, and move what belongs to the host to the device.
     kept_as_saved = frozenset({KEY})
 
     def __init__(self, config: MuonConfig) -> None:
@@ -153,7 +153,7 @@ class MomentumCompletion(StateCompletion):
             before: Any = states.get(parameter.tensor, {}).get(KEY)
             if before is None or not self._is_stored(parameter):
                 continue
-            # As loaded, or of other matrices: a module that was attached later knows which weights are fused.
+            # A tensor was loaded; other boxes come from a module that was attached later and knows fused weights.
             if isinstance(before, Tensor) or before.boxes != _boxes(parameter):
                 values = local_tensor(before) if isinstance(before, Tensor) else before.on_host()
                 stored = states[parameter.tensor][KEY] = StoredMomentum(parameter, self._config)
@@ -164,7 +164,7 @@ class MomentumCompletion(StateCompletion):
         stored = state.get(KEY)
         if not isinstance(stored, StoredMomentum):
             return super().as_tensors(parameter, state, layout)
-        # On the host: on the device all of them would take the memory that was to be saved there.
+        # On the host: all of them on the device would take the memory that is to be saved there.
         return {**state, KEY: layout.laid_out(parameter, stored.on_host())}
 
     def _is_stored(self, parameter: RoutedParameter) -> bool:
@@ -176,7 +176,7 @@ class MomentumCompletion(StateCompletion):
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """Momenta of a bucket that are on the device for their part of the step."""
+    """Momenta of a bucket that are on the device while the step works on them."""
 
     jobs: Sequence[MatrixJob]
     stored: Sequence[Piece]  # On the host.
@@ -184,7 +184,7 @@ class _Staged:
 
 
 class Momenta:
-    """What a step reads and writes of the momenta, wherever they are kept.
+    """Reads and writes the momenta for a step, wherever they are kept.
 
     Where the plan keeps them on the host, a bucket is fetched into one of ``num_buffers`` buffers of the device.
     """
@@ -236,7 +236,7 @@ class Momenta:
         self._staged, self._piece_of = {}, {}
 
     def read(self, jobs: Sequence[MatrixJob], states: States) -> list[Tensor]:
-        """The calling rank's pieces of the momenta; :meth:`write` must follow what changes them."""
+        """The calling rank's pieces of the momenta; call :meth:`write` after changing them."""
         values: list[Tensor] = []
         for job in jobs:
             kept: Any = states[job.parameter.tensor][KEY]
@@ -254,7 +254,7 @@ class Momenta:
                 self._on_device(job, kept).keep(value)
 
     def _on_device(self, job: MatrixJob, kept: StoredMomentum) -> Piece:
-        """A piece as the step works on it; outside of the step a copy, if it is kept on the host."""
+        """The piece on the device: the fetched one, or outside of a step a copy if it is kept on the host."""
         if job in self._piece_of:
             return self._piece_of[job]
         piece = kept.piece(job.pieces.slices)
@@ -273,7 +273,7 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _views(jobs: Sequence[MatrixJob], stored: Sequence[Piece], buffer: Tensor) -> dict[MatrixJob, Piece]:
-    """Parts of a buffer that are like what is kept of some jobs."""
+    """For each job, views of ``buffer`` with the shapes and dtypes of its ``stored`` piece."""
     views: dict[MatrixJob, Piece] = {}
     start = 0
     for job, piece in zip(jobs, stored, strict=True):

@@ -131,7 +131,7 @@ class ParallelMuon(PlannedOptimizer):
         return "\n".join([super().summary(), *(_decisions(self._planned.plan) if self._planned is not None else ())])
 
     def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A state as this optimizer has it, by :func:`~lightning_muon.optim.foreign_states.translated`; local."""
+        """Convert a state of another optimizer; see :func:`~lightning_muon.optim.foreign_states.translated`. Local."""
         routed = iter(self._routed_parameters())
         return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
 
@@ -154,7 +154,7 @@ class ParallelMuon(PlannedOptimizer):
 
 
 def _decisions(plan: StepPlan) -> list[str]:
-    """For each exchange group whether its gathers start early, if ``overlap="auto"`` has decided that."""
+    """A line for each exchange group of which ``overlap="auto"`` has decided whether its gathers start early."""
     return [
         f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"
         for group in plan.exchange_groups

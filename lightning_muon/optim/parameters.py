@@ -28,7 +28,7 @@ ParamGroup = dict[str, Any]
 # Keys of the state of a parameter.
 ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 MUON_STATE = frozenset({"momentum_buffer"})
-# Of Muon with NorMuon and with Hyperball: float32, a value for each neuron of each matrix, sharded like the neurons.
+# State of NorMuon and of Hyperball: float32, a value for each neuron of each matrix, sharded like the neurons.
 # The norm is that of the whole matrix, once for each neuron, so that every rank with a piece has it; 0: not known yet.
 SECOND_MOMENT = "second_momentum_buffer"
 INITIAL_NORM = "initial_norm"
@@ -40,7 +40,7 @@ COMPARED = (
     *("muon_plus", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
     *("normuon", "normuon_beta2", "hyperball"),
 )
-# Of them, what says how the update is made, which no scheduler changes.
+# Those that say how the update is made, which no scheduler changes.
 _FAMILY = (
     *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "muon_eq", "muon_plus", "adjust_lr_fn"),
     *("cautious_weight_decay", "normuon", "normuon_beta2", "hyperball"),
@@ -49,19 +49,19 @@ _SET_OPTIONS = "set others in optimizer.param_groups once the state is loaded (i
 
 
 def state_keys(algorithm: str) -> frozenset[str]:
-    """What the state of a parameter on ``algorithm`` must have."""
+    """Keys that the state of a parameter on ``algorithm`` must have."""
     return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
 
 
 def neuron_state_keys(algorithm: str, group: ParamGroup) -> frozenset[str]:
-    """What it must have beside that by the options of its param group."""
+    """Keys that the options of the param group add to :func:`state_keys`."""
     return frozenset(
         key for key, option in _NEURON_STATE_OF.items() if algorithm != "adamw" and group.get(option, False)
     )
 
 
 def warn_of_new_neuron_state(missing: Iterable[str]) -> None:
-    """Say on rank 0 what becomes of these entries, which a loaded state does not have."""
+    """Warn on rank 0 how these entries begin, which a loaded state does not have."""
     keys = sorted(set(missing))
     if keys:
         warn_on_first_rank(
@@ -78,7 +78,7 @@ class CheckedGroups:
         self._right: list[tuple[Any, ...]] = []
 
     def check(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise ``ValueError`` for the first wrong value; those that were right, or on a device, are not read."""
+        """Raise ``ValueError`` for the first wrong value; values that passed before, or on a device, are not read."""
         for group, right in zip_longest(groups, self._right[: len(groups)]):
             values = tuple(map(group.get, COMPARED))
             if values != right or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values):
@@ -96,12 +96,12 @@ class CheckedGroups:
 
 
 def hyperparameter_digest(groups: Sequence[ParamGroup]) -> int:
-    """A number that is equal on ranks with equal hyper-parameters, those on a device left out; int32, not negative."""
+    """A hash of hyper-parameters, equal on ranks where they are, without those on a device; int32, not negative."""
     return zlib.crc32(repr([compared(group, waits=False) for group in groups]).encode()) >> 1
 
 
 def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
-    """What must be equal on all ranks, as numbers of Python; ``waits`` for those on a device, or leave them out."""
+    """Hyper-parameters that ranks compare, as Python numbers; those on a device are left out unless ``waits``."""
     values: dict[str, Any] = {}
     for key in COMPARED:
         value: Any = group.get(key)
@@ -111,7 +111,7 @@ def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
 
 
 def check_group_(group: ParamGroup) -> None:
-    """Raise ``ValueError`` for a wrong or missing hyper-parameter; ``None`` and lists become what they mean."""
+    """Raise ``ValueError`` for a wrong or missing hyper-parameter; replace ``None``, lists and ``"auto"`` in place."""
     missing = sorted(set(COMPARED) - group.keys())
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
@@ -126,17 +126,17 @@ def check_group_(group: ParamGroup) -> None:
 
 
 def of_version_0_1(keys: Collection[str]) -> ParamGroup:
-    """What a param group means that was saved with these ``keys`` by version 0.1.0, before ``muon_lr_factor``."""
+    """Entries to add to a param group with these ``keys`` if version 0.1.0, without ``muon_lr_factor``, saved it."""
     return {"muon_lr_factor": 1.0} if "algorithm" in keys and "muon_lr_factor" not in keys else {}
 
 
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
-    """Copies of saved param groups; those of ``keys`` that another optimizer's lack stay as they are in ``own``.
+    """Copies of saved param groups; those of ``keys`` that are missing in them are taken from ``own``.
 
-    So do ``normuon`` and ``hyperball``, whatever was saved. Rank 0 warns of options in which the two differ.
+    So are ``normuon`` and ``hyperball``, whatever was saved. Rank 0 warns of options in which the two differ.
     """
     groups = [dict(group) for group in saved]
-    # Options that differ: what counts from now on, and what was given up.
+    # Options that differ, as text: those where the saved value counts, and those where that of `own` does.
     from_saved, from_own = dict[str, str](), dict[str, str]()
     for group, before in zip(groups, own, strict=False):
         for key in ("amsgrad", "maximize"):
@@ -149,7 +149,7 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
         group |= of_version_0_1(group)
         given = dict(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
-        # What a state consists of is for the program to say.
+        # The program decides which entries a state has.
         group |= {key: before[key] for key in _NEURON_STATE_OF.values() if key in before}
         _check_loaded_group_(group, before)
         for key in (key for key in _FAMILY if key in before):
@@ -163,7 +163,7 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
 
 
 def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
-    """As :func:`check_group_`; the error says which of its values the program does not have."""
+    """Check as :func:`check_group_` does; the error names the loaded values that the program does not have."""
     try:
         check_group_(group)
     except ValueError as error:
@@ -178,7 +178,7 @@ def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
 
 
 def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str]) -> None:
-    """Say on rank 0 which of two values count."""
+    """Warn on rank 0 which options were taken from the loaded state, and which from the program."""
     if not (from_saved or from_own):
         return
     parts = [f"the loaded state outweighs the program: {', '.join(from_saved.values())}"] if from_saved else []
@@ -197,7 +197,7 @@ class RoutedParameter:
 
     @property
     def state_keys(self) -> frozenset[str]:
-        """What its state must have."""
+        """Keys that its state must have."""
         return state_keys(self.route.algorithm) | neuron_state_keys(self.route.algorithm, self.group)
 
 
@@ -206,8 +206,8 @@ class MeshMembers:
     """Parameters that live on one mesh (``None``: local tensors)."""
 
     mesh: DeviceMesh | None
-    axes: AxisGroup  # The group over all axes of it.
-    host: AxisGroup  # The same ranks, for tensors in the memory of the host, so that asking does not wait for a device.
+    axes: AxisGroup  # The group over all of its axes.
+    host: AxisGroup  # The same ranks, for tensors in host memory, so that communication does not wait for a device.
     tensors: tuple[Tensor, ...]
 
 
@@ -236,7 +236,7 @@ class KnownRoutes:
         return self._found[parameter][1]
 
     def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
-        """Look for what is not known, drop state that nobody needs now, and return whether there was any."""
+        """Find routes that are not known, drop state that nobody needs, and return whether any route was missing."""
         current = {param: group["algorithm"] for group in groups for param in group["params"]}
         known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
         if len(known) == len(current):
@@ -291,7 +291,7 @@ def _named_parameters(groups: Sequence[ParamGroup]) -> dict[str, nn.Parameter]:
 
 
 def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
-    """The route after a group's own choice of the algorithm, which a pattern of the user outweighs."""
+    """The route with the algorithm that its param group forces, unless ``adamw_patterns`` has chosen AdamW."""
     if algorithm in ("auto", route.algorithm) or route.reason.startswith("adamw_patterns"):
         return route
     reason = f"algorithm={algorithm!r}"
@@ -307,7 +307,7 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
 
 
 def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: bool) -> None:
-    """Say once per plan, on rank 0, what a user may not expect of gradients and routes."""
+    """Warn once per plan, on rank 0, of routes by shape alone and of frozen parameters with a gradient."""
     guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
     if guessed and not has_module:
         warn_on_first_rank(
@@ -340,23 +340,23 @@ def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
 
 
 class StateCompletion:
-    """Zero state in the place of what is missing, on all ranks alike; ``states`` are those of an optimizer."""
+    """Makes zero state for what is missing, on all ranks alike; ``states`` are those of an optimizer."""
 
-    # Entries of a state that is loaded which keep the dtype and device that they have there.
+    # Keys of entries of a loaded state that keep their dtype and device.
     kept_as_saved: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
-        # What the parameters of the plan must have.
+        # Keys that the states of the plan's parameters must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
         # Parameters for which zero state was made since the ranks last agreed.
         self._made: set[Tensor] = set()
 
     def keys(self, parameter: RoutedParameter) -> frozenset[str]:
-        """What the state of a parameter must have."""
+        """Keys that the state of a parameter must have."""
         return parameter.state_keys
 
     def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
-        """Put zero state of a parameter in the place of what there is; of its neurons alone if only that is missing.
+        """Replace the state of a parameter by zeros; only the entries for its neurons if nothing else is missing.
 
         What another algorithm has left is dropped.
         """
@@ -368,7 +368,7 @@ class StateCompletion:
         state.update(zeros)
 
     def complete(self, parameters: Sequence[RoutedParameter], states: States) -> None:
-        """Make what these parameters lack, frozen ones too, so that all ranks have equal keys; local."""
+        """Make the state that these parameters lack, frozen ones too, so that all ranks have equal keys; local."""
         for parameter in parameters:
             state = states[parameter.tensor]
             if not state.keys() >= self.keys(parameter):
@@ -384,7 +384,7 @@ class StateCompletion:
         return dict(state)
 
     def loaded(self) -> None:
-        """The states are those of a checkpoint now; local."""
+        """Note that the states were loaded from a checkpoint; local."""
         self._made.clear()
 
     def is_complete(self, states: States) -> bool:
@@ -446,7 +446,7 @@ def check_shapes(
 def divided(
     states: Mapping[Any, Mapping[str, Any]], keys: Collection[str]
 ) -> tuple[dict[Any, dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """The entries of each state that are among ``keys``, where there are any, and all others; both in their order."""
+    """Split states into the entries among ``keys`` (states with none left out) and all others, in their order."""
     kept = {number: {key: state[key] for key in state if key in keys} for number, state in states.items()}
     others = {number: {key: state[key] for key in state if key not in keys} for number, state in states.items()}
     return {number: state for number, state in kept.items() if state}, others
@@ -457,9 +457,9 @@ def convert_(
     convert: Callable[[Sequence[PlacedState]], list[Tensor]],
     shape_of: Callable[[Tensor, str], tuple[int, ...]],
 ) -> None:
-    """Replace what is laid out like its parameter by what ``convert`` makes of it. Collective if ``convert`` is.
+    """Replace each tensor of the states but ``step`` by what ``convert`` makes of it. Collective if ``convert`` is.
 
-    The order of ``states`` must be that of the other ranks, that of the keys of a state need not.
+    All ranks must give ``states`` in the same order; the order of the keys in a state may differ.
     """
     places = [
         (parameter, state, key)

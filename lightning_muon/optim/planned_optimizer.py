@@ -37,7 +37,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
-    """The plan, what runs it, and the state of the optimizer (``key``) that it was made for."""
+    """The plan, what runs it, and the ``key`` of the parameters and options that it was made for."""
 
     key: tuple[Any, ...]
     plan: StepPlan
@@ -48,9 +48,9 @@ class PlannedStep:
 class PlannedOptimizer(torch.optim.Optimizer):
     """An optimizer that makes one plan with all ranks at its first step, and a new one when its parameters change.
 
-    Its state is complete from the start, but made when somebody asks for it: frameworks replace parameters after the
+    Its state is complete from the start, but made when it is first read: frameworks replace parameters after the
     optimizer was made. ``mesh`` is where plain tensors are replicated, if it is known; ``defaults`` are further entries
-    of the param groups, and other ones than those of ``config``.
+    of the param groups, which outweigh those of ``config``.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._routed_parameters()
 
     def _begin_anew(self, *, is_fresh: bool) -> None:
-        """Begin without what is not pickled: plan, layout, and what was found out about parameters."""
+        """Reset what is not pickled: plan, layout, and what was found out about parameters."""
         self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
@@ -82,11 +82,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
         self._step_agreement: StepAgreement | None = None
-        # Of a pipeline, which sets it before each step: whether other stages know of a NaN or an Inf, so that all skip
-        # the step; a bool on the device.
+        # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
+        # step; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
-        self.needs_matrices = True  # Or else it may be an AdamW of a stage without any.
-        self.sample: BatchSample | None = None  # Of what the next step orthogonalizes; set by who wants it.
+        self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
+        self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -118,7 +118,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._complete_state()
 
     def join(self, step: StepAgreement) -> None:
-        """Share the message that precedes each step with what reduces the gradients; local, alike on all ranks."""
+        """Let ``step``, which reduces gradients, carry the message before each step too; local, alike on all ranks."""
         self._step_agreement = step
         step.join(
             lambda: self._planned is None or self._is_stale(self._planned),
@@ -127,11 +127,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def routes(self) -> list[Route]:
-        """What each parameter is, in the order of the param groups."""
+        """The route of each parameter, in the order of the param groups."""
         return [parameter.route for parameter in self._routed_parameters()]
 
     def frozen_routes(self) -> list[Route]:
-        """What the frozen parameters of the module are, which it may unfreeze and add to this optimizer; local."""
+        """Routes of the module's frozen parameters, which may be unfrozen and added to this optimizer; local."""
         frozen = [] if self._module is None else [p for p in self._module.parameters() if not p.requires_grad]
         group = {"params": frozen, "algorithm": "auto"}
         return list(parameters.routes_of([group], self._module, self._options).values()) if frozen else []
@@ -158,10 +158,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     planned.matrix_step.run(self._received(agreed), self.state, self.sample)
                     is_done = True
                 except gradients.GradientsHaveChanged:
-                    # Since they were finished, on some rank. Nothing has been updated yet, and now the ranks ask.
+                    # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
                     planned, agreed = self._begin_step(has_loss=has_loss)
                 except gradients.PrefetchIsVoid as void:
-                    # Found out on the device, with nothing changed yet: once more, without what was sent early.
+                    # Found on the device, with nothing changed yet: run again without what was sent early.
                     assert planned.early is not None
                     planned.early.failed(void.keys)
                     agreed = replace(agreed, valid=frozenset(), deferred_check=None)
@@ -180,7 +180,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @property
     def plan_fingerprint(self) -> str | None:
-        """Of owners, buckets and Newton-Schulz; ``None`` before the first step. Local."""
+        """Hash of owners, buckets and Newton-Schulz options; ``None`` before the first step. Local."""
         return None if self._planned is None else self._planned.plan.fingerprint
 
     @property
@@ -195,7 +195,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         drop_unreduced_gradients_of(parameters_of(self))
 
     def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
-        """Plan, anew if any rank needs that, and gradients. Collective as :meth:`step` is; every rank must call it."""
+        """Return the plan, a new one if any rank needs it, and gradients.
+
+        Collective as :meth:`step` is; every rank must call it.
+        """
         planned = self._planned or self._make_plan()
         agreed = self._agree_on_gradients(planned, has_loss=has_loss)
         if agreed is None:
@@ -206,7 +209,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return planned, agreed
 
     def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
-        """The parameters have their new values. Collective as :meth:`step` is; every rank must call it."""
+        """End a step that has updated the parameters. Collective as :meth:`step` is; every rank must call it."""
         self._layout.end_step()
         if planned.early is not None:
             planned.early.succeeded(agreed.valid)
@@ -226,7 +229,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._existing_state = state if isinstance(state, defaultdict) else defaultdict[Tensor, Any](dict, state)
 
     def _can_make_state(self) -> bool:
-        """Whether some parameters have no state, and all are such that it can be laid out like them; local."""
+        """Whether some parameters have no state, and none is on the meta device; local."""
         given = parameters_of(self)
         return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
 
@@ -243,7 +246,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._begin_anew(is_fresh=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Groups and states; the state of every parameter is there also before the first step.
+        """Return groups and states; every parameter has a state, also before the first step.
 
         Collective over the mesh of parameters whose state is sharded (``sharding="zero2"``).
         """
@@ -259,7 +262,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return packed | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
+        """Load a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
@@ -280,7 +283,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._completion.convert(self._routed_parameters(), states)
 
     def _take_neuron_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Values of neurons as they were saved, in float32; torch rounds them to the dtype of the parameter. Local."""
+        """Load values of neurons in float32, as saved; torch rounds them to the dtype of the parameter. Local."""
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         groups = [group for group in self.param_groups for _ in group["params"]]
         missing: list[str] = []
@@ -304,38 +307,38 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return neuron_shape(shape, self._routes[parameter])
 
     def _own_layout(self) -> Layout:
-        """Where the parts of the parameters lie as long as nobody else says so."""
+        """The layout of the parameters until :meth:`attach` gives another one."""
         return Layout(self._mesh)
 
     def _settings(self) -> str:
-        """What else must be the same on all ranks."""
+        """Further settings, as text, that must be the same on all ranks."""
         return ""
 
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
-        """A plan will be made for these. Collective as :meth:`step` is; every rank must call it."""
+        """Prepare a plan for these parameters. Collective as :meth:`step` is; every rank must call it."""
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """What is in the program of a step beside matrices and AdamW; see :func:`.make_step_plan`."""
+        """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
         return self._layout.step_part(done)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        """What sends buckets of a new plan in backward. Collective as :meth:`step` is; every rank must call it."""
+        """Make what sends buckets of a new plan in backward. Collective as :meth:`step` is; every rank must call it."""
         return None
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
-        """What the update is made of. Collective as :meth:`step` is; every rank must call it."""
+        """The gradients that the update uses. Collective as :meth:`step` is; every rank must call it."""
         return agreed
 
     def _complete_state(self) -> None:
         self._completion.complete(self._routed_parameters(), self._existing_state)
 
     def _own_completion(self) -> parameters.StateCompletion:
-        """How the state of a parameter is made."""
+        """The object that makes missing state of parameters."""
         return parameters.StateCompletion()
 
     @property
     def _elementwise(self) -> Elementwise:
-        """Updates the parameters that are no matrices."""
+        """The function that updates the parameters that are no matrices."""
         return adamw_step_
 
     def summary(self) -> str:
@@ -347,7 +350,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
         if self._routes.update(self.param_groups, self._module, self._existing_state):
             for parameter in parameters_of(self):
-                # Raise if it lies where the groups of its mesh cannot take it from.
+                # Raise if the process groups of its mesh have no backend for its device.
                 mesh, _ = self._layout.mesh_and_placements(parameter)
                 local = local_tensor(parameter.detach())
                 if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
@@ -365,7 +368,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         ]
 
     def _key(self) -> tuple[Any, ...]:
-        """Changes when the plan must be made anew."""
+        """A key that changes when the plan must be made anew."""
         params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
         kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "hyperball")]
         return id(self._module), *kinds, *params
@@ -399,17 +402,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return self._planned
 
     def _checked_parameters(self) -> list[RoutedParameter]:
-        """The parameters, with the state of each; raises for wrong hyper-parameters and without a matrix. Local."""
+        """Return the parameters, each with state; raise for wrong hyper-parameters and without a matrix. Local."""
         self._checked_groups.check(self.param_groups)
         routed = self._routed_parameters()
-        # A user who sends every group to AdamW means it.
+        # No error if the user sends every group to AdamW.
         if self.needs_matrices and any(group["algorithm"] != "adamw" for group in self.param_groups):
             require_muon(chain((parameter.route for parameter in routed), self.frozen_routes()))
         self._completion.complete(routed, self._existing_state)
         return routed
 
     def _plan_options(self, device: torch.device, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
-        """The dtype in which matrices travel, and what a plan is made by; local."""
+        """The dtype in which matrices are sent, and the options of the plan; local."""
         wire_dtype = _DTYPES.get(self._options.wire_dtype, arithmetic.dtype)
         if self._options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
@@ -421,11 +424,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return wire_dtype, from_arguments(PlanOptions, vars(self._options) | found)
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
-        """Notice gradients of these parameters, and of no others; local."""
+        """Watch for gradients of these parameters, and of no others; local."""
         if self._stop_watching is not None:
             self._stop_watching()
         self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
-        self._is_reached = None  # Nobody has watched until now.
+        self._is_reached = None  # Unknown: nothing has watched these until here.
         self._layout.watch(tensors)
 
     def _agree_on_gradients(self, planned: PlannedStep, *, has_loss: bool) -> AgreedGradients | None:
@@ -438,8 +441,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,
             backward_has_failed=self._layout.backward_has_failed(),
-            # A backward pass that raises may leave no gradients. So may a program in many ways that are right: before
-            # it trains, where it throws gradients away, or where it has not used the part that this optimizer holds.
+            # A backward pass that raises may leave no gradients. But a correct program may have none either: before it
+            # trains, if it drops gradients, or if it has not used the parameters of this optimizer.
             may_lack_gradients=(
                 self._is_reached is not False
                 or not (has_loss and any(each.requires_grad for each in given))
@@ -454,7 +457,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return planned.key != self._key() or not is_valid or not is_complete
 
     def arithmetic(self, device: torch.device) -> Arithmetic:
-        """Of Newton-Schulz on a device; local. Raises a ``ValueError`` if there is no ``ns_costs`` to read."""
+        """Arithmetic of Newton-Schulz on a device; local. Raises a ``ValueError`` if ``ns_costs`` cannot be read."""
         return arithmetic_of(self._options, device)
 
     def _arrived(self, _: Tensor) -> None:
@@ -462,7 +465,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
 
 def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-    """Those of ``parameters`` that none of ``optimizers`` orthogonalizes; local."""
+    """The ``parameters`` that none of ``optimizers`` orthogonalizes; local."""
     matrices = {
         parameter
         for optimizer in optimizers
@@ -474,10 +477,10 @@ def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.op
 
 
 def arithmetic_of(config: OptimizerConfig, device: torch.device) -> Arithmetic:
-    """Of Newton-Schulz with these options on a device; local. Raises as :func:`.read_costs` does."""
+    """Arithmetic of Newton-Schulz with these options on a device; local. Raises as :func:`.read_costs` does."""
     dtype = resolve_compute_dtype(config.compute_dtype, device)
     costs = read_costs(config.ns_costs, device.type) if config.ns_costs else None
-    # float16 is for those who ask for it: it loses small singular values that bfloat16 keeps.
+    # float16 is never chosen by itself: it loses small singular values that bfloat16 keeps.
     may_choose = costs is not None and config.compute_dtype == "auto"
     others = tuple(each for each in (torch.float32, torch.bfloat16) if may_choose and each != dtype)
     return Arithmetic(device.type, dtype, costs, others)

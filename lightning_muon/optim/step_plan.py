@@ -34,7 +34,7 @@ class MatrixJob:
     parameter: RoutedParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
-    neurons: NeuronValues | None = None  # Of the state, if it has any.
+    neurons: NeuronValues | None = None  # State values of its neurons, if it has any.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
@@ -43,13 +43,13 @@ class MatrixJob:
 
 @dataclass(frozen=True, eq=False)
 class NeuronValues:
-    """The float32 values that the state has for the neurons of a matrix, as elements of the wire."""
+    """The float32 state values of the neurons of a matrix, viewed in the wire dtype."""
 
     pieces: exchange.Pieces
     holds_some: bool  # Whether the calling rank has any.
 
     def local_view(self, local: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Those of the calling rank, read as ``dtype`` in one more dimension; ``local`` is its part of the state."""
+        """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
         return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 
 
@@ -71,7 +71,7 @@ class ExchangeGroup:
 class MatrixBucket:
     """Matrices that travel together."""
 
-    key: str  # Of its ops.
+    key: str  # Key of its ops.
     group: ExchangeGroup  # Their exchange group.
     taken: tuple[int, ...]  # Their indices in `group.jobs`.
 
@@ -87,19 +87,19 @@ ElementwiseBatch = Sequence[tuple[ParamGroup, Sequence[Tensor]]]
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters."""
+    """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters, and the ops of a step."""
 
     parameters: tuple[RoutedParameter, ...]  # All of them, in the order of the param groups.
-    meshes: tuple[MeshMembers, ...]  # On which they live.
-    layout: Layout  # Where they lie on these.
+    meshes: tuple[MeshMembers, ...]  # Meshes on which they live.
+    layout: Layout  # Where they lie on the meshes.
     exchange_groups: tuple[ExchangeGroup, ...]  # Matrices by the ranks among which they travel.
     # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
     part: StepPart  # What the layout or the optimizer adds to the step.
-    arithmetic: Arithmetic  # Of Newton-Schulz.
-    # Everything that this rank runs in a step, in this order; ranks are those of each op's own group. Made here,
-    # checked here, and nowhere changed.
+    arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
+    # All ops that this rank runs in a step, in this order; ranks are those of each op's own group. Made and checked in
+    # this module, and changed nowhere.
     ops: tuple[Op, ...]
 
     @cached_property
@@ -109,9 +109,9 @@ class StepPlan:
 
     @property
     def fingerprint(self) -> str:
-        """The same for plans with equal matrices, owners and buckets, and equal Newton-Schulz methods, steps and dtype.
+        """Hash of matrices, owners and buckets, and of the method, steps and dtype of Newton-Schulz.
 
-        Follows the param groups, as the step does.
+        It is computed from the current param groups, as the step is.
         """
         facts = [
             (
@@ -155,8 +155,8 @@ def make_step_plan(
 ) -> StepPlan:
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
-    ``make_part`` adds to the step, told which ops update and which read what. Collective over ``meshes``; every rank
-    must call it.
+    ``make_part`` adds ops to the step; its arguments say which op updates and which op reads which parameters.
+    Collective over ``meshes``; every rank must call it.
     """
     layout = parameters[0].layout
     groups = _exchange_groups(parameters, meshes, private_groups, options)
@@ -176,7 +176,7 @@ def make_step_plan(
         adamw.append(Op(kind=OpKind.ADAMW, key=str(number), rank=0, bytes=num_bytes))
         reads[adamw[-1].name] = updates[adamw[-1].name] = tensors
     updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.UPDATE}
-    # A parameter of several matrices is done with the last of them.
+    # A parameter of several matrices is updated once the last of them is.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     part = make_part(done, reads)
@@ -206,7 +206,7 @@ def make_step_plan(
 
 
 def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
-    """The parameters that are no matrices, those together whose gradients arrive together."""
+    """The parameters that are no matrices, in batches whose gradients arrive together."""
     groups: dict[Tensor, ParamGroup] = {
         each.tensor: each.group for each in parameters if each.route.algorithm == "adamw"
     }
@@ -228,7 +228,7 @@ def _exchange_groups(
     private_groups: PrivateGroups,
     options: exchange.PlanOptions,
 ) -> tuple[ExchangeGroup, ...]:
-    """Collective over ``meshes``; every rank of them must call it."""
+    """Plan the exchange groups. Collective over ``meshes``; every rank of them must call it."""
     ranks = {
         members.mesh: exchange.MeshRanks(
             () if members.mesh is None else tuple(members.mesh.shape), members.axes.coordinates, members.axes.rank
@@ -278,7 +278,10 @@ def _estimates(
     meshes: Sequence[MeshMembers],
     options: exchange.PlanOptions,
 ) -> dict[int, PrefetchEstimate | None]:
-    """By number of the exchange group, with the slowest links. Collective over ``meshes``; every rank must call it."""
+    """Estimate by number of the exchange group, with the slowest links.
+
+    Collective over ``meshes``; every rank must call it.
+    """
     found: dict[int, PrefetchEstimate | None] = {}
     for members in meshes:
         nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
@@ -288,7 +291,7 @@ def _estimates(
                 between = (_spans_nodes(nodes, each.ranks.sharded), _spans_nodes(nodes, each.ranks.mesh_axes))
                 machine = machine_of(options.arithmetic.device_type, is_between_machines=between)
                 own[number] = rank_seconds(each.plan.program[each.ranks.rank], machine)
-        # Groups have other numbers on ranks that belong to other meshes, too.
+        # On ranks that also belong to other meshes, groups have other numbers.
         by_group = zip(*(each.values() for each in gather(own, members.host)), strict=True)
         found.update(zip(own, map(estimate_prefetch, by_group), strict=True))
     return found
@@ -305,7 +308,7 @@ def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[in
 
 
 def require_norms(plan: StepPlan) -> None:
-    """Raise for zero matrices that shall keep their norm (``hyperball``), and so would stay zero.
+    """Raise for zero matrices that must keep their norm (``hyperball``), and so would stay zero.
 
     Collective over the meshes of ``plan``; every rank must call it.
     """
@@ -340,7 +343,7 @@ def require_norms(plan: StepPlan) -> None:
 def require_equal_parameters(
     parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], settings: str
 ) -> None:
-    """Raise on all ranks if they differ in any of these. Collective over ``meshes``; every rank must call it."""
+    """Raise on all ranks if parameters or settings differ. Collective over ``meshes``; every rank must call it."""
     of_tensor: dict[Tensor, RoutedParameter] = {each.tensor: each for each in parameters}
 
     def lines_of(members: MeshMembers) -> list[tuple[str, str]]:

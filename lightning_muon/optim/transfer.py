@@ -23,7 +23,7 @@ from lightning_muon.math.normalize import NUM_SUMS
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
 from lightning_muon.params.logical import Box
 
-# What travels: a matrix, or what the state has for its neurons.
+# What travels: a matrix, or the state values of its neurons.
 _Job = MatrixJob | NeuronValues
 _Piece = tuple[_Job, Box]
 # Pieces, each with the other rank that gets or sends it.
@@ -75,15 +75,15 @@ def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Pa
 
 
 class Transfer:
-    """A bucket of which the jobs ``taken`` take part, on its way: pack, unpack, pack_updates, updates."""
+    """The exchange of the jobs ``taken`` of a bucket. The order of calls: pack, unpack, pack_updates, updates."""
 
     def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool) -> None:
         self.group, self.taken, self._pool = group, tuple(taken), pool
         me, matrices = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
         self.matrices = list(matrices)
-        self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Of which the calling rank has a piece.
-        self.owned = [job for job, owners in matrices.items() if me in owners]  # Whose matrices it orthogonalizes.
-        # Matrices whose second moments travel, with these.
+        self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Jobs of which the calling rank has a piece.
+        self.owned = [job for job, owners in matrices.items() if me in owners]  # Jobs that it orthogonalizes.
+        # Matrices whose second moments travel -> these.
         self.moments = {
             job: job.neurons for job in matrices if job.neurons is not None and job.parameter.group["normuon"]
         }
@@ -100,7 +100,7 @@ class Transfer:
 
     @cached_property
     def gather(self) -> Leg:
-        """Pieces to the owners of the same replica."""
+        """The leg that takes pieces to the owners of the same replica."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
         outgoing = [
@@ -114,7 +114,7 @@ class Transfer:
 
     @cached_property
     def scatter(self) -> Leg:
-        """Updates to all ranks that hold pieces, each from one owner."""
+        """The leg that takes updates to all ranks that hold pieces, each from one owner."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing = [
             (rank, (job, piece))
@@ -132,21 +132,21 @@ class Transfer:
 
     @cached_property
     def _sent_at(self) -> Mapping[_Job, Sequence[int]]:
-        """Places of the piece of each job in the buffer to the owners: one for each of them."""
+        """Places of each job's piece in the buffer that is sent to the owners, one for each region that holds it."""
         places: dict[_Job, list[int]] = {}
         for place, (job, _) in enumerate(self.gather.sent):
             places.setdefault(job, []).append(place)
         return places
 
     def pack(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> None:
-        """Take the calling rank's piece of some of the jobs; those for other owners are copied."""
+        """Take the calling rank's piece of some jobs; copy those for other owners into the buffer."""
         views, piece_of = self._views(self.gather, is_sent=True), dict(zip(jobs, pieces, strict=True))
         sent = [(views[place], piece) for job, piece in piece_of.items() for place in self._sent_at.get(job, ())]
         _copy([view for view, _ in sent], [piece for _, piece in sent])
         self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
 
     def is_packed(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Whether the pieces of some of the jobs have the bits of those that were packed: bools on the device."""
+        """Whether the pieces of some jobs have the bits of those that were packed: bools on the device."""
         views = self._views(self.gather, is_sent=True)
         same: list[Tensor] = []
         for job, piece in zip(jobs, pieces, strict=True):
@@ -172,7 +172,7 @@ class Transfer:
         self._own_pieces = {}
 
     def pack_updates(self, updates: Mapping[_Job, Tensor]) -> None:
-        """Take the update of every owned matrix, and its second moments."""
+        """Pack the update of every owned matrix, and its second moments."""
         leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
         _copy(self._views(leg, is_sent=True), [parts[job][box.start] for job, box in leg.sent])
         self._own_pieces = {
@@ -191,12 +191,12 @@ class Transfer:
 
     @cached_property
     def summed(self) -> Sequence[MatrixJob]:
-        """Matrices whose updates need sums over all pieces, equal on all ranks."""
+        """Matrices whose updates need sums over all pieces; the list is equal on all ranks."""
         return [job for job in self.matrices if job.parameter.group["hyperball"]]
 
     @cached_property
     def sum_splits(self) -> Sequence[int]:
-        """Elements of the sums for each rank: all of them for those of the same replica, this one too."""
+        """Number of elements of the sums to each rank: all for ranks of the same replica, this one too, else 0."""
         replica_of, numel = self.group.replica_of, NUM_SUMS * len(self.summed)
         own = replica_of[self.group.axes.rank]
         return [numel if replica == own else 0 for replica in replica_of]
@@ -207,12 +207,12 @@ class Transfer:
             self.buffer(self.gather, is_sent=is_sent)
 
     def buffer(self, leg: Leg, *, is_sent: bool) -> Tensor:
-        """What goes to the others, or what they fill."""
+        """The buffer that is sent to the other ranks, or the one that they fill."""
         direction, layout = ("sent", leg.send_layout) if is_sent else ("received", leg.receive_layout)
         return self._pool.take(f"{leg.name}-{direction}-{self.slots[leg.name]}", layout.numel)
 
     def _views(self, leg: Leg, *, is_sent: bool) -> list[Tensor]:
-        """The parts of a buffer; kept, because making hundreds of views takes as long as filling them."""
+        """Views of the parts of a buffer; cached, because making hundreds of views takes as long as filling them."""
         layout = leg.send_layout if is_sent else leg.receive_layout
         if not layout.shapes:
             return []
@@ -223,7 +223,7 @@ class Transfer:
 
 
 def _parts(matrices: Mapping[_Job, Tensor]) -> dict[_Job, dict[tuple[int, ...], Tensor]]:
-    """What each rank holds of whole matrices, by the start of its box."""
+    """Views of each rank's piece of whole matrices, by the start of its box."""
     return {job: job.pieces.views(matrix) for job, matrix in matrices.items()}
 
 

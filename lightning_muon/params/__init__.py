@@ -1,1 +1,1 @@
-"""What each parameter is: routing, logical matrices, shard slices."""
+"""Facts about each parameter: its route, its logical matrices, its parts on ranks."""

@@ -1,4 +1,4 @@
-"""Which modules are attention, and which rows of their projections make the query and the key of each head."""
+"""Finds attention modules, and the rows of their projections that make the query and the key of each head."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _NORMS = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Projection:
-    """What computes queries or keys; its parameters are those that the optimizer steps."""
+    """A layer that computes queries or keys; its parameters are those that the optimizer steps."""
 
     name: str
     weight: nn.Parameter
     bias: nn.Parameter | None
-    dim: int  # Of the weight, along which its outputs lie.
+    dim: int  # Dimension of the weight along which its outputs lie.
     module: nn.Module | None  # `None` if the attention module holds the parameters itself.
 
     @property
@@ -64,11 +64,11 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeadRows:
-    """The rows of each head, and with which power of ``gamma`` they are scaled."""
+    """The rows of each head, and the power of ``gamma`` by which they are scaled."""
 
     query: Tensor  # (heads, size), int64: rows of the query projection.
     query_powers: Tensor  # (size), float32
-    key: Tensor  # (key heads, its own size), int64: rows of the key projection.
+    key: Tensor  # (key heads, size of a key), int64: rows of the key projection.
     key_power: float
 
 
@@ -81,7 +81,7 @@ class AttentionModule:
     layout: HeadLayout
     query: Projection
     key: Projection  # The same as `query` if they are fused.
-    num_rotary: int = 0  # Of "latent": the last elements of a query, whose counterpart in the key all heads share.
+    num_rotary: int = 0  # For "latent": the last elements of a query, whose counterpart in the key all heads share.
     is_given: bool = False  # The user has named the projections.
 
     @property
@@ -91,15 +91,15 @@ class AttentionModule:
         return list(dict.fromkeys(parameter for parameter in found if parameter is not None))
 
     def num_heads(self, observed: int, size: int) -> int:
-        """Query heads of all tensor-parallel ranks, of which one had ``observed`` with ``size`` elements each."""
+        """Number of query heads on all tensor-parallel ranks, from ``observed`` heads of ``size`` elements on one."""
         return observed if self.layout in FUSED else self.query.num_rows // size
 
     def head_rows(self, num_heads: int, size: int) -> HeadRows:
         """The rows of ``num_heads`` query heads of ``size`` elements.
 
-        Both sides of a head are scaled by ``gamma ** 0.5``. What several query heads share is left alone, as their
-        other heads would change too, and the query is scaled by ``gamma``: keys of grouped queries, and the rotary part
-        of latent keys, for which Kimi K2 does so (arXiv:2507.20534, section 2.1).
+        Query and key of a head are scaled by ``gamma ** 0.5``. A key that several query heads share is not scaled, as
+        this would change the other heads, and the query is scaled by ``gamma``: so for grouped queries, and for the
+        rotary part of latent keys, as in Kimi K2 (arXiv:2507.20534, section 2.1).
         """
         queries = torch.arange(num_heads * size).view(num_heads, -1)
         powers = torch.full((size,), 0.5)
@@ -134,8 +134,8 @@ class AttentionModule:
 def find_attentions(root: nn.Module, names: ProjectionNames) -> list[AttentionModule]:
     """The attention modules of ``root``, each once, in the order of ``root.modules()``.
 
-    ``names`` are what the user gives. Raises ``ValueError`` that names each module that looks like attention and whose
-    projections cannot be told, or whose logits do not follow from them.
+    ``names`` are those that the user gives. Raises a ``ValueError`` that names each module that looks like attention
+    and whose projections are not known, or whose logits do not follow from them.
     """
     paths = {path[-1][1]: path for path in reversed(list(walk(root)))}  # The first of several names.
     given = {module: _given(_name(path), names) for module, path in paths.items()}
@@ -173,7 +173,7 @@ def _given(name: str, names: ProjectionNames) -> str | None:
 
 
 def _known(name: str, module: nn.Module) -> AttentionModule | None:
-    """The attention that ``module`` is by the names of its layers and parameters."""
+    """The attention that ``module`` is, judged by the names of its layers and parameters, or ``None``."""
     own = {attribute.lower(): attribute for attribute in (*module._modules, *module._parameters)}
     parts = {lower: part for lower, attribute in own.items() if (part := _projection(module, attribute)) is not None}
     attention = None
@@ -214,7 +214,7 @@ def _as_given(name: str, module: nn.Module, names: tuple[str, str] | None) -> At
 
 
 def _projection(module: nn.Module, attribute: str) -> Projection | None:
-    """The layer, or the parameter, of that name, if it has a matrix."""
+    """The projection made of the layer, or the parameter, of that name, if it has a matrix."""
     layer = module._modules.get(attribute)
     if layer is None:
         weight, bias = module._parameters.get(attribute), attribute.removesuffix("_weight") + "_bias"

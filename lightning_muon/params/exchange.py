@@ -1,4 +1,4 @@
-"""Which matrices travel among which ranks, and the program of a step for them, from names and shapes alone.
+"""Plans which matrices are exchanged among which ranks, and the program of a step, from names and shapes alone.
 
 The optimizer calls :func:`plan_exchanges` with what it reads off its tensors, ``lightning-muon plan`` with the shapes
 of a model. Nothing here needs a tensor or a process group.
@@ -25,15 +25,15 @@ from lightning_muon.schedule.estimates import sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]
-NEURON_ITEMSIZE = 4  # Bytes of a value that the state has for a neuron: float32.
+NEURON_ITEMSIZE = 4  # Bytes of a state value of a neuron: float32.
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(ExchangeOptions):
-    """What decides over owners, buckets and order."""
+    """The options that decide about owners, buckets and order."""
 
     itemsize: int  # Bytes of an element on the wire.
-    arithmetic: Arithmetic  # Of Newton-Schulz.
+    arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
     offloads_momentum: bool = False  # Whether momenta are kept on the host, and on the device for their bucket only.
 
 
@@ -53,25 +53,25 @@ class MeshRanks:
 
 @dataclass(frozen=True, eq=False)
 class ParameterToPlan:
-    """What the plan must know of a trainable parameter."""
+    """The facts about a trainable parameter that the plan needs."""
 
     route: Route
     shape: tuple[int, ...]
     mesh: MeshRanks
     placements: tuple[AxisPlacement, ...]
     newton_schulz: NewtonSchulzOptions
-    normuon: bool = False  # Second moments of the neurons travel with the matrices.
-    hyperball: bool = False  # The update needs sums over all pieces of a matrix.
+    normuon: bool = False  # Whether second moments of the neurons are sent with the matrices.
+    hyperball: bool = False  # Whether the update needs sums over all pieces of a matrix.
 
 
 @dataclass(frozen=True, eq=False)
 class ExchangeRanks:
-    """The ranks among which some matrices travel."""
+    """The ranks among which some matrices are exchanged."""
 
     mesh: MeshRanks  # Mesh of the parameters.
-    mesh_axes: tuple[int, ...]  # Axes of `mesh` over which matrices travel.
+    mesh_axes: tuple[int, ...]  # Axes of `mesh` over which matrices are exchanged.
     sharded: tuple[int, ...]  # Those of them that shard matrices; the others replicate them.
-    coordinates: tuple[Coordinate, ...]  # Of the ranks that differ from the planning one along `mesh_axes`.
+    coordinates: tuple[Coordinate, ...]  # Those of the ranks that differ from the planning one along `mesh_axes`.
     rank: int  # Index of the planning rank in `coordinates`.
     replica_of: tuple[int, ...]  # Replica of each of these ranks, numbered from 0.
 
@@ -103,7 +103,7 @@ class Pieces:
     """The part of a matrix that each rank of the exchange group holds; matrices that lie alike share one object."""
 
     box: Box  # The matrix.
-    shards: ShardBoxes  # Of its parameter.
+    shards: ShardBoxes  # Shards of its parameter.
     on_ranks: MatrixShards  # How many of its elements each rank holds.
     # The planning rank's part in its local tensor; `None` if that is all of it, or nothing.
     slices: tuple[slice, ...] | None
@@ -115,7 +115,7 @@ class Pieces:
 
     @cached_property
     def _parts(self) -> tuple[list[Box], tuple[int, tuple[int, ...]] | None]:
-        """The different parts, in the order in which they start, and how ``Tensor.split`` makes them, if it does."""
+        """The different parts, in order of their starts, and the ``Tensor.split`` that makes them, if there is one."""
         parts = sorted(set(self.by_rank.values()), key=lambda part: part.start)
         return parts, cut_of(parts)
 
@@ -130,7 +130,7 @@ class Pieces:
             views = [whole[part.slices_in(self.box)] for part in parts]
         else:
             dim, sizes = cut
-            views = whole.split(sizes, dim)  # Hundreds of views in the time of a few slices.
+            views = whole.split(sizes, dim)  # Makes hundreds of views in the time of a few slices.
         return dict(zip((part.start for part in parts), views, strict=True))
 
 
@@ -141,25 +141,25 @@ class PlacedMatrix:
     parameter: int  # Index of its parameter among those of `plan_exchanges`.
     matrix: LogicalMatrix  # Its box in the parameter.
     pieces: Pieces  # Where it lies.
-    # Where the values lie that the state has for each neuron, if any: in a float32 tensor of `neuron_shape`, read as
-    # elements of the wire in one more dimension.
+    # Where the state values of its neurons lie, if any: in a float32 tensor of `neuron_shape`, viewed in the wire dtype
+    # in one more dimension.
     neurons: Pieces | None
-    spec: MatrixSpec  # What the planner is told of it.
+    spec: MatrixSpec  # Its description for the planner.
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedExchange:
-    """The matrices that travel among the same ranks."""
+    """The matrices that are exchanged among the same ranks."""
 
-    ranks: ExchangeRanks  # Among which they travel.
+    ranks: ExchangeRanks  # The ranks of the exchange.
     matrices: tuple[PlacedMatrix, ...]  # In the order of the parameters.
     plan: MuonPlan  # Owners and buckets of the matrices, and the program of a step.
 
 
 def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) -> list[PlannedExchange]:
-    """Owners, buckets and program of every exchange group, those that stay within a replica first.
+    """Plan owners, buckets and program of every exchange group, those that stay within a replica first.
 
-    Every rank of the meshes comes to the same owners and buckets; the program is that of the planning rank.
+    Every rank of the meshes gets the same owners and buckets; the program is that of the planning rank.
     ``parameters`` are all trainable ones in the order of the forward pass, the same on all ranks of their mesh.
     """
     planned: list[PlannedExchange] = []
@@ -180,7 +180,7 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
 def group_matrices(
     parameters: Sequence[ParameterToPlan], options: PlanOptions
 ) -> list[tuple[ExchangeRanks, list[PlacedMatrix]]]:
-    """The matrices of these parameters by the ranks among which they travel; arguments as :func:`plan_exchanges`."""
+    """Group matrices by the ranks among which they are exchanged; arguments as :func:`plan_exchanges`."""
     num_alike: Counter[tuple[MeshRanks, tuple[int, ...]]] = Counter()
     found: list[tuple[ParameterToPlan, tuple[int, ...], tuple[LogicalMatrix, ...]]] = []
     for each in parameters:
@@ -254,7 +254,7 @@ class _ParameterShards:
         return self._known[box]
 
     def neurons(self, matrix: LogicalMatrix, shape: tuple[int, ...], width: int) -> Pieces:
-        """Where the values of its neurons lie, ``width`` elements of the wire each, in a tensor of ``shape``.
+        """Where the values of a matrix's neurons lie, ``width`` wire elements each, in a tensor of ``shape``.
 
         They are sharded like the parameter's output dimension; a rank that holds only some inputs of its neurons still
         holds their values.
@@ -291,10 +291,10 @@ class _ParameterShards:
 
 
 def loads_so_far(ranks: ExchangeRanks, earlier: Sequence[PlannedExchange], itemsize: int) -> list[tuple[int, int]]:
-    """``(FLOPs, bytes)`` that every rank of an exchange group owns of ``earlier`` ones; the same in each replica.
+    """``(FLOPs, bytes)`` that every rank of an exchange group owns in ``earlier`` ones; the same in each replica.
 
     Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch may
-    get other bits than alone. Where their loads differ the largest one counts.
+    get other bits than alone. If loads differ between replicas, the largest one counts.
     """
     totals = [(0, 0)] * ranks.size
     for each in earlier:

@@ -1,4 +1,4 @@
-"""What layers say about their parameters: a matrix, a convolution, a stack of matrices, no matrix, an output head."""
+"""Kinds of parameters by their layers: matrix, convolution, stack of matrices, elementwise, output head."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lightning_muon.schedule.shapes import ParameterKind
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
-# `Norm` in the name of a class, or of one that it derives from; but neither a normal distribution nor a layer that
-# norms and multiplies (LayerNormLinear).
+# `Norm` in the name of a class or a base class; but neither a normal distribution nor a layer that normalizes and
+# multiplies (LayerNormLinear).
 _NORM_CLASS = re.compile(r"Norm(?!al(?!i[sz]))")
 _NOT_NORM_CLASS = re.compile(r"linear|mlp|conv|attention|block", re.IGNORECASE)
 _EMBEDDING_CLASS = re.compile(r"embedding|positional", re.IGNORECASE)
 
-# Words of a raw parameter's name that say: rows are looked up or added, never multiplied as one matrix.
+# Words in names of raw parameters whose rows are looked up or added, never multiplied as one matrix.
 _TABLE_WORDS = frozenset(
     "pos posemb position positions positional pe wpe wte emb embed embeds embedding embeddings token tokens table "
     "codebook centers centroids prototypes prompt prompts latent latents".split()
 )
 _BIAS_WORDS = frozenset(("bias", "biases"))
-# What torch.nn.utils.weight_norm and spectral_norm call the weight that they replace.
+# Names that torch.nn.utils.weight_norm and spectral_norm give to the weight that they replace.
 _REPARAMETRIZED_WEIGHT = ("weight_v", "weight_orig")
 
-# A word that outweighs a table word: `token_proj` and `token_mixer` are multiplied.
+# Words that outweigh a table word: `token_proj` and `token_mixer` are multiplied.
 _MATRIX_WORDS = frozenset("proj projection projector mix mixer mixing kernel".split())
 
 
@@ -124,10 +124,10 @@ _NOT_NETWORK = re.compile(r"Loss|Metric")
 
 
 def find_output_heads(module: nn.Module) -> tuple[dict[int, str], int | None]:
-    """The output heads of ``module``: id of a weight -> reason, or else the id of a weight that is a guess.
+    """The output heads of ``module``: id of a weight -> reason; or else the id of a weight as a guess.
 
-    What ``get_output_embeddings()`` of any submodule returns, or linear layers with the shape of an embedding; as a
-    guess the last layer that has a weight, if it is linear and lies in no repeated block.
+    Heads are what ``get_output_embeddings()`` of any submodule returns, or linear layers with an embedding's shape; the
+    guess is the last layer that has a weight, if it is linear and lies in no repeated block.
     """
     known = dict(_declared_heads(module)) or dict(_vocabulary_heads(module))
     return known, None if known else _last_linear(module)
@@ -161,7 +161,7 @@ def _vocabulary_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
     }
     for path in walk(module):
         layer = path[-1][1]
-        # Not `layer.weight`: a parametrization computes it anew at each access.
+        # Not `layer.weight`, which a parametrization computes at each access.
         weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
         if weight is not None and tuple(weight.shape) in tables and not inside_repeated_block(path):
             yield id(weight), "output head (size of the embedding)"

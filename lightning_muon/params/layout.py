@@ -1,4 +1,4 @@
-"""Where the parts of a parameter lie: on which ranks, and which box of it each rank holds."""
+"""Layouts: on which ranks the parts of a parameter lie, and which box of it each rank holds."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_muon.schedule.step import NOTHING_ADDED, AddedOps
 
 @dataclass(frozen=True)
 class OwnedBy:
-    """A placement beside those of torch: all of a tensor lies on one rank of a mesh axis, the others hold nothing."""
+    """A further placement: all of a tensor lies on one rank of a mesh axis, the others hold nothing."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Decoupled:
-    """A placement beside those of torch: equal on all ranks of a mesh axis, while each has gradients of its own."""
+    """A further placement: the tensor is equal on all ranks of a mesh axis, but each has gradients of its own."""
 
 
 AxisPlacement = Placement | OwnedBy | Decoupled
@@ -42,47 +42,47 @@ _COPIES = Replicate | Decoupled
 
 @dataclass(frozen=True, kw_only=True)
 class StepPart:
-    """What is in the program of a step beside matrices and AdamW."""
+    """Ops of a step beside those of matrices and AdamW."""
 
     ops: AddedOps = NOTHING_ADDED  # The ops, with keys of their own.
-    # Kind of op -> runs one; returns the handles of the communication that it has started, if any.
+    # Kind of op -> function that runs one, and returns the handles of the communication that it has started, if any.
     actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(default_factory=dict)
     # Parameters that take part in a step -> the conditions of these ops.
     facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
 
 
 class PlacedState(NamedTuple):
-    """What an optimizer keeps for a parameter, laid out like it, or like its neurons."""
+    """A state of a parameter, laid out like it, or like its neurons."""
 
     parameter: Tensor
     state: Tensor
-    shape: tuple[int, ...]  # Of the whole state.
+    shape: tuple[int, ...]  # Shape of the whole state.
 
 
 class Layout:
-    """Where the parts of parameters and their gradients lie; what an optimizer asks, and what it tells.
+    """Where the parts of parameters and gradients lie; an optimizer asks it, and reports the phases of a step to it.
 
-    This one is that of DTensors and of plain tensors, which know it themselves; subclasses know more. A parameter is
-    always named by the tensor that its module holds.
+    This class serves DTensors and plain tensors, which have that information; subclasses add more. A parameter is
+    always given as the tensor that its module holds.
     """
 
-    # Whether gradients may still be on their way, so that an optimizer should not ask for all of them before it begins;
-    # equal on all ranks. The other one: whether that is ever so.
+    # Whether gradients may still be on their way, so that an optimizer should not ask for all of them before it begins,
+    # and whether this may ever be so; equal on all ranks.
     arrives_late = False
     may_arrive_late = False
-    # Parameters that have a gradient on all ranks, if all ranks know that since they finished the gradients of this
-    # step. `None` if an optimizer has to ask; equal on all ranks. Whoever uses it takes it away.
+    # Parameters with a gradient on all ranks, if the ranks have agreed on them when they finished the gradients of this
+    # step; `None` if an optimizer has to ask. Equal on all ranks. The optimizer that uses it sets it to `None`.
     agreed: Collection[Tensor] | None = None
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
         self._mesh = mesh
-        self._fsdp_units: Sequence[FSDPModule] = ()  # One of each model.
-        # Parameters in the order in which their gradients or updates arrive, those together that arrive together.
+        self._fsdp_units: Sequence[FSDPModule] = ()  # One unit of each model.
+        # Groups of parameters whose gradients or updates arrive together, in order of arrival.
         self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
-        """Mesh, and one placement for each of its axes; ``None`` and nothing for a tensor of this process alone."""
+        """Mesh, and one placement for each of its axes; ``None`` and ``()`` for a tensor of this process alone."""
         if isinstance(parameter, DTensor):
             return parameter.device_mesh, tuple(parameter.placements)
         return self._mesh, (Replicate(),) * (self._mesh.ndim if self._mesh is not None else 0)
@@ -96,27 +96,27 @@ class Layout:
         return parameter.grad is not None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Gradient of :meth:`local`, whose shape it has; waits until it is there. Shares memory."""
+        """Gradient of :meth:`local`, in its shape; waits until it is there. Shares memory."""
         return None if parameter.grad is None else local_tensor(parameter.grad)
 
     def were_read(self, parameters: Collection[Tensor]) -> None:
-        """All ranks have waited for the gradients of these parameters; local, alike on all ranks."""
+        """Called when all ranks have waited for the gradients of these parameters; local, alike on all ranks."""
 
     def forget(self, parameters: Collection[Tensor]) -> None:
-        """These gradients are not wanted any more; local."""
+        """Drop the gradients of these parameters; local."""
 
     def begin_step(self, parameters: Collection[Tensor]) -> None:
-        """These parameters, the same on all ranks, are updated from now on; nothing gives the step up any more."""
+        """Called before these parameters, the same on all ranks, are updated; the step can no longer be given up."""
 
     def end_step(self) -> None:
-        """All parameters of :meth:`begin_step` are updated."""
+        """Called when all parameters of :meth:`begin_step` are updated."""
 
     def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """What a step does beside updates; ``done``: its updating ops in order -> parameters with new values then."""
+        """Ops to add to a step; ``done``: its updating ops in order -> parameters that have new values after them."""
         return StepPart()
 
     def watch(self, parameters: Collection[Tensor]) -> None:
-        """A plan was made for these; what follows is asked about them. Local."""
+        """Take the parameters of a new plan for :meth:`backward_has_failed` and :meth:`holds_whole_models`. Local."""
         self._fsdp_units = fsdp_units_of(parameters)
 
     def backward_has_failed(self) -> bool:
@@ -124,7 +124,7 @@ class Layout:
         return not is_in_backward() and any(map(has_unfinished_backward, self._fsdp_units))
 
     def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
-        """Whether ``parameters`` are all that train of the FSDP2 models whose parameters are watched; local."""
+        """Whether ``parameters`` include all that train in the FSDP2 models of the watched parameters; local."""
         return holds_all_of(self._fsdp_units, parameters)
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class Layout:
     def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
         """Optimizer state with a value for each neuron of a parameter: float32 zeros, laid out like the neurons.
 
-        ``shape`` has as many dimensions as the parameter, of which it has the size of those that are ``kept``.
+        ``shape`` has as many dimensions as the parameter, and its sizes in the dimensions that are ``kept``.
         """
         own = self.local(parameter)
         sizes = [own.shape[dim] if dim in kept else size for dim, size in enumerate(shape)]
@@ -146,14 +146,14 @@ class Layout:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
     def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """The calling rank's ``part`` as state that is laid out like the parameter, wherever it lies; shares memory."""
+        """The calling rank's ``part``, on any device, as state that is laid out like the parameter; shares memory."""
         if not isinstance(parameter, DTensor):
             return part
         mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
         return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
 
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """States as a checkpoint has them: DTensors or whole tensors.
+        """Return states as a checkpoint has them: DTensors or whole tensors.
 
         Collective over the mesh of the parameters; every rank must call it.
         """
@@ -200,7 +200,7 @@ def held_boxes(
     placements: Sequence[AxisPlacement],
     coordinates: Sequence[tuple[int, ...]],
 ) -> tuple[Box, ...]:
-    """Box of the parameter that the rank at each of the mesh ``coordinates`` holds; uneven and empty ones included."""
+    """Boxes of the parameter that the ranks at the mesh ``coordinates`` hold, which may be uneven or empty."""
     axes = [axis for axis, placement in enumerate(placements) if not isinstance(placement, _COPIES)]
     sizes, divided = [mesh_shape[axis] for axis in axes], [placements[axis] for axis in axes]
     places = [tuple(coordinate[axis] for axis in axes) for coordinate in coordinates]

@@ -44,7 +44,7 @@ class Box:
 
 
 def tile(parts: Sequence[Box], box: Box) -> bool:
-    """Whether ``parts`` make up ``box`` without overlap; empty ones do not count."""
+    """Whether ``parts`` make up ``box`` without overlap; empty parts do not count."""
     filled = [part for part in parts if part.numel]
     if sum(part.numel for part in filled) != box.numel or len(set(filled)) != len(filled):
         return False
@@ -52,7 +52,7 @@ def tile(parts: Sequence[Box], box: Box) -> bool:
 
 
 def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
-    """The dimension, and the sizes along it in order, if the different ``parts`` are what ``Tensor.split`` makes."""
+    """Arguments (dimension, sizes) of ``Tensor.split`` if it makes the different ``parts``; else ``None``."""
     ordered = sorted(set(parts), key=lambda part: part.start)
     cut = [dim for dim in range(len(ordered[0].start)) if len({(p.start[dim], p.stop[dim]) for p in ordered}) > 1]
     dim = cut[0] if cut else 0
@@ -62,7 +62,7 @@ def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
 
 
 class ShardBoxes:
-    """The boxes of one tensor, of at least one dimension, on the ranks of a group: empty, equal or overlapping ones."""
+    """The boxes of one tensor, of at least one dimension, on the ranks of a group; they may be empty or overlap."""
 
     def __init__(self, boxes: Sequence[Box]) -> None:
         self.boxes = tuple(boxes)
@@ -73,11 +73,11 @@ class ShardBoxes:
         self._uncut = {dim: next(iter(found)) for dim, found in enumerate(extents) if len(found) == 1}
         self._filled = sorted(filled, key=lambda item: item[1].start[self._dim])
         self._starts = [box.start[self._dim] for _, box in self._filled]
-        # Of each box and all before it.
+        # The largest stop of each box and all before it.
         self._last_stops = list(accumulate((box.stop[self._dim] for _, box in self._filled), max))
 
     def pattern(self, box: Box) -> tuple[object, ...]:
-        """Boxes of equal patterns lie alike on the ranks, for example the experts of a stack that is cut along rows."""
+        """Key that is equal for boxes that lie alike on the ranks, such as experts of a stack that is cut by rows."""
         places: list[object] = []
         for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
             first, last = self._uncut.get(dim, (stop, start))
@@ -122,12 +122,12 @@ class LogicalMatrix:
 
 
 def neuron_dims(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
-    """Dimensions of a parameter that count neurons, the outputs of its layer, or matrices and their neurons."""
+    """Dimensions of a parameter that count neurons (outputs of its layer), or in a stack also matrices."""
     return tuple(range(len(shape) - 1)) if route.kind == "stack" else (int(route.is_transposed),)
 
 
 def neuron_shape(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
-    """Shape of a tensor with a value for each neuron of each matrix of a parameter; as many dimensions as it."""
+    """Shape of a tensor with a value for each neuron of each matrix of a parameter, in as many dimensions."""
     kept = neuron_dims(shape, route)
     parts = {route.split_dim: len(route.splits)} if route.splits else {}
     return tuple(size if dim in kept else parts.get(dim, 1) for dim, size in enumerate(shape))

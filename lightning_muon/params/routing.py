@@ -17,8 +17,8 @@ from lightning_muon.params.uses import Use, parameter_uses
 from lightning_muon.schedule.shapes import ParameterKind, Route
 
 _DEFAULTS = OptimizerConfig()
-_WHOLE = "lightning_muon_routes"  # Of a module: the routes that it had before it was cut into stages, by name.
-_TIED = "lightning_muon_tied"  # The other names of each parameter then.
+_WHOLE = "lightning_muon_routes"  # Attribute of a module: its routes, by name, from before it was cut into stages.
+_TIED = "lightning_muon_tied"  # Attribute of a module: the other names of each parameter from before the cut.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _LORA = re.compile(r"(?:^|\.)lora_([ab])(?:\.|$)", re.IGNORECASE)  # As PEFT and torchtune call the factors.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
@@ -27,7 +27,7 @@ _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$",
 def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:
     """One route for each distinct parameter of ``module``, in the order of ``module.named_parameters()``.
 
-    Found by the type of the layer, by ties and by use. A parameter that an embedding or an output head uses anywhere
+    It follows from layer type, ties and use. A parameter that an embedding or an output head uses anywhere
     is elementwise. The last linear layer counts as output head if nothing better is known, unless it is all that Muon
     would get: a model of one linear layer is a matrix, not a head. Only shapes are read, so parameters may lie on the
     meta device or be DTensors; frozen parameters are routed too.
@@ -41,9 +41,9 @@ def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dic
 
 
 def keep_routes(module: nn.Module) -> None:
-    """Remember the routes of the whole ``module``: what a cut leaves of it has the same ones. Local.
+    """Store the routes of the whole ``module`` in it, so that its parameters keep them after a cut. Local.
 
-    The last layer of a stage is no output head, a copy of a tied weight is tied still, and patterns may match
+    The last layer of a stage is no output head, a copy of a tied weight stays tied, and patterns may match
     parameters of other stages.
     """
     places = parameter_uses(module)
@@ -55,7 +55,7 @@ def keep_routes(module: nn.Module) -> None:
 
 
 def _route_all(module: nn.Module, places: Sequence[tuple[Use, ...]]) -> list[Route]:
-    """Without patterns."""
+    """Routes by the layers alone, without patterns."""
     known, guessed = find_output_heads(module)
     routes = [_route_parameter(uses, known) for uses in places]
     if guessed is not None:
@@ -71,7 +71,7 @@ def _route_all(module: nn.Module, places: Sequence[tuple[Use, ...]]) -> list[Rou
 
 
 def route_named(parameters: Mapping[str, nn.Parameter], options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:
-    """As :func:`route_module` when no module is at hand: by shape, then by the patterns."""
+    """Routes as in :func:`route_module`, but without a module: by shape, then by the patterns."""
     owner = nn.Module()
     places = [
         (Use(name=name, attribute=name.rsplit(".", 1)[-1], owner=owner, path=(("", owner),), parameter=parameter),)
@@ -146,7 +146,7 @@ def _apply_patterns(
 
 
 def _ask_fused(route: Route) -> Route:
-    """The route, with a question in its reason where the name says that several matrices lie in the weight."""
+    """The route, with the question "fused?" in its reason if the name suggests several matrices in one weight."""
     if route.kind != "matrix" or not _FUSED_NAME.search(route.name.removesuffix(".weight").rpartition(".")[2]):
         return route
     return replace(route, reason=f"{route.reason}; fused? see fused=")
@@ -247,7 +247,7 @@ def routing_rows(rows: Sequence[Row]) -> list[tuple[str, ...]]:
 
 
 def routing_totals(rows: Sequence[Row]) -> list[str]:
-    """How many tensors and parameters each optimizer has."""
+    """Lines that say how many tensors and parameters each optimizer has."""
     sizes: dict[str, list[int]] = {title: [] for title in (*_TITLES.values(), "frozen")}
     for route, shape, frozen in rows:
         sizes["frozen" if frozen else _TITLES[route.algorithm]].append(math.prod(shape))
@@ -260,7 +260,7 @@ def routing_totals(rows: Sequence[Row]) -> list[str]:
 
 
 def _common(texts: Sequence[str]) -> str:
-    """The texts, which differ in numbers only, as one with ``*`` for the numbers that differ."""
+    """Merge texts that differ in numbers only, with ``*`` for the numbers that differ."""
     # The separators are equal in all texts, so the numbers stand at the same odd positions.
     columns = zip(*(re.split(r"(\d+)", text) for text in texts), strict=True)
     return "".join(parts[0] if len(set(parts)) == 1 else "*" for parts in columns)

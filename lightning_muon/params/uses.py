@@ -1,4 +1,4 @@
-"""Which modules hold which parameter: every place of every parameter, ties and shared modules included."""
+"""Finds the modules that hold each parameter: every place of it, ties and shared modules included."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Use:
     name: str  # Qualified name without the parts that wrappers add.
     attribute: str  # Name of the parameter inside `owner`.
     owner: nn.Module  # The module that holds the parameter.
-    path: Path  # From the root down to `owner`.
+    path: Path  # Path from the root down to `owner`.
     parameter: nn.Parameter
 
 

@@ -1,1 +1,1 @@
-"""Pipeline parallelism at run time: a model cut into stages, and the program of a schedule run over them."""
+"""Pipeline parallelism at run time: cuts a model into stages, and runs the program of a schedule over them."""

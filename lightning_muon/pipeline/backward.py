@@ -1,13 +1,13 @@
-"""Backward in two parts: the gradients of what a stage got first, and those of its weights when there is time.
+"""Backward in two parts: first the gradients of a stage's inputs, and those of its weights when there is time.
 
 For ``tanh(x @ w.t())`` autograd has the graph (each node leads to those that its gradients go to)::
 
     TanhBackward -> MmBackward -+-> AccumulateGrad of x
                                 +-> TBackward -> AccumulateGrad of w
 
-The first part runs what leads to x, TanhBackward and MmBackward. What does not, TBackward and the sum for w, is a
-:class:`Branch`; MmBackward, which leads into it, is its *joint*. The first part notes which gradient comes to the
-joint; the second one begins there and runs into the branch alone. Weights that are added up, or used twice, share a
+The first part runs the nodes that lead to x, TanhBackward and MmBackward. The others, TBackward and the sum for w, are
+a :class:`Branch`; MmBackward, which leads into it, is its *joint*. The first part stores the gradient that comes to the
+joint; the second one begins there and runs into the branch only. Weights that are added up, or used twice, share a
 branch with several joints.
 """
 
@@ -26,10 +26,10 @@ from torch.utils.checkpoint import GraphExecGroup
 
 @dataclass(eq=False)
 class Branch:
-    """Connected nodes that do not lead to what the stage got: what is left to do for some weights."""
+    """Connected nodes that do not lead to the inputs of the stage: the rest of the backward for some weights."""
 
     weights: list[Tensor] = field(default_factory=list)
-    # Nodes that lead to what the stage got, and into the branch, too; with the gradients that came to them.
+    # Nodes that lead both to the inputs of the stage and into the branch -> the gradients that came to them.
     joints: dict[Node, Sequence[Tensor | None]] = field(default_factory=dict)
     # Where outputs of the stage begin in the branch, with their gradients.
     roots: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Branch:
         starts += self.roots
         if not starts or not self.weights:
             return
-        # Hooks of tensors have changed these gradients already; and what comes from one joint to another counts in it.
+        # Hooks of tensors have changed these gradients already, and they include what comes from one joint to another.
         handles = [joint.register_prehook(partial(_replace, known)) for joint, known in self.joints.items()]
         try:
             edges, gradients = zip(*starts, strict=True)
@@ -58,7 +58,7 @@ class Branch:
 def backward_input(
     outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None, leaves: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], list[Branch]]:
-    """The gradients of ``leaves``, and what is left for :func:`backward_weight`.
+    """Compute the gradients of ``leaves``; return also the branches that are left for :func:`backward_weight`.
 
     ``outputs`` and ``leaves`` require gradients; ``gradients`` are those of the outputs, or ones.
     """
@@ -79,8 +79,8 @@ def backward_input(
 
 
 def backward_weight(branches: Sequence[Branch]) -> None:
-    """The other part of the backward, which adds to the gradients of all other leaves of the graph."""
-    # Between two joints of one branch lie joints of others, whose saved tensors must last, and be computed once more.
+    """Run the other part of the backward, which adds to the gradients of all other leaves of the graph."""
+    # Between two joints of a branch there may be joints of others, whose saved tensors must be kept for a further pass.
     apart: list[Branch] = []
     for branch in branches:
         if len(branch.joints) > 1:
@@ -93,7 +93,7 @@ def backward_weight(branches: Sequence[Branch]) -> None:
 
 
 def _find_branches(roots: Sequence[Node], wanted: set[Node]) -> tuple[dict[Node, Branch], dict[Node, Branch]]:
-    """The branch of each node that does not lead to the ``wanted`` ones, and of each joint."""
+    """Find the branch of each node that does not lead to the ``wanted`` ones, and of each joint."""
     on_way: set[Node] = set()
     # Nodes of branches, and joints, each with those that it leads to or that lead to it.
     neighbours: dict[Node, list[Node]] = {}

@@ -1,4 +1,4 @@
-"""One batch on its way through the stages of this rank: what each op of the program does."""
+"""Runs one batch through the stages of this rank: what each op of the program does."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ _Key = tuple[int, int]  # Stage and micro-batch.
 
 @dataclass(frozen=True)
 class Result:
-    """Of a step of training, the same on all ranks of the pipeline."""
+    """Result of a step of training, the same on all ranks of the pipeline."""
 
     total: Tensor  # Sum of the losses.
-    count: Tensor  # Of how many.
-    # Whether the loss, or a gradient of this rank or one with copies of its parameters, is NaN or Inf: a bool on the
-    # device, by which all of them skip the step.
+    count: Tensor  # Number of the losses.
+    # Whether the loss, or a gradient of this rank or of one with copies of its parameters, is NaN or Inf, so that all
+    # of them skip the step: a bool on the device.
     is_nonfinite: Tensor
-    has_gradients: bool = False  # Whether any rank had some before it.
+    has_gradients: bool = False  # Whether any rank had gradients before the step.
 
     @property
     def mean(self) -> Tensor:
-        """The loss of the batch."""
+        """The mean loss of the batch."""
         return self.total / self.count.clamp(min=1)
 
 
 @dataclass
 class BatchRun:
-    """One batch on its way."""
+    """The state of one batch that runs through the stages."""
 
     runtime: PipelineRuntime
     pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
     is_training: bool
     factor: Callable[[Tensor], Tensor] = torch.ones_like
-    seed: int = 0  # Of dropout.
-    outputs: dict[int, Carry] = field(default_factory=dict)  # Of the last stage, by micro-batch.
-    # What a stage gets, as leaves of its graph, or on its way; and the same for the gradients of what it returns.
+    seed: int = 0  # Seed of dropout.
+    outputs: dict[int, Carry] = field(default_factory=dict)  # Outputs of the last stage, by micro-batch.
+    # Inputs of a stage, as leaves of its graph or still arriving; and the gradients of its outputs, likewise.
     _inputs: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
     _gradients: dict[_Key, Arriving | Sequence[Tensor]] = field(default_factory=dict)
-    # What backward needs: the leaves, and what was returned; and what the first part of a backward leaves.
+    # For backward: leaves and outputs of a forward; and the branches that the first part of a backward leaves.
     _graphs: dict[_Key, tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
     _weights: dict[_Key, Sequence[Branch]] = field(default_factory=dict)
     _sums: list[Tensor] = field(default_factory=list)
     _counts: list[Tensor] = field(default_factory=list)
     _loss: Arriving | None = None
     _summed: Tensor | None = None
-    _are_finite: list[Tensor] = field(default_factory=list)  # All gradients of ranks that sum those of copies.
+    _are_finite: list[Tensor] = field(default_factory=list)  # Whether all gradients are finite on ranks with copies.
 
     def run(self, ops: Sequence[Op]) -> None:
         """Run the ops of this rank."""
@@ -89,7 +89,7 @@ class BatchRun:
         for op in ops:
             if op.group:
                 self.runtime.batches.finish()
-                self.runtime.has_lost_messages = True  # If the run ends before its end.
+                self.runtime.has_lost_messages = True  # Until the end of the run, in case an exception ends it.
             if recorder is not None:
                 recorder.started(op)
             steps[op.kind](op)
@@ -110,17 +110,17 @@ class BatchRun:
                 unit.unshard(async_op=True)
 
     def _is_received(self, op: Op) -> bool:
-        """Whether it is a message to this rank, which ends when somebody needs it: gloo tells nobody before."""
+        """Whether an op is a message to this rank; it ends when it is waited for, since gloo reports no end before."""
         is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
         return is_message and op.group[1] == self.runtime.group.rank
 
     def _recorded(self, op: Op, message: Arriving) -> Arriving:
-        """The message; a recorder is told when it has been taken."""
+        """The message, which tells the recorder, if any, when it has been waited for."""
         recorder = self.runtime.recorder
         return message if recorder is None else message._replace(then=partial(recorder.ended, op))
 
     def _wait_for(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors that an op takes, once they are there. For a recorder it begins then: to wait is no work."""
+        """Wait for the tensors that an op takes. For a recorder the op begins afterwards: waiting is no work."""
         if not isinstance(tensors, Arriving):
             return tensors
         present = tensors.wait()
@@ -129,14 +129,14 @@ class BatchRun:
         return present
 
     def result(self) -> Result:
-        """When the gradients are reduced; local."""
+        """The result, to be read when the gradients are reduced; local."""
         total, count = self._totals
         are_finite = torch.stack([total.isfinite(), *self._are_finite]).all()
         return Result(total, count, are_finite.logical_not())
 
     @property
     def _totals(self) -> Tensor:
-        """Sum of all losses, and of how many; waits for the message with them. Local."""
+        """Sum and number of all losses; waits for the message with them. Local."""
         if self._summed is None:
             if self._loss is not None:
                 (self._summed,) = self._loss.wait()
@@ -145,7 +145,7 @@ class BatchRun:
         return self._summed
 
     def _shapes(self, microbatch: int) -> tuple[Any, ...]:
-        """What decides about the sizes of messages: equal on all ranks, which have the same batch."""
+        """Key that determines the sizes of messages; equal on all ranks, which have the same batch."""
         return (
             self.is_training,
             self.runtime.batches.num_changes,
@@ -167,7 +167,7 @@ class BatchRun:
             if is_last and self.is_training:
                 output, count = model.loss(output, target)
                 self._sums.append(output.detach())
-                # A number is written by the device itself: to copy it there would make the host wait.
+                # A kernel writes a number on the device: a copy to it would make the host wait.
                 is_tensor = isinstance(count, Tensor)
                 self._counts.append(count.to(output.device) if is_tensor else output.new_full((), count))
         if is_last and not self.is_training:
@@ -180,11 +180,11 @@ class BatchRun:
         if runtime.rank_of.get(stage + 1) == runtime.group.rank:
             self._inputs[following] = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
         elif stage != runtime.last_stage and not self.is_training:
-            self._graphs[stage, microbatch] = (), tensors  # Until they are sent.
+            self._graphs[stage, microbatch] = (), tensors  # Kept until they are sent.
 
     @contextmanager
     def _random_numbers(self, stage: int, microbatch: int) -> Generator[None]:
-        """Of each rank, stage and micro-batch its own, as dropout needs them; local."""
+        """Context with random numbers, as for dropout, of its own for each rank, stage and micro-batch; local."""
         device = self.runtime.device
         seed = hash((self.seed, dist.get_rank(), stage, microbatch)) % 2**63
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -194,7 +194,7 @@ class BatchRun:
             yield
 
     def _send_or_receive_activation(self, op: Op) -> None:
-        """The message of what a forward returns."""
+        """Send or receive the outputs of a forward."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "activation", *self._shapes(microbatch))
         if sender == self.runtime.group.rank:
@@ -205,7 +205,7 @@ class BatchRun:
             self._inputs[stage + 1, microbatch] = self._recorded(op, self.runtime.link(sender).receive(key))
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
-        """Leaves and results that require gradients, and the gradients of the results, if they are not ones."""
+        """Leaves and outputs that require gradients, and the gradients of the outputs; ``None`` for ones."""
         stage, microbatch = op.items
         graph = self._graphs.pop((stage, microbatch))
         leaves, outputs = ([each for each in tensors if each.requires_grad] for tensors in graph)
@@ -220,7 +220,7 @@ class BatchRun:
 
     def _backward_input(self, op: Op) -> None:
         stage, microbatch = op.items
-        if stage == 0:  # No rank waits for gradients of its inputs: the whole backward is done with the other part.
+        if stage == 0:  # No rank waits for gradients of its inputs: the other part does the whole backward.
             return
         leaves, outputs, gradients = self._take_graph(op)
         found: Sequence[Tensor | None] = [None] * len(leaves)
@@ -240,7 +240,7 @@ class BatchRun:
                 accumulate_gradients(root)
 
     def _keep_gradients(self, op: Op, leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-        """Gradients of what a stage got are those of what the stage before returned."""
+        """Keep the gradients of a stage's inputs as those of the previous stage's outputs."""
         stage, microbatch = op.items
         if stage > 0:
             pairs = zip(leaves, found, strict=True)
@@ -249,7 +249,7 @@ class BatchRun:
             ]
 
     def _send_or_receive_gradient(self, op: Op) -> None:
-        """The message of the gradients of what a stage got."""
+        """Send or receive the gradients of a stage's inputs."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "gradient", *self._shapes(microbatch))
         if sender == self.runtime.group.rank:
@@ -287,7 +287,7 @@ class BatchRun:
             for stage, parameter in parameters.items()
         }
         others = sorted({runtime.rank_of[stage] for stage in stages} - {runtime.group.rank})
-        if others and not self._are_finite:  # The last ops of a rank: all of its gradients are there.
+        if others and not self._are_finite:  # These are the last ops of a rank, so all of its gradients are there.
             self._are_finite.append(self._has_finite_gradients())
         found = dict(gradients)
         arriving: dict[int, Arriving] = {}
@@ -297,7 +297,7 @@ class BatchRun:
             empty.append(torch.empty_like(self._are_finite[0]))
             # A rank steps its copies only if the others step theirs.
             own_parts = [*(gradients[stage].clone() for stage in sorted(gradients)), self._are_finite[0]]
-            # The lower rank sends first: with NCCL two that both do wait for each other.
+            # The lower rank sends first: with NCCL, two ranks that both send first wait for each other.
             if runtime.group.rank < peer:
                 link.send_known(own_parts)
             arriving[peer] = link.receive_known(empty)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipeline have the same batch: found out before their first message."""
+"""Checks that the ranks of a pipeline have the same batch, before their first message."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")
-_NUM_COMPARED = 3  # Numbers of a batch: whether there is an error, shapes, and contents.
-_LEVEL = 8  # Other weights than those of the tensors: elements that change places between tensors must show.
+_NUM_COMPARED = 3  # Numbers that are compared: whether there is an error, hash of shapes, hash of contents.
+_LEVEL = 8  # Other weights than within tensors, so that elements that swap places between tensors change the hash.
 
 
 class BatchComparison:
     """Compares the batches of a pipeline in one small message in host memory, sent beside the first forward.
 
-    Shapes, and contents that lie in host memory, are compared before the ranks send each other anything. To look at
-    contents on another device at once would make the host wait for it; they are compared with the next batch, and those
-    of the last one by :meth:`compare_last`.
+    Shapes, and contents in host memory, are compared before the ranks send each other anything. A comparison of
+    contents on another device would make the host wait for it; they are compared with the next batch, and those of the
+    last one by :meth:`compare_last`.
 
     Args:
         group: The ranks of the pipeline. Collective over it; every rank must make one.
-        check: Raises if the facts of a batch, which are the same on all ranks, are wrong.
+        check: Raises if the facts of a batch, combined over all ranks, are wrong.
     """
 
     def __init__(self, group: AxisGroup, check: Callable[[Sequence[bool]], None] = lambda facts: None) -> None:
         self._host, self._check = host_group(group), check
-        self._unread: Callable[[], list[list[int]]] | None = None  # Fingerprint of the batch before, on a device.
+        self._unread: Callable[[], list[list[int]]] | None = None  # Fingerprint of the last batch, on a device.
         self._error: Exception | None = None
         self._tensors: list[Tensor] = []
         self._begun: tuple[dist.Work, Tensor] | None = None
@@ -42,10 +42,10 @@ class BatchComparison:
         self.num_changes = 0  # How often the first of the facts was true on any rank.
 
     def begin(self, cut: Callable[[], tuple[Any, _Result]], facts: Sequence[bool] = ()) -> _Result:
-        """Start to compare the first of what ``cut`` returns, and return the second; ``facts`` are for :meth:`finish`.
+        """Begin to compare the first result of ``cut``, and return the second; ``facts`` are for :meth:`finish`.
 
-        An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` where it did not happen. Collective over
-        the pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
+        An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` on ranks without it. Collective over the
+        pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
         """
         self._error, self._tensors, self._facts, results = None, [], list(facts), []
         try:
@@ -60,7 +60,7 @@ class BatchComparison:
         return results[0]
 
     def finish(self) -> list[bool]:
-        """Raise on all ranks of the pipeline if they have different batches; waits for all of them the first time.
+        """Raise on all ranks of the pipeline if they have different batches; the first call waits for all of them.
 
         Returns which facts of this batch are true on any of the ranks.
         """
@@ -87,13 +87,13 @@ class BatchComparison:
         )
 
     def compare_last(self) -> None:
-        """Compare what could not be read yet of the last batch. Collective over the pipeline; every rank must call."""
+        """Compare device contents of the last batch. Collective over the pipeline; every rank must call it."""
         if self._unread is not None:
             self.begin(lambda: ((), None))
             self.finish()
 
     def forget(self) -> None:
-        """Begin anew, for another run; local, on all ranks."""
+        """Reset for another run; local, on all ranks."""
         self._unread = self._begun = self._error = None
         self._tensors = []
 
@@ -118,6 +118,6 @@ class BatchComparison:
 
 
 def _fingerprint(tensors: Sequence[Tensor]) -> Tensor:
-    """A number, int64 on their device, that differs between different contents but for one case in 2^60 or so."""
+    """A hash, int64 on their device, that is equal for different contents in about one case in 2^60 only."""
     device = next((each.device for each in tensors if each.device.type != "cpu"), tensors[0].device)
     return checksum(torch.stack([checksum(each).to(device) for each in tensors]), level=_LEVEL)

@@ -1,4 +1,4 @@
-"""Which parts of a model are which stage, and the removal of those of other ranks."""
+"""Cuts a model: chooses the parts of each stage, and removes those of other ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
 from lightning_muon.pipeline.pp_plan import PPPlanModel
 from lightning_muon.sharding.outputs import map_tensors
 
-_SLACK = 0.05  # Of the slowest stage, for less memory in the largest one; a bubble is more than that.
+_SLACK = 0.05  # How much slower the slowest stage may be, to save memory in the largest one; a bubble is more.
 
 
 class Absent(nn.Module):
-    """In the place of a module of another stage: returns the hidden states as they are."""
+    """Stands for a module of another stage: returns the hidden states unchanged."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -35,16 +35,16 @@ class Absent(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The first argument, the hidden states; 0 for what would look positions up in a table."""
+        """Return the first argument, the hidden states; 0 if it holds integers, as for a table of positions."""
         hidden: Tensor = args[0] if args else next(iter(kwargs.values()))
         return hidden if hidden.is_floating_point() else torch.zeros((), device=hidden.device)
 
 
 def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str] | None = None) -> list[list[Part]]:
-    """The parts of each stage: as ``first_parts`` says, the first one of each, or as :func:`cut_by_costs`; local.
+    """The parts of each stage, from ``first_parts``, the first one of each, or by :func:`cut_by_costs`; local.
 
-    Costs are FLOPs of a forward (see :func:`measure_flops`) and numbers of parameters. Without FLOPs those are taken to
-    follow the number of elements in matrices, embeddings (which are looked up) apart: twice that for each token.
+    Costs are FLOPs of a forward (see :func:`measure_flops`) and numbers of parameters. If FLOPs cannot be measured,
+    they are taken as proportional to the elements of matrices, without embeddings (which are looked up).
 
     Raises:
         ValueError: If there are fewer parts than stages, or no such parts in this order.
@@ -76,10 +76,10 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
 
 
 def cut_by_costs(seconds: Sequence[float], memory: Sequence[float], num_stages: int) -> list[int]:
-    """Where runs of parts begin; none is empty. All parts take time and memory, in any units.
+    """Indices at which runs of parts begin; none is empty. All parts take time and memory, in any units.
 
-    Of all cuts whose slowest stage takes at most 5 % longer than in the best one, that whose largest stage needs least
-    memory: all stages wait for the slowest one, and a rank that has memory left gains nothing by it.
+    Of all cuts whose slowest stage takes at most 5 % longer than in the best one, take that whose largest stage needs
+    least memory: all stages wait for the slowest one, and a rank that has memory left gains nothing by it.
     """
     slowest, _ = _lowest_peak(seconds, num_stages)
     return _lowest_peak(memory, num_stages, seconds, (1 + _SLACK) * slowest)[1]
@@ -88,12 +88,12 @@ def cut_by_costs(seconds: Sequence[float], memory: Sequence[float], num_stages: 
 def _lowest_peak(
     costs: Sequence[float], num_stages: int, limited: Sequence[float] = (), limit: float = math.inf
 ) -> tuple[float, list[int]]:
-    """Largest cost of a run, and starts of the runs, where it is lowest, and no run has more of ``limited`` than this.
+    """Lowest largest cost of a run, and starts of the runs, if no run has more of ``limited`` than ``limit``.
 
-    Of several the one with the shortest first runs.
+    Of several such cuts, take the one with the shortest first runs.
     """
     total, of_limited = ([0, *accumulate(each or [0] * len(costs))] for each in (costs, limited))
-    # (cost of the largest run, starts) of the parts up to each, in so many runs.
+    # (cost of the largest run, starts) of the first parts, for each number of these, in a growing number of runs.
     best: list[tuple[float, list[int]]] = [(math.inf, [])] * len(total)
     best[0] = -math.inf, []
     for _ in range(num_stages):
@@ -114,8 +114,8 @@ def _lowest_peak(
 def measure_flops(model: StagedModel) -> list[int] | None:
     """FLOPs of each part in a forward of :attr:`StagedModel.example`, counted on the meta device; local.
 
-    Takes no memory and changes nothing, not even random numbers: parts run as copies. Backward takes about twice as
-    much of each. ``None`` without an example, or if a forward looks at values, of which there are none.
+    Takes no memory and changes nothing, not even random numbers: parts run as copies. A backward takes about twice as
+    many. ``None`` without an example, or if a forward reads values, which the meta device does not have.
     """
     if model.example is None:
         return None
@@ -142,7 +142,7 @@ def measure_flops(model: StagedModel) -> list[int] | None:
                 module.register_forward_hook(partial(ends, index))
         with torch.no_grad(), torch.device("meta"), counter:
             copied.run(copied.parts, None, map_tensors(model.example, lambda _, each: _on_meta(each)))
-    except Exception:  # Whatever a forward does with numbers fails on tensors that have none.
+    except Exception:  # A forward that reads values fails on the meta device.
         return None
     return flops if any(flops) else None
 
@@ -156,7 +156,7 @@ def _num_parameters(part: Part) -> int:
 
 
 def matrices_of(part: Part) -> list[nn.Parameter]:
-    """What is multiplied with activations: all parameters of two and more dimensions that are looked up in no table."""
+    """Parameters that are multiplied with activations: all of two and more dimensions, except those of embeddings."""
     return [
         parameter
         for module in part.modules
@@ -173,7 +173,7 @@ def check_plain(module: nn.Module) -> None:
         where = f"{name or 'the model'} ({type(child).__name__})"
         if isinstance(child, FSDPModule):
             raise ValueError(f"{where} is sharded already; a pipeline shards its stages itself, so remove fully_shard")
-        # Its hooks take each part of a backward for the whole one (pytorch #144530).
+        # Its hooks take each part of a backward for the whole (pytorch #144530).
         if isinstance(child, DistributedDataParallel):
             raise ValueError(
                 f"{where} averages gradients itself; a pipeline does so for each stage, so give its module"
@@ -184,9 +184,9 @@ def check_plain(module: nn.Module) -> None:
 
 
 def check_outputs(module: nn.Module, model: StagedModel) -> None:
-    """Raise ``ValueError`` if the forward of a model, run on each stage, computes something else than on one. Local.
+    """Raise ``ValueError`` if a model run stage by stage computes something else than as a whole. Local.
 
-    Each part is a stage, of a few tokens in evaluation mode. Takes time only for models that no test has seen.
+    Each part is run as a stage, with a few tokens in evaluation mode; only for models that no test of ours covers.
     """
     if not isinstance(model, PPPlanModel) or model.is_known:
         return
@@ -214,7 +214,7 @@ def check_outputs(module: nn.Module, model: StagedModel) -> None:
 
 @torch.no_grad()
 def _difference(model: PPPlanModel, inputs: Any) -> str:
-    """How a small batch shows that stages are not the model; empty if they are."""
+    """Say how the outputs of stages and of the model differ for a small batch; empty if they do not."""
     if any(parameter.is_meta for parameter in model.root.parameters()):
         return "what they compute is unknown while the weights are on the meta device"
     if isinstance(model, LanguageModel):
@@ -236,12 +236,12 @@ def _difference(model: PPPlanModel, inputs: Any) -> str:
 
 def _are_close(found: Tensor, wanted: Tensor) -> bool:
     scale = float(wanted.nan_to_num().abs().max())
-    # Kernels that add in any order differ by a few roundings.
+    # Kernels that add in different orders differ by a few roundings.
     return torch.allclose(found, wanted, rtol=0, atol=10 * torch.finfo(wanted.dtype).eps * scale, equal_nan=True)
 
 
 def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:
-    """Raise ``ValueError`` for parameters that belong to no part: no stage would train them. Local."""
+    """Raise ``ValueError`` for parameters that belong to no part, so that no stage would train them. Local."""
     inside = {parameter for part in parts for child in part.modules for parameter in child.parameters()}
     for name, parameter in module.named_parameters():
         if parameter not in inside:
@@ -252,7 +252,7 @@ def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def untie(parts: Sequence[Part]) -> list[list[tuple[Part, nn.Module, str]]]:
-    """Give each part a copy of its own of parameters that several parts share; the places of the copies. Local."""
+    """Give each part its own copy of parameters that several parts share; return the places of the copies. Local."""
     holders: dict[Tensor, list[tuple[Part, nn.Module, str]]] = {}
     for part in parts:
         for module in part.modules:
@@ -275,7 +275,7 @@ def untie(parts: Sequence[Part]) -> list[list[tuple[Part, nn.Module, str]]]:
 
 
 def free(parts: Collection[Part]) -> None:
-    """Free the parts of other ranks. Names of what is left do not change; local."""
+    """Free the parts of other ranks. Names of the remaining parameters do not change; local."""
     for part in parts:
         for parent, name in part.places:
             setattr(parent, name, Absent(parent.get_submodule(name)))
@@ -283,7 +283,7 @@ def free(parts: Collection[Part]) -> None:
 
 @contextmanager
 def only(parts: Mapping[int, Sequence[Part]], stage: int) -> Generator[None]:
-    """Let the parts of other stages of this rank return what they get; local."""
+    """Context in which the parts of this rank's other stages return their input; local."""
     hidden = [place for other, own in parts.items() if other != stage for part in own for place in part.places]
     present = [(parent, name, parent.get_submodule(name)) for parent, name in hidden]
     for parent, name, module in present:

@@ -1,4 +1,4 @@
-"""Tensors between two ranks of a pipeline, whose sizes travel once for each size of a micro-batch."""
+"""Sends tensors between two ranks of a pipeline; their sizes are sent once for each size of a micro-batch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_SIZES_BYTES = 4096  # Of the message that tells of sizes: room for some 100 tensors.
+_SIZES_BYTES = 4096  # Size of the message with sizes: enough for some 100 tensors.
 
 
 class Size(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """The facts that a receiver must know about a tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -26,17 +26,17 @@ class Link:
 
     Args:
         group: The ranks of the pipeline.
-        peer: The other rank, in the group.
-        device: Where messages lie.
+        peer: The other rank, by its number in the group.
+        device: Device of the messages.
     """
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = group, peer, device
         self._known: dict[Hashable, list[Size]] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # Tensors live until they have left.
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # Keeps tensors alive until they are sent.
 
     def send(self, tensors: Sequence[Tensor], key: Hashable) -> None:
-        """Send tensors; with a new ``key``, which the receiver must use too, their sizes first. Local."""
+        """Send tensors; for a new ``key``, which the receiver must use too, send their sizes first. Local."""
         sizes = [Size(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
         if key not in self._known:
             self._known[key] = sizes
@@ -58,7 +58,7 @@ class Link:
             self._sent.append((work, content))
 
     def receive(self, key: Hashable) -> Arriving:
-        """Take what the other rank sends with this key; waits only for sizes that are new."""
+        """Begin to receive what the other rank sends with this key; waits only for sizes of a new key."""
         if key not in self._known:
             octets = torch.empty(_SIZES_BYTES, dtype=torch.uint8, device=self._device)
             self.receive_known([octets]).wait()
@@ -68,12 +68,12 @@ class Link:
         return self.receive_known(empty, [size.requires_grad for size in sizes])
 
     def receive_known(self, into: Sequence[Tensor], requires_grad: Sequence[bool] | None = None) -> Arriving:
-        """Take tensors of known sizes; local."""
+        """Begin to receive tensors of known sizes; local."""
         works = [dist.irecv(tensor, group=self._group, group_src=self._peer) for tensor in into]
         return Arriving([work for work in works if work is not None], into, requires_grad or [False] * len(into))
 
     def finish(self) -> None:
-        """Wait until everything has left; local."""
+        """Wait until everything is sent; local."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
@@ -85,10 +85,10 @@ class Arriving(NamedTuple):
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]
     requires_grad: Sequence[bool]
-    then: Callable[[], None] | None = None  # Is called when somebody has waited for them.
+    then: Callable[[], None] | None = None  # Called after the wait for them.
 
     def wait(self) -> list[Tensor]:
-        """The tensors, as leaves of a new graph."""
+        """Wait for the tensors, and return them as leaves of a new graph."""
         for work in self.works:
             work.wait()
         if self.then is not None:

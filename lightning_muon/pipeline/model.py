@@ -1,4 +1,4 @@
-"""How a model is cut: as a language model of transformers, by its methods, or as what its kind says."""
+"""Finds how a model is cut: by its methods, as a language model of transformers, or by its kind."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from lightning_muon.pipeline.pp_plan import PPPlanModel, arguments_in, blocks_of
 # Causal language models that tests have shown to be cut exactly. Others are compared with their own forward first.
 CAUSAL_LMS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 ENCODER_DECODERS = ("mt5", "t5")
-# What an encoder-decoder is called with; "return_dict" is always true.
+# Arguments that an encoder-decoder takes; "return_dict" is always true.
 _TAKEN = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask", "return_dict")
 _EXAMPLE_LENGTH = 2048  # Tokens of a typical training, if the model takes so many: attention grows with it.
 _IGNORED = -100  # The label of a token that is not predicted, as everywhere in transformers.
 
 
 class LanguageModel(StagedModel):
-    """A language model of transformers: its batches, its loss, and what calls of it mean."""
+    """A language model of transformers: its batches, its loss, and the arguments and results of its calls."""
 
-    shift: int  # How many labels come before the one that the first position predicts.
-    _result: Any  # The class of what its forward returns.
+    shift: int  # Number of labels before the one that the first position predicts.
+    _result: Any  # Class of the result of its forward.
 
     def __init__(self, root: Any) -> None:
         self.root: Any = root
@@ -38,27 +38,27 @@ class LanguageModel(StagedModel):
         return type(self)(copy.deepcopy(self.root, memo))
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """The entries of a batch, and its labels."""
+        """Split a batch into its inputs and its labels."""
         if "labels" not in batch:
             raise KeyError(f"the batch has no labels, only {sorted(batch)}; for language models they are the input_ids")
         return self._inputs_and_labels(dict(batch))
 
     def split_by(self, method: Callable[[Any], tuple[Any, Any]], batch: Any) -> tuple[Any, Any]:
-        """What ``pipeline_step`` makes of a batch, with its inputs by name."""
+        """Split a batch by the user's ``pipeline_step``, and bind the inputs to argument names."""
         inputs, target = method(batch)
         args, kwargs = arguments_in(inputs)
         labels = {"labels": target} if isinstance(target, Tensor) else {}  # From which a decoder's inputs may follow.
         return self._inputs_and_labels(bound(self.root, args, kwargs) | labels)[0], target
 
     def loss(self, output: Carry, target: Any) -> Loss:
-        """Cross-entropy of each token that is predicted."""
+        """Sum of the cross-entropy of all predicted tokens, and their number."""
         labels = target[..., self.shift :].flatten()
         logits = output[..., : output.shape[-2] - self.shift, :].flatten(0, -2).float()
         total = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
         return total, (labels != _IGNORED).sum()
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """See the base class. Targets are the labels, and of how many losses the mean is wanted, if not of theirs."""
+        """See the base class. Targets are the labels, and the number of losses to divide by, or ``None`` for theirs."""
         inputs, labels = self._inputs_and_labels(bound(self.root, args, kwargs))
         return inputs, None if labels is None else (labels, kwargs.get("num_items_in_batch"))
 
@@ -71,7 +71,7 @@ class LanguageModel(StagedModel):
         return self._result(loss=total / (count if num_losses is None else num_losses), logits=output)
 
     def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """See the base class. A Trainer of transformers says how many losses all micro-batches of a step have."""
+        """See the base class. A Trainer of transformers gives the number of losses in all micro-batches of a step."""
         if vars(self).keys() & {"split", "loss"}:  # The methods of a user take other batches.
             return super().batch_of_call(args, kwargs)
         inputs, target = self.inputs_of_call(args, kwargs)
@@ -90,7 +90,7 @@ class LanguageModel(StagedModel):
         return inputs, inputs.pop("labels", None)
 
     def result_of_training(self, loss: Tensor) -> Any:
-        """The loss alone: the logits are on the ranks of the last stage."""
+        """The result with the loss only: the logits are on the ranks of the last stage."""
         return self._result(loss=loss, logits=None)
 
     def take_calls(self, run: Callable[..., Any]) -> None:
@@ -109,13 +109,13 @@ class CausalLM(LanguageModel, PPPlanModel):
         PPPlanModel.__init__(self, root)
         length = min(_EXAMPLE_LENGTH, getattr(root.config, "max_position_embeddings", _EXAMPLE_LENGTH))
         with torch.device("meta"):
-            # Without a mask that is whole, transformers looks at positions for sequences that were packed.
+            # Without a full mask, transformers looks at positions to find packed sequences.
             mask = torch.ones(1, 1, length, length, dtype=torch.bool)
             self.example = {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask}
 
     @property
     def is_known(self) -> bool:
-        """See the base class; not for a subclass, or a loss, of the user."""
+        """See the base class; ``False`` for a subclass, or a loss, of the user."""
         is_own = type(self.root).__module__.startswith("transformers.") and "_loss_function" not in vars(self.root)
         return is_own and self.root.config.model_type in CAUSAL_LMS
 
@@ -128,16 +128,16 @@ class CausalLM(LanguageModel, PPPlanModel):
 class EncoderDecoder(LanguageModel):
     """T5: the embeddings of both sides, the blocks of the encoder, those of the decoder, norm and head.
 
-    Hidden states travel with those of the other side, and with the position bias that the first block of a side makes
-    for all: embeddings of the decoder go past the encoder, so that only the first stage and the last have a copy of the
-    tied weight; then the output of the encoder goes along the decoder. Masks are made on every stage from the batch.
+    Hidden states are sent with those of the other side, and with the position bias that the first block of a side makes
+    for all. Embeddings of the decoder pass through the encoder stages, so that only the first stage and the last have a
+    copy of the tied weight; the output of the encoder passes through the decoder stages. Masks are made on every stage.
     """
 
     shift = 0
 
     def __init__(self, root: Any) -> None:
         super().__init__(root)
-        self._library: Any = sys.modules[type(root.encoder).__module__]  # Has what the forward of a stack takes.
+        self._library: Any = sys.modules[type(root.encoder).__module__]  # Has the functions that T5Stack.forward uses.
         self._result = self._library.Seq2SeqLMOutput
         stacks = (root.encoder, root.decoder)
         for stack in stacks:
@@ -180,7 +180,7 @@ class EncoderDecoder(LanguageModel):
         return values
 
     def _mask(self, stack: Any, hidden: Tensor, inputs: Any, encoded: Tensor | None = None) -> Tensor | None:
-        """As ``T5Stack.forward`` makes it: that of its own positions, or that of what the encoder has ``encoded``."""
+        """Make the mask as ``T5Stack.forward`` does: of the stack's own positions, or of the ``encoded`` ones."""
         if stack.is_decoder and encoded is None:
             padding = inputs.get("decoder_attention_mask")
             return self._library.create_causal_mask(stack.config, hidden, padding, past_key_values=None)
@@ -203,7 +203,7 @@ class EncoderDecoder(LanguageModel):
         return inputs, labels
 
     def take_calls(self, run: Callable[..., Any]) -> None:
-        """See the base class. ``generate`` calls the encoder first: its output are the tokens, which it keeps."""
+        """See the base class. ``generate`` calls the encoder first, which is made to return the tokens."""
         super().take_calls(run)
 
         @wraps(type(self.root.encoder).forward)
@@ -214,9 +214,9 @@ class EncoderDecoder(LanguageModel):
 
 
 def find_staged_model(module: nn.Module) -> StagedModel:
-    """How ``module`` is cut: by its methods, or as the model that it is or holds; local.
+    """Find how ``module`` is cut: by its methods, or as the model that it is or holds; local.
 
-    Such a model is a language model of transformers, an ``nn.Sequential``, or one with a ``_pp_plan``.
+    That model may be a language model of transformers, an ``nn.Sequential``, or one with a ``_pp_plan``.
 
     Raises:
         ValueError: If it is none of them; the message shows the methods to write.
@@ -260,7 +260,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _language_model(root: Any) -> LanguageModel | None:
-    """``root`` as one, if it is."""
+    """``root`` as a language model, if it is one."""
     config: Any = getattr(root, "config", None)
     if getattr(root, "get_output_embeddings", lambda: None)() is None or hasattr(root, "peft_config"):
         return None
@@ -270,5 +270,5 @@ def _language_model(root: Any) -> LanguageModel | None:
         raise LookupError(
             f"of encoder-decoders only {' and '.join(ENCODER_DECODERS)} need no methods, no {config.model_type}"
         )
-    # What transformers takes for a model whose name has no other loss.
+    # The loss type that transformers uses for a model whose name has no other.
     return CausalLM(root) if getattr(root, "loss_type", None) in (None, "ForCausalLM") else None

@@ -1,4 +1,4 @@
-"""What users choose of a pipeline, beside the number of its ranks."""
+"""The options of a pipeline, beside the number of its ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from lightning_muon.config import check_whole
 from lightning_muon.schedule.pipeline import Pipeline, find_schedule, make_order
 
-# Schedules that go there and back through the ranks, or round: each rank has several stages.
+# Schedules that visit each rank several times, in rounds or there and back, so that it has several stages.
 _STAGES_PER_RANK = {"interleaved_1f1b": 2, "zb_v": 2, "v_half": 2, "v_min": 2, "dual_pipe_v": 2}
 # The bubble of 1F1B is then at most a fifth of a step: (p - 1) / (m + p - 1).
 _MICROBATCHES_PER_RANK = 4
@@ -48,16 +48,16 @@ class PipelineOptions:
         make_order(self.pipeline_schedule, self.sizes(num_ranks, self.num_microbatches(num_ranks)))
 
     def own(self) -> dict[str, object]:
-        """All of them, by name."""
+        """All pipeline options by name."""
         return {name: getattr(self, name) for name in PipelineOptions.__dataclass_fields__}
 
     def num_microbatches(self, num_ranks: int) -> int:
-        """Of each batch."""
+        """Number of micro-batches of each batch."""
         auto = _MICROBATCHES_PER_RANK * num_ranks
         return auto if self.pipeline_microbatches == "auto" else self.pipeline_microbatches
 
     def sizes(self, num_ranks: int, num_microbatches: int) -> Pipeline:
-        """What the schedule is made for."""
+        """The sizes for which the schedule is made."""
         return Pipeline(num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=self.stages_per_rank)
 
     @property

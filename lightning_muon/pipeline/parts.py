@@ -1,4 +1,4 @@
-"""What a pipeline asks of a model: its parts in the order of forward, how a run of them is called, and its loss."""
+"""Base class of models in a pipeline: parts in the order of forward, how several are called, and the loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 Carry = Any
-"""What one part returns to the next one: a tensor, or a tuple of tensors."""
+"""What one part passes to the next one: a tensor, or a tuple of tensors."""
 Loss = tuple[Tensor, Tensor | int]
-"""The sum of the losses of a micro-batch, and how many it sums up."""
+"""The sum of the losses of a micro-batch, and their number."""
 
-# Of a module that says itself how it is cut.
+# Methods of a module that defines itself how it is cut.
 _METHODS = {
     "pipeline_parts": """\
     def pipeline_parts(self):  # modules in the order of forward; each gets what the one before returns
@@ -35,12 +35,12 @@ _METHODS = {
 class Part:
     """Modules that stay together, each with the module that holds it and its name there."""
 
-    name: str  # Of its first module in the model.
+    name: str  # Name of its first module in the model.
     places: tuple[tuple[nn.Module, str], ...]
 
     @property
     def modules(self) -> list[nn.Module]:
-        """They themselves."""
+        """The modules themselves."""
         return list(dict.fromkeys(parent.get_submodule(name) for parent, name in self.places))
 
 
@@ -48,20 +48,20 @@ class StagedModel(ABC):
     """A model as a sequence of parts; a stage is a run of them."""
 
     parts: Sequence[Part]
-    # What users call: during an evaluation its forward is that of the whole pipeline.
+    # The module that users call: during an evaluation its forward is that of the whole pipeline.
     root: nn.Module
-    example: Any = None  # Inputs of which the first part takes some, if they are known; their values do not matter.
+    example: Any = None  # Example inputs for the first part, if they are known; their values do not matter.
 
     @abstractmethod
     def copy(self, memo: dict[int, Any]) -> Self:
-        """Parts that are copies, for ``memo`` see ``copy.deepcopy``; its :meth:`run` is all that may be called."""
+        """Return a copy, of which only :meth:`run` may be called; for ``memo`` see ``copy.deepcopy``."""
 
     @abstractmethod
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """Call parts one after the other; ``carry`` is ``None`` for the first part of the model."""
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Inputs and targets of a batch of training: a pair, if nobody says how."""
+        """Split a batch of training into inputs and targets; by default it is such a pair."""
         if not isinstance(batch, tuple | list) or len(batch) != 2:
             raise TypeError(
                 f"a batch is a {type(batch).__name__}, no pair (inputs, targets); define\n{_METHODS['pipeline_step']}"
@@ -78,39 +78,39 @@ class StagedModel(ABC):
 
     @abstractmethod
     def result_of_call(self, output: Carry, target: Any) -> Any:
-        """What that call returns."""
+        """The result of that call."""
 
     def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """The batch of training of a call with gradients, and of how many losses the mean is wanted, if not of its own.
+        """The training batch of a call with gradients, and the number of losses to divide by, if it is given.
 
         Raises:
             RuntimeError: If the model does not compute its loss itself.
         """
         raise RuntimeError(
             f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
-            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) in the place of the "
+            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead of the "
             "model and of backward, and evaluate under torch.no_grad()"
         )
 
     def result_of_training(self, loss: Tensor) -> Any:
-        """What a call with gradients returns: the loss, unless a model wraps it."""
+        """The result of a call with gradients: the loss, unless a model wraps it."""
         return loss
 
     def take_calls(self, run: Callable[..., Any]) -> None:
-        """From now on ``run`` answers calls of :attr:`root`; local."""
+        """Let ``run`` answer calls of :attr:`root`; local."""
 
         @wraps(type(self.root).forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             return run(*args, **kwargs)
 
-        # What looks at the signature, as ``generate`` does, finds that of the model.
+        # Code that reads the signature, as ``generate`` does, finds that of the model.
         signature = inspect.signature(type(self.root).forward.__get__(self.root))
         forward.__signature__ = signature  # type: ignore[attr-defined]
         self.root.forward = forward
 
 
 class Chain(StagedModel):
-    """Modules each of which takes what the one before has returned."""
+    """Modules each of which takes the output of the previous one."""
 
     def __init__(
         self,
@@ -147,11 +147,11 @@ class Chain(StagedModel):
         return values
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """As ``pipeline_step`` says; without it a batch is a pair."""
+        """Split a batch by ``pipeline_step``; without it a batch is a pair."""
         return super().split(batch) if self._split is None else self._split(batch)
 
     def loss(self, output: Carry, target: Any) -> Loss:
-        """As ``pipeline_loss`` says."""
+        """The loss by ``pipeline_loss``."""
         return self._loss(output, target)
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ class Chain(StagedModel):
 
 
 def missing_methods(module: nn.Module, why: str, *names: str) -> ValueError:
-    """The error of a module that cannot be cut; it shows these methods to write, or all that are not there."""
+    """The error for a module that cannot be cut; it shows these methods to write, or all that are missing."""
     lines = "\n\n".join(
         text for name, text in _METHODS.items() if name in names or not (names or hasattr(module, name))
     )

@@ -18,24 +18,24 @@ _PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
 
 
 class PPPlanModel(StagedModel):
-    """A model through whose own forward one tensor goes, from part to part, as its ``_pp_plan`` or its children say.
+    """A model whose forward passes one tensor from part to part; ``_pp_plan`` or its children give the parts.
 
-    Every stage runs that forward, with all inputs. Modules of other stages return what they get; the first module of
-    the stage gets what the stage has received, and what would come to the first module of the next one is sent there.
-    So masks, positions, rotary embeddings, and what is done between two parts (embeddings are scaled, logits bounded),
-    are made on every stage. What comes to a part on another way than as its first argument must follow from the inputs.
+    Every stage runs that forward, with all inputs. Modules of other stages return their input; the first module of the
+    stage gets what the stage has received, and the input of the first module of the next stage is sent there. So masks,
+    positions, rotary embeddings, and operations between two parts (scaled embeddings, bounded logits) are computed on
+    every stage. All arguments of a part but the first must follow from the inputs.
 
     Raises:
         LookupError: If it is no such model.
     """
 
-    is_known = False  # Tests have shown that this holds for its kind.
+    is_known = False  # Whether tests have shown that this holds for its kind.
 
     def __init__(self, root: Any) -> None:
         self.root: Any = root
         self.parts = named_parts(root, _planned_places(root))
         self._forward: Callable[..., Any] = root.forward
-        self._result: Any = None  # The class of what its forward returns, and the name of what it has computed in it.
+        self._result: Any = None  # Class of the result of its forward, and the name of the output in it.
         self._output = ""
 
     def copy(self, memo: dict[int, Any]) -> Self:
@@ -48,7 +48,7 @@ class PPPlanModel(StagedModel):
         return self._tokens() if self.example is None and is_of_transformers else self.example
 
     def _tokens(self) -> dict[str, Tensor]:
-        """Two rows, one with padding."""
+        """Two rows of tokens, one with padding."""
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.root.config.vocab_size, (2, _PROBE_LENGTH), generator=generator)
         mask = torch.ones_like(tokens)
@@ -76,7 +76,7 @@ class PPPlanModel(StagedModel):
         return passed_on[0]
 
     def loss(self, output: Carry, target: Any) -> Loss:
-        """That of ``pipeline_loss``, which :func:`find_staged_model` puts here, or asks for."""
+        """Raise: :func:`find_staged_model` replaces this method by ``pipeline_loss``."""
         raise TypeError(f"a {type(self.root).__name__} does not say its loss; define pipeline_loss")
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ class PPPlanModel(StagedModel):
 
 
 def arguments_in(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional ones, and those by name."""
+    """Positional and named arguments in the inputs of a batch."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
@@ -107,7 +107,7 @@ def bound(root: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[
 
 
 class _Entrance(nn.Module):
-    """In the place of the first module of a stage, and as that: calls it with what the stage has received."""
+    """Wraps the first module of a stage: calls it with what the stage has received, and has its attributes."""
 
     def __init__(self, module: nn.Module, received: Tensor) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class _Entrance(nn.Module):
         return own[name] if name in own else getattr(own["module"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Its result. The hidden states are the first argument."""
+        """Return the module's result for the received tensor as first argument."""
         if args:
             return self.module(self.received, *args[1:], **kwargs)
         return self.module(**(kwargs | {next(iter(kwargs)): self.received}))
@@ -126,9 +126,9 @@ class _Entrance(nn.Module):
 
 @contextmanager
 def _stage_of_forward(model: Sequence[Part], stage: Sequence[Part], carry: Carry) -> Generator[list[Tensor]]:
-    """Let a forward of the whole model be that of a stage; the list gets what the next stage is to receive. Local.
+    """Context in which a forward of the model is that of a stage; the list gets the next stage's input. Local.
 
-    What belongs to other stages must be absent.
+    Modules of other stages must be absent.
     """
     passed_on: list[Tensor] = []
     with ExitStack() as stack:
@@ -140,7 +140,7 @@ def _stage_of_forward(model: Sequence[Part], stage: Sequence[Part], carry: Carry
             )
             stack.callback(handle.remove)
         if carry is not None:
-            # Embeddings that are absent: masks and positions follow from shape, type and device of what they return.
+            # For absent embeddings: masks and positions follow from shape, dtype and device of what they return.
             stack.callback(model[0].modules[0].register_forward_hook(lambda *_: torch.zeros_like(carry)).remove)
             parent, name = stage[0].places[0]
             module = parent.get_submodule(name)
@@ -150,18 +150,18 @@ def _stage_of_forward(model: Sequence[Part], stage: Sequence[Part], carry: Carry
 
 
 def _planned_places(root: Any) -> list[list[_Place]]:
-    """The places of each part: as ``_pp_plan`` of a model says, or the children of its base model."""
+    """The places of each part: by the ``_pp_plan`` of a model, or the children of its base model."""
     kind = f"a {type(root).__name__}"
     prefix = getattr(root, "base_model_prefix", None)
     base = getattr(root, prefix, root) if prefix else root
     above = "" if base is root else f"{prefix}."
     names = sorted(getattr(root, "_pp_plan", None) or (), key=lambda name: not name.startswith(above))
-    if len(names) < 2:  # That of transformers has the head first, and often nothing else.
+    if len(names) < 2:  # The plan of transformers has the head first, and often nothing else.
         if prefix is None or hasattr(root, "peft_config"):  # A PeftModel answers for the model inside.
             raise LookupError(
                 f"{kind} is no model of transformers, has no _pp_plan, and not the forward of nn.Sequential"
             )
-        # Dropout belongs to one place, too; what has only buffers (rotary) is everywhere.
+        # Dropout belongs to one stage, too; modules with buffers only (rotary) are on all stages.
         names = [
             f"{path}{name}"
             for path, parent in {above: base, "": root}.items()

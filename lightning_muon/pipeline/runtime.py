@@ -1,4 +1,4 @@
-"""Runs batches through the stages of this rank, op by op as the program of a schedule says."""
+"""Runs batches through the stages of this rank, op by op, by the program of a schedule."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from lightning_muon.sharding.weights import mesh_device
 
 
 class PipelineRuntime:
-    """The stages of this rank.
+    """Holds and runs the stages of this rank.
 
-    The constructor takes the parts of other ranks out of ``module``, in place; names of what is left stay. Parameters
+    The constructor removes the parts of other ranks from ``module``, in place; other names stay. Parameters
     that parts of several stages share become copies, whose gradients are summed. All methods are collective over
     ``group`` unless they are local; every rank must call them, with the same batch.
 
     Args:
         model: How ``module`` is cut.
-        module: Holds the model, and nothing beside it that trains.
-        options: With the name of the first part of each stage.
+        module: The module that holds the model, and nothing else that trains.
+        options: Options, with the name of the first part of each stage.
         group: The ranks of the pipeline.
-        device: Where messages lie.
+        device: Device of the messages.
     """
 
     def __init__(
@@ -62,24 +62,24 @@ class PipelineRuntime:
     ) -> None:
         self.model, self.group, self.device, self._options = model, group, device, options
         self._num_microbatches = options.num_microbatches(group.size)
-        self.root: Any = model.root  # What users call.
-        # Takes modules and a factor: makes of the gradients that backward passes have summed those of all data ranks.
+        self.root: Any = model.root  # The module that users call.
+        # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
         self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
-        # The methods of who trains it: forward and backward of a batch; and the same for a loss that has a backward.
+        # Methods of the engine that trains it: forward and backward of a batch; the same for a loss with a backward.
         self.run_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
         self.loss_of_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
-        # Of what the model returns, and its loss gets; as computed if None.
+        # Dtype of the model's output, also for its loss; as computed if None.
         self.output_dtype: torch.dtype | None = None
         pipeline = options.sizes(group.size, self._num_microbatches)
         self.rank_of = placement(make_order(options.pipeline_schedule, pipeline))
         stages = choose_stages(model, pipeline.num_stages, options.pipeline_split)
         check_parameters(module, model.parts)
         keep_routes(module)
-        # Of parameters that several stages have: the stages, and the places of the copies of this rank.
+        # For each parameter that several stages have: the stages, and the places of the copies on this rank.
         self.tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
-        self.copied_names: dict[str, str] = {}  # Of each copy on this rank -> of what it is a copy.
+        self.copied_names: dict[str, str] = {}  # Name of each copy on this rank -> name of its original.
         self._copy_tied_parameters(module, stages)
         self.stages: Mapping[int, list[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
@@ -88,12 +88,12 @@ class PipelineRuntime:
         self.last_stage = pipeline.num_stages - 1
         self.links: dict[int, Link] = {}
         self._programs = cache(self._make_program)
-        self.has_lost_messages = False  # Sent by a batch that an exception has ended, and taken by nobody.
+        self.has_lost_messages = False  # Whether an exception has ended a batch before all its messages were received.
         self.batches = BatchComparison(group, self._require_equal_copies)
-        self._are_trained: list[bool] = []  # The parameters of this rank, in the batch before.
+        self._are_trained: list[bool] = []  # Whether parameters of this rank were trained in the last batch.
 
     def _copy_tied_parameters(self, module: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
-        """Give each stage a copy of its own of what it shares with others; raises for one that would need two."""
+        """Give each stage its own copy of shared parameters; raise if a stage would need two of one."""
         stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
         names = {id(child): name for name, child in module.named_modules()}
         for places in untie([part for parts in stages for part in parts]):
@@ -114,20 +114,20 @@ class PipelineRuntime:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the parts of this rank, in the order of forward."""
+        """Modules of the parts of this rank, in the order of forward."""
         return [module for stage in sorted(self.stages) for module in self.modules_of(stage)]
 
     def modules_of(self, stage: int) -> list[nn.Module]:
-        """Those of one of its stages."""
+        """Modules of one of its stages."""
         return [module for part in self.stages[stage] for module in part.modules]
 
     def copies(self) -> set[Tensor]:
-        """Parameters of this rank that are copies of one of an earlier stage, which norms count."""
+        """Parameters of this rank that are copies of one of an earlier stage; norms count that one instead."""
         places = [(stages[0], stage, place) for stages, own in self.tied for stage, place in own.items()]
         return {getattr(*place) for first, stage, place in places if stage != first}
 
     def _make_program(self, num_microbatches: int, is_training: bool) -> list[Op]:
-        """The ops of this rank, of a program that was checked with those of all ranks; local."""
+        """Make and check the program of all ranks, and return the ops of this rank; local."""
         pipeline = self._options.sizes(self.group.size, num_microbatches)
         if not is_training:
             program = build_program(forward_only(pipeline, self.rank_of), pipeline)
@@ -138,7 +138,7 @@ class PipelineRuntime:
         return program[self.group.rank]
 
     def _order(self, pipeline: Pipeline) -> Order:
-        """That of the schedule; for a batch of too few rows for it, all forwards and then all backwards. Local."""
+        """The order of the schedule; if a batch has too few rows for it, all forwards, then all backwards. Local."""
         if pipeline.num_microbatches < self._num_microbatches:
             with suppress(ValueError):
                 order = make_order(self._options.pipeline_schedule, pipeline)
@@ -156,11 +156,11 @@ class PipelineRuntime:
         check: Callable[[], None] = lambda: None,
         has_gradients: bool = False,
     ) -> Result:
-        """Forward and backward of a batch, whose gradients are then reduced.
+        """Run forward and backward of a batch, and reduce its gradients.
 
-        ``factor`` takes the number of losses and returns what the gradients of their sum are multiplied by. What
-        ``check`` raises on some ranks is raised on all of the pipeline, and ``has_gradients``, of earlier batches, is
-        in the result if it is true on any. What is trained may have changed since the batch before.
+        ``factor`` takes the number of losses and returns the factor on the gradients of their sum. An error of
+        ``check`` is raised on all ranks of the pipeline, and ``has_gradients``, of earlier batches, is in the result if
+        it is true on any. Parameters may have been frozen, or unfrozen, since the last batch.
 
         Raises:
             ValueError: If the ranks have different batches; before any message.
@@ -173,19 +173,19 @@ class PipelineRuntime:
             return both, self._split(both)
 
         are_trained = [parameter.requires_grad for module in self.modules for parameter in module.parameters()]
-        # Others must know: of what a stage sends, what requires gradients follows from it.
+        # Other ranks must know, because it decides which sent tensors require gradients.
         has_changed, self._are_trained = are_trained != self._are_trained, are_trained
         copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.tied]
         trained, frozen = [any(each) for each in copies], [not all(each) for each in copies]
         pieces = self.batches.begin(cut, [has_changed, has_gradients, *trained, *frozen])
-        # By the generator that checkpoints save: a resumed run goes on with the same numbers.
+        # The seed comes from the generator that checkpoints save: a resumed run continues with the same numbers.
         run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
         with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
             run.run(self._programs(len(pieces), True))
         return replace(run.result(), has_gradients=self.batches.finish()[1])
 
     def _require_equal_copies(self, facts: Sequence[bool]) -> None:
-        """Raise if a copy of a parameter is frozen, and another one trained, on any of the ranks; alike on all."""
+        """Raise, alike on all ranks, if one copy of a parameter is frozen and another one trained."""
         trained, frozen = facts[2 : 2 + len(self.tied)], facts[2 + len(self.tied) :]
         for (stages, _), *is_either in zip(self.tied, trained, frozen, strict=False):
             if all(is_either):
@@ -196,10 +196,10 @@ class PipelineRuntime:
                 )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the whole model returns for a call of :attr:`StagedModel.root`, on every rank.
+        """Answer a call of :attr:`StagedModel.root` with the result of the whole model, on every rank.
 
-        With gradients that is the loss of a batch of training, and the schedule runs forward and backward; without, the
-        whole output.
+        With gradients enabled, the schedule runs forward and backward, and the result is the loss of a training batch;
+        without, it is the whole output.
         """
         if torch.is_grad_enabled():
             batch, num_losses = self.model.batch_of_call(args, kwargs)
@@ -227,7 +227,7 @@ class PipelineRuntime:
             )
 
     def _share(self, outputs: Sequence[Carry | None]) -> Carry:
-        """The rows of all micro-batches, which the rank of the last stage has, on every rank."""
+        """Send the rows of all micro-batches from the rank of the last stage to every rank, and return them."""
         source = self.rank_of[self.last_stage]
         if self.group.rank == source:
             columns = zip(*(output if isinstance(output, tuple) else (output,) for output in outputs), strict=True)
@@ -243,7 +243,7 @@ class PipelineRuntime:
         return tuple(whole) if described[1] else whole[0]
 
     def _split(self, value: Any) -> list[Any]:
-        """Micro-batches, whose sizes differ by at most one row."""
+        """Split a batch into micro-batches whose sizes differ by at most one row."""
         rows = next((each.shape[0] for each in tensors_in(value, set()) if each.ndim > 0), 0)
         if rows == 0:
             raise ValueError("a batch of a pipeline needs a tensor with rows, to be cut into micro-batches")
@@ -258,16 +258,16 @@ class PipelineRuntime:
         return [piece(index) for index in range(number)]
 
     def link(self, peer: int) -> Link:
-        """To another rank of the pipeline; local."""
+        """The link to another rank of the pipeline; local."""
         assert self.group.group is not None
         return self.links.setdefault(peer, Link(self.group.group, peer, self.device))
 
 
-_KEY = "lightning_muon_pipeline"  # Of a module that was cut.
+_KEY = "lightning_muon_pipeline"  # Attribute of a module that was cut: options and runtime.
 
 
 def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> PipelineRuntime:
-    """The stages of this rank, which a module keeps from its first training on. Collective over ``mesh``.
+    """Cut a module once, and return its runtime, which it keeps for later trainings. Collective over ``mesh``.
 
     Args:
         module: The model, or a LightningModule; loses the parts of other ranks.
@@ -275,7 +275,7 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
         mesh: All ranks, by (pipeline, replicate, shard).
 
     Raises:
-        ValueError: If it cannot be cut so, or was cut in another way before.
+        ValueError: If it cannot be cut in this way, or was cut in another one before.
     """
     group = axis_group(mesh, (0,))
     if (known := vars(module).get(_KEY)) is None:
@@ -289,31 +289,31 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
 
         everyone = axis_group(mesh, tuple(range(mesh.ndim)))
         model, first_parts = together(choose, [everyone])
-        # That of one rank: what was measured on the others may, in odd models, depend on the rank.
+        # Take the cut of one rank: in unusual models, the measured FLOPs may depend on the rank.
         chosen = from_arguments(PipelineOptions, vars(options) | {"pipeline_split": gather(first_parts, everyone)[0]})
         known = options, PipelineRuntime(model, module, chosen, group, mesh_device(mesh))
         vars(module)[_KEY] = known
     before, runtime = known
     if options.own() != before.own() or runtime.group.size != group.size:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
-    # What the ranks know of each other's messages: parameters may have been frozen since, or unfrozen.
+    # Forget the known sizes of messages: parameters may have been frozen or unfrozen since.
     runtime.links.clear()
     runtime.batches.forget()
     return runtime
 
 
 def is_stage(module: nn.Module) -> bool:
-    """Whether :func:`cut_once` has taken parts of other ranks out of it; local."""
+    """Whether :func:`cut_once` has removed parts of other ranks from a module; local."""
     return _KEY in vars(module)
 
 
 def runtime_of(stage: nn.Module) -> PipelineRuntime:
-    """What runs the stages of a module that was cut; local."""
+    """The runtime of a module that was cut; local."""
     return vars(stage)[_KEY][1]
 
 
 def forward_backward(model: nn.Module, batch: Any) -> Tensor:
-    """Forward and backward of a batch through all stages of a pipeline: what a loop calls in the place of both.
+    """Run forward and backward of a batch through all stages of a pipeline; a loop calls it instead of both.
 
     ``model`` was set up by Fabric or prepared by our Accelerator with ``pipeline_size`` of 2 or more. Gradients are
     ready for clipping and the step when it returns; the loss, the mean over the batch of this data rank, is the same on
@@ -342,10 +342,10 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def group_of(module: nn.Module) -> AxisGroup:
-    """The ranks of its pipeline; this one alone if ``module`` was not cut. Local."""
+    """The ranks of the pipeline of ``module``; only this rank if it was not cut. Local."""
     return runtime_of(module).group if is_stage(module) else ALONE
 
 
 def names_of_copies(module: nn.Module) -> dict[str, str]:
-    """Name of each parameter of this rank that is a copy -> its name in the stage before; local."""
+    """Name of each parameter of this rank that is a copy -> name of its original in an earlier stage; local."""
     return runtime_of(module).copied_names if is_stage(module) else {}

@@ -1,7 +1,7 @@
-"""Who computes what, how matrices lie on ranks, and how many elements each rank sends and receives for given owners.
+"""Chooses owners of matrices, and counts the elements that each rank holds, sends and receives.
 
-The gather: an owner takes pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
-every rank that is no owner gets its piece of the update from the only one. A rank's own piece never travels.
+The gather: an owner gets pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
+every rank that is no owner gets its piece of the update from the only owner. A rank never sends its own piece.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def assign_owners(
     loads: Sequence[Load],
     strategy: Assignment,
 ) -> list[Owners]:
-    """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks do already.
+    """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks have already.
 
     A matrix that lies on one rank alone stays there. ``"lpt"``: :func:`longest_first` bucket by bucket, then
     :func:`even_out` on the last ones. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
@@ -57,9 +57,10 @@ def assign_owners(
 def longest_first(
     costs: Sequence[int], sizes: Sequence[int], loads: list[Load], *, taken: Sequence[int]
 ) -> dict[int, int]:
-    """Job -> rank, for the jobs ``taken``: each, dearest first, to the rank with the least load; ``loads`` add up.
+    """Job -> rank: each job of ``taken``, most expensive first, goes to the rank with the least of ``loads``.
 
-    The largest load is within 4/3 of the optimum (Graham 1969, Bounds on multiprocessing timing anomalies).
+    ``loads`` is updated in place. The largest one is within 4/3 of the optimum (Graham 1969, Bounds on multiprocessing
+    timing anomalies).
     """
     heap = [(*load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -72,15 +73,15 @@ def longest_first(
     return owners
 
 
-# Buckets in which owners may change. In earlier ones, later buckets have evened the loads out already, and every
-# exchange makes the ranks of that bucket finish less at one time.
+# Number of last buckets in which owners may change. Loads of earlier ones are evened out by later buckets, and every
+# exchange makes the ranks finish a bucket at more different times.
 EVENED_BUCKETS = 4
-# Comparisons of two matrices, about half a second: plans for thousands of ranks stay quick.
+# Limit of comparisons of two matrices, about half a second, so that plans for thousands of ranks are quick.
 MOST_COMPARISONS = 1_000_000
 
 
 def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequence[int], loads: list[Load]) -> None:
-    """Relieve the busiest rank by the exchange that helps most, until none does; in place, alike on all ranks.
+    """Relieve the busiest rank by the exchange that helps most, until none helps; in place, alike on all ranks.
 
     A matrix goes to another rank, alone or in exchange for a cheaper one of its bucket; both ranks then have less to
     do.
@@ -89,7 +90,7 @@ def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequ
     while compared < MOST_COMPARISONS:
         busiest = max(range(len(loads)), key=lambda rank: (loads[rank][0], -rank))
         idlest = min(range(len(loads)), key=lambda rank: (loads[rank][0], rank))
-        # The larger load of both ranks afterwards, the bucket, the matrix, to which rank, and for which one, if any.
+        # The larger load of both ranks afterwards, bucket, matrix, its next rank, and the matrix in exchange, or -1.
         found: list[tuple[int, int, int, int, int]] = []
         for number, bucket in enumerate(owners):
             for matrix in [matrix for matrix, owner in bucket.items() if owner == busiest]:
@@ -140,14 +141,14 @@ class MatrixShards:
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
-    """What the planner must know of one matrix."""
+    """The facts about one matrix that the planner needs."""
 
     name: str  # Qualified name, for people.
     rows: int
     cols: int
     flops: int  # Cost of Newton-Schulz.
     shards: MatrixShards  # How it lies on the ranks of its exchange group.
-    # Elements of the wire that travel with it: values of its neurons that each rank holds, some on several ranks.
+    # Wire elements that are sent with it: values of its neurons that each rank holds, some on several ranks.
     neuron_shards: MatrixShards | None = None
     sums_pieces: bool = False  # Whether ranks need sums over its pieces, which lie on several of them.
 
@@ -158,7 +159,7 @@ class MatrixSpec:
 
     @property
     def travelling(self) -> list[tuple[MatrixShards, int]]:
-        """How everything lies that travels to the owner and back, and how many elements each replica has of it."""
+        """Shards of all that is sent to the owner and back, each with its number of elements in a replica."""
         found = [(self.shards, self.numel)]
         if self.neuron_shards is not None and self.neuron_shards.by_replica:
             holders = next(iter(self.neuron_shards.by_replica.values()))
@@ -179,7 +180,7 @@ class Traffic:
 
 
 def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) -> Traffic:
-    """Count what the given matrices (index -> owners) cost each rank, without a look at pairs of ranks."""
+    """Count elements on each rank for the given matrices (index -> owners), without a loop over pairs of ranks."""
     replica_of = specs[0].shards.replica_of
     held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
     sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
@@ -195,7 +196,7 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
             num_owners[shards, replica] += times
             owned[owner] += numel
             gather_received[owner] += numel - own
-            # Below, ranks send all of their pieces and get all of their updates sent.
+            # Subtract own pieces: below, all pieces and all updates are counted as sent.
             gather_sent[owner] -= own
             received_within[owner] -= own
             if len(chosen) == 1:

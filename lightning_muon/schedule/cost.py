@@ -1,4 +1,4 @@
-"""How long an op takes: a machine in five numbers."""
+"""Cost model: a machine in five numbers, from which follows how long an op takes."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class CostModel:
         2.1
     """
 
-    flops_per_second: float  # Of large matrix products.
-    memory_bytes_per_second: float  # Of elementwise work.
+    flops_per_second: float  # Rate of large matrix products.
+    memory_bytes_per_second: float  # Rate of elementwise work.
     bandwidth: tuple[float, ...]  # Bytes per second that a rank can send, and at the same time receive.
-    op_seconds: float = 0.0  # What every compute op takes in addition, for example to launch its kernels.
-    latency_seconds: tuple[float, ...] = (0.0,)  # What every transfer takes in addition.
+    op_seconds: float = 0.0  # Time that every compute op takes in addition, for example to launch its kernels.
+    latency_seconds: tuple[float, ...] = (0.0,)  # Time that every transfer takes in addition.
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -43,7 +43,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """From what :func:`dataclasses.asdict` gives, or a JSON file; one number will do for a list of one."""
+        """Make a model from the dict of :func:`dataclasses.asdict` or of a JSON file; a number means a list of one."""
         arguments = {**values}
         for key in {"bandwidth", "latency_seconds"} & set(arguments):
             arguments[key] = tuple(arguments[key]) if isinstance(arguments[key], list | tuple) else (arguments[key],)
@@ -51,16 +51,16 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """From a JSON file, as ``lightning-muon trace`` writes it; a ``ValueError`` says what is wrong with it."""
+        """Read a JSON file, as ``lightning-muon trace`` writes it; a ``ValueError`` says what is wrong with it."""
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
 
     def with_links(self, leaves_machine: Sequence[bool]) -> Self:
-        """With a link for each axis of a mesh: the slowest one where its ranks are on several machines, or the fastest.
+        """Return the model with one link per mesh axis: the slowest for axes across machines, else the fastest.
 
-        On a machine with one kind of link all axes share that.
+        On a machine with one kind of link all axes share it.
         """
         if len(self.bandwidth) == 1:
             return self
@@ -69,12 +69,12 @@ class CostModel:
         return replace(self, bandwidth=bandwidth, latency_seconds=latency)
 
     def transfer_seconds(self, *axis_bytes: float) -> float:
-        """How long it takes to send so many bytes over each kind of link at the same time."""
+        """Seconds to send so many bytes over each kind of link at the same time."""
         sizes = tuple(map(round, axis_bytes))
         return self.seconds(Op(kind="", key="", rank=0, lane=TRANSFER, bytes=sum(sizes), axis_bytes=sizes))
 
     def seconds(self, op: Op) -> float:
-        """How long the op takes on its rank once it has begun.
+        """Seconds that the op takes on its rank once it has begun.
 
         Links work side by side, and the bytes of axes that share a link add up. A collective in which this rank moves
         nothing takes the latency of the fastest link.
@@ -89,7 +89,7 @@ class CostModel:
         slowest = len(self.latency_seconds) - 1
         waits = [self.latency_seconds[min(axis, slowest)] if size else 0.0 for axis, size in enumerate(by_axis)]
         last = min(len(self.bandwidth), len(by_axis)) - 1
-        # What is sent at the same time as something is received counts once, which the sum over all axes may not know.
+        # Bytes that are sent and received at the same time count once, in `op.bytes` but not in the sum over all axes.
         shared = sum(by_axis[last:]) if last else op.bytes or sum(by_axis)
         links = zip((*waits[:last], max(waits[last:])), (*by_axis[:last], shared), self.bandwidth, strict=False)
         return max(wait + size / bandwidth for wait, size, bandwidth in links if size)

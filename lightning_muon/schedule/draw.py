@@ -1,4 +1,4 @@
-"""Timelines as a picture: rows are ranks, boxes are ops (G[i] gather, C[i] Newton-Schulz, S[i] scatter, U[i] update).
+"""Draws timelines: rows are ranks, boxes are ops (G[i] gather, C[i] Newton-Schulz, S[i] scatter, U[i] update).
 
 Needs matplotlib, which is imported when something is drawn.
 """
@@ -50,15 +50,15 @@ _MOST_ROWS = 16  # More ranks than this are summarized.
 _WIDTH, _ROW_HEIGHT, _LEAST_PANEL, _TITLE_HEIGHT = 12.0, 0.34, 0.5, 0.42  # Inches.
 _CUT = 2.5  # The time axis ends with the longest timeline that is at most so many times as long as the shortest.
 _TRANSFERS, _ARITHMETIC = (0.06, 0.30), (0.38, 0.56)  # Top and height of the lanes in a row of height 1.
-_MOST_COLUMNS = 8  # Of the legend.
+_MOST_COLUMNS = 8  # Most columns of the legend.
 _LETTER_WIDTH = 4.4  # Points, at the size of the labels.
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str) -> None:
     """Draw timelines below each other on one time axis, cut off where one is far longer than the shortest.
 
-    Each rank is a row with two lanes, transfers above arithmetic. Of more than 16 ranks the busiest, the median and the
-    idlest are shown, beside the load of all of them. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
+    Each rank is a row with two lanes, transfers above arithmetic. If there are more than 16 ranks, the busiest, the
+    median and the idlest are shown, beside the load of all. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
     """
     rows = [rows_shown(timeline) for timeline in timelines.values()]
     has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
@@ -94,12 +94,12 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
 
 
 def style_of(kind: str) -> Style:
-    """How ops of a kind are drawn."""
+    """The style in which ops of a kind are drawn."""
     return _STYLES.get(kind, _OTHER)
 
 
 def rows_shown(timeline: Timeline) -> dict[int, str]:
-    """Rank -> label of its row: all of a few ranks; of many the busiest, the median and the idlest."""
+    """Rank -> label of its row: of all if there are few; else of the busiest, the median and the idlest."""
     ranks = sorted(timeline.spans)
     times = ([(span.op.name, span.start, span.end) for span in timeline.spans[rank]] for rank in ranks)
     first = next(times)
@@ -113,7 +113,7 @@ def rows_shown(timeline: Timeline) -> dict[int, str]:
 
 
 class _Axis:
-    """The time axis that all panels have in common, and the styles of what is on it."""
+    """The common time axis of all panels, and the styles that they use."""
 
     def __init__(self, end: float, share: float) -> None:
         self.end = end  # Milliseconds.
@@ -144,7 +144,7 @@ def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeli
 
 
 def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None:
-    """A box for each op, with its name if that fits."""
+    """Draw a box for each op, with its name if that fits."""
     boxes: dict[tuple[Style, tuple[float, float]], list[tuple[float, float]]] = {}
     for span in spans:
         start, width = 1e3 * span.start, 1e3 * (span.end - span.start)

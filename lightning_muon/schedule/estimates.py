@@ -1,4 +1,4 @@
-"""What pays on a given machine: shared owners, gathers during backward, sums inside each node."""
+"""Estimates what is faster on a given machine: shared owners, gathers during backward, sums inside each node."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _FLOPS_PER_BYTE = {"cuda": _H100.flops_per_second / _H100.bandwidth[-1], "cpu": 
 def sharing_pays(
     flops: int, wire_bytes: int, *, device_type: str, num_matrices: int, num_replicas: int, replica_ranks: int
 ) -> bool:
-    """Whether one owner for all R replicas beats one in each of them, if all N matrices are like this one.
+    """Whether one owner for all R replicas is faster than one in each, if all N matrices are like this one.
 
-    With S ranks in a replica, a rank computes ``m = max(1, N / S)`` matrices repeating and ``n = max(1, N / (R S))``
-    sharing, and sends each to R - 1 replicas: with speed F and bandwidth B sharing pays if ``(m - n) flops / F > n (R -
-    1) wire_bytes / B``. ``wire_bytes`` are of the whole matrix; unknown devices count as CUDA.
+    With S ranks in a replica, a rank computes ``m = max(1, N / S)`` matrices if replicas repeat the work. If they share
+    it, it computes ``n = max(1, N / (R S))`` and sends each to R - 1 replicas. With speed F and bandwidth B sharing is
+    faster if ``(m - n) flops / F > n (R - 1) wire_bytes / B``. ``wire_bytes`` are those of the whole matrix; unknown
+    devices count as CUDA.
     """
     shared = max(1.0, num_matrices / (num_replicas * replica_ranks))
     repeated = max(1.0, num_matrices / replica_ranks)
@@ -38,9 +39,9 @@ _BYTES_OF_CHECK = 2.5
 class PrefetchEstimate:
     """Predicted seconds of a step of one exchange group, after backward and without AdamW."""
 
-    in_step_seconds: float  # All gathers start in the step.
-    in_backward_seconds: float  # They start during backward; with the check.
-    check_seconds: float  # Of these, finding out whether what was sent is what the step would send.
+    in_step_seconds: float  # If all gathers start in the step.
+    in_backward_seconds: float  # If they start during backward; includes the check.
+    check_seconds: float  # Time of the check whether what was sent is what the step would send.
 
     @property
     def pays(self) -> bool:
@@ -48,7 +49,7 @@ class PrefetchEstimate:
         return self.in_backward_seconds < self.in_step_seconds
 
     def to_text(self) -> str:
-        """One sentence."""
+        """The estimate in one sentence."""
         where = "during backward" if self.pays else "in the step"
         return (
             f"gathers start {where}; predicted: {1e3 * self.in_step_seconds:.2f} ms if they start in the step, "
@@ -58,7 +59,7 @@ class PrefetchEstimate:
 
 
 def machine_of(device_type: str, *, is_between_machines: tuple[bool, bool]) -> CostModel:
-    """The rates of plans, alike on all ranks, by whether links within and between replicas leave a machine."""
+    """The preset for plans, alike on all ranks; ``is_between_machines``: for links within and between replicas."""
     return PRESETS["cpu" if device_type == "cpu" else "h100"].with_links(is_between_machines)
 
 
@@ -67,7 +68,7 @@ RankSeconds = Mapping[str, Mapping[str, float]]
 
 
 def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
-    """Seconds of one rank for the ops of its buckets and, as ``"check"``, to compare what was sent early."""
+    """Seconds of one rank for the ops of its buckets and, as ``"check"``, for the comparison with what was sent."""
     found = {kind: {op.key: machine.seconds(op) for op in ops if op.kind == kind} for kind in STEP_KINDS}
     found[OpKind.CHECK] = {
         op.key: _BYTES_OF_CHECK * op.bytes / machine.memory_bytes_per_second + len(op.items) * machine.op_seconds
@@ -78,7 +79,7 @@ def rank_seconds(ops: Sequence[Op], machine: CostModel) -> RankSeconds:
 
 
 def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
-    """What a step takes with and without early gathers, from what all ranks take; ``None`` if nothing is gathered.
+    """Estimate a step with and without early gathers, from the seconds of all ranks; ``None`` without gathers.
 
     With k buckets, and g, n, s the seconds of the gather, the arithmetic of the busiest rank, and the scatter of an
     average bucket, a step takes
@@ -89,18 +90,18 @@ def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
 
     Backward is taken to be long enough for all gathers, and to leave the links free for them.
     """
-    # In an order that is equal on all ranks, which must come to the same decision.
+    # In an order that is equal on all ranks, so that all come to the same decision.
     buckets = list(dict.fromkeys(key for rank in ranks for key in rank[OpKind.GATHER]))
     num_buckets = len(buckets)
     if not buckets:
         return None
 
     def slowest(kind: str) -> float:
-        """Mean over the buckets, each of which takes as long as on the slowest rank."""
+        """Mean over the buckets of the seconds on the slowest rank for each."""
         return sum(max(rank[kind].get(key, 0.0) for rank in ranks) for key in buckets) / num_buckets
 
     def busiest(kind: str) -> float:
-        """Of all buckets on the rank that takes longest."""
+        """Sum over all buckets on the rank that takes longest."""
         return max(sum(rank[kind].values()) for rank in ranks)
 
     gather, scatter, check = slowest(OpKind.GATHER), slowest(OpKind.SCATTER), busiest(OpKind.CHECK)
@@ -114,27 +115,27 @@ def estimate_prefetch(ranks: Sequence[RankSeconds]) -> PrefetchEstimate | None:
     )
 
 
-# With more than this part of the model on its way at a time, buffers count beside the weights, and the end of backward
-# has little to hide the last bucket behind.
+# Least number of buckets: with larger ones, buffers take much memory beside the weights, and the last bucket is hidden
+# behind little of backward.
 _LEAST_BUCKETS = 64
 Grid = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardExchange:
-    """One way, and what it costs in a step."""
+    """One way to exchange gradients and values over the shard axis, and its cost in a step."""
 
     grid: Grid  # For each node the ranks of the shard axis on it, if nodes sum first; empty: direct.
-    bucket_bytes: int  # Of gradients that travel together.
-    node_bytes: int  # That leave each node for others, gradients and new values together; mean over the nodes.
-    seconds: float  # Of the step's transfers and sums, one bucket after the other.
-    return_seconds: float  # Of these, the way of the new values back.
+    bucket_bytes: int  # Bytes of gradients that are sent together.
+    node_bytes: int  # Bytes that each node sends to others, gradients and new values together; mean over the nodes.
+    seconds: float  # Time of the step's transfers and sums, one bucket after the other.
+    return_seconds: float  # The part of it in which new values are sent back.
 
 
 def node_grid(nodes: Sequence[int]) -> Grid:
-    """For each node its ranks, by the node of each rank; empty unless several nodes have several ranks, equally many.
+    """The ranks of each node, from the node of each rank; empty unless several nodes have several, equally many ranks.
 
-    The ranks of equal place must be in the order of the nodes, so that every rank adds up the nodes in the same order.
+    Ranks of equal place must be in the order of the nodes, so that every rank adds up the nodes in the same order.
     """
     ranks: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
@@ -149,7 +150,7 @@ def node_grid(nodes: Sequence[int]) -> Grid:
 def shard_exchanges(
     nodes: Sequence[Sequence[int]], num_bytes: int, cost: CostModel, *, bucket_bytes: int, may_grow: bool
 ) -> list[ShardExchange]:
-    """The direct way, and the hierarchical one if there is one, with their best sizes of buckets; alike on all ranks.
+    """The direct way, and the hierarchical one if there is one, with their best bucket sizes; alike on all ranks.
 
     ``nodes`` has for each replica the node of each rank of its shard axis. ``may_grow``: buckets may be larger, where
     the shard axis of any replica spans several nodes.

@@ -1,4 +1,4 @@
-"""What has to wait for what in a program: dependencies, lanes, and communications of several ranks."""
+"""The graph of a program, of what waits for what: dependencies, lanes, and communications of several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightning_muon.schedule.program import Op, Program
 
-# An error names so many ops and says how many more there are.
+# Number of ops that an error names; it also says how many more there are.
 NAMED = 8
 
 
@@ -17,22 +17,22 @@ class GraphNode:
     """Ops that begin and end together: one op, or the ops of all ranks of a communication."""
 
     ops: list[int]  # The ops, as indices into `ops`.
-    num_members: int  # Number of ops there must be; the node never begins with fewer.
-    after: list[int]  # Nodes that wait for this one, as indices, each as often as it has reasons to.
+    num_members: int  # Number of ops it must have; the node never begins with fewer.
+    after: list[int]  # Indices of nodes that wait for this one, each once per dependency.
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
     """All ops of a program, and what they wait for."""
 
-    ops: list[Op]  # Of all ranks.
+    ops: list[Op]  # The ops of all ranks.
     nodes: list[GraphNode]
     node_of: list[int]  # Node of each op.
-    # For each op the ops of its rank that must end before: those of `deps`, and the one before in its lane.
+    # For each op, the ops of its rank that must end before it: those of `deps`, and the previous one in its lane.
     waits: list[list[int]]
 
     def order(self) -> Iterator[int]:
-        """Nodes, each behind all that it waits for; ends with a ``ValueError`` if some can never begin."""
+        """Yield nodes, each after all that it waits for; raise ``ValueError`` at the end if some can never begin."""
         missing = [node.num_members - len(node.ops) for node in self.nodes]
         for op, before in enumerate(self.waits):
             missing[self.node_of[op]] += len(before)
@@ -50,7 +50,7 @@ class Graph:
             raise ValueError(self._explain(done))
 
     def _explain(self, done: list[bool]) -> str:
-        """What the first op of each rank that cannot begin waits for."""
+        """Say what the first op of each rank that cannot begin waits for."""
         stuck = [op for op in range(len(self.ops)) if not done[self.node_of[op]]]
         firsts = list({self.ops[op].rank: op for op in reversed(stuck)}.values())[::-1]
         lines = [f"{where(self.ops[op])} waits for {self._reason(op, done)}" for op in firsts[:NAMED]]
@@ -66,7 +66,7 @@ class Graph:
 
 
 def build_graph(program: Program) -> Graph:
-    """Read off what waits for what; a ``ValueError`` says which names, dependencies or groups are wrong."""
+    """Build the graph; a ``ValueError`` says which names, dependencies or groups are wrong."""
     ops = [op for listed in program.values() for op in listed]
     nodes: list[GraphNode] = []
     node_of: list[int] = []

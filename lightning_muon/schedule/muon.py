@@ -1,4 +1,4 @@
-"""Front end: matrices -> the program of one ParallelMuon step, with the owner of every matrix."""
+"""Makes the program of one ParallelMuon step from matrices, with the owner of every matrix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 STATE_ITEMSIZE = 4
 # AdamW reads gradient, weight and two moments, and writes the last three.
 ADAMW_TENSORS = 7
-# Bytes that a rank sends each other one of its replica for a matrix whose update needs sums over all pieces.
+# Bytes that a rank sends to each other one of its replica for a matrix whose update needs sums over all pieces.
 SUMS_BYTES = 3 * 4  # |W|^2, <W, u> and |u|^2 in float32.
 
 
@@ -22,14 +22,14 @@ SUMS_BYTES = 3 * 4  # |W|^2, <W, u> and |u|^2 in float32.
 class MuonPlan:
     """Plan for the matrices of one exchange group, equal on all of its ranks but for the ranks in ``program``."""
 
-    # For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, but for the strategy
+    # For each matrix the ranks (in the group) that run Newton-Schulz for it, ascending. One, except with the strategy
     # `"redundant"`.
     owners: tuple[Owners, ...]
-    # The matrices of each bucket, in the order in which backward finishes them; those of a bucket travel together.
+    # The matrices of each bucket, in the order in which backward finishes them; those of a bucket are sent together.
     # Buckets of matrices that lie on one rank alone come first.
     buckets: tuple[tuple[int, ...], ...]
     flops: tuple[int, ...]  # Newton-Schulz load of each rank.
-    # For each rank that was asked for the ops of bucket after bucket: `STEP_KINDS`, without transfers of nothing.
+    # For each requested rank the ops of bucket after bucket: `STEP_KINDS`, without empty transfers.
     program: Program
 
 
@@ -43,10 +43,10 @@ def plan_step(
     key_prefix: str = "",
     ranks: Sequence[int] | None = None,
 ) -> MuonPlan:
-    """Assign owners and buckets of the matrices of one exchange group, which are in forward order; serial.
+    """Assign owners and buckets of the matrices of one exchange group, given in forward order.
 
     ``chunk_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
-    ``loads`` are what each rank has to do already; ``ranks`` are those whose ops to list, all by default.
+    ``loads`` are the earlier loads of each rank; ``ranks`` are those whose ops are listed, by default all.
     """
     num_ranks = len(specs[0].shards.replica_of)
     costs = [spec.flops for spec in specs]
@@ -134,7 +134,7 @@ def _around(
     key, rank = work.key, work.rank
 
     def transfer(kind: str, *moves: tuple[int, int]) -> Op:
-        """Of ``moves``, elements sent and received, within the replica and between replicas."""
+        """Op that sends ``moves``: elements sent and received, within the replica and between replicas."""
         sent, received = (sum(column) * itemsize for column in zip(*moves, strict=True))
         return Op(
             kind=kind,
@@ -156,7 +156,7 @@ def _around(
     ops = [Op(kind=OpKind.MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
     if has_gather:
         ops.append(transfer(OpKind.GATHER, (moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)))
-    # What came is read and the wholes are written; of the updates, what goes is read and written.
+    # The received pieces are read and the matrices written; the updates to be sent are read and written.
     work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
     ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
     if has_scatter:

@@ -1,4 +1,4 @@
-"""A schedule as data: what every rank does, in which order, and what must come before what."""
+"""Programs: the ops of every rank as data, their order, and their dependencies."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ TRANSFER = "transfer"
 TO_DEVICE = "to device"
 TO_HOST = "to host"
 
-# Phases, in their order. What belongs to backward and has not run when the step begins, runs then.
+# Phases, in their order. An op of backward that has not run when the step begins runs then.
 IN_BACKWARD = "in backward"
 IN_STEP = "in step"
 
 
 class Condition:
-    """Each holds for some keys in a step; equal on all ranks that share an op."""
+    """Conditions of ops: each holds for some keys in a step, the same on all ranks that share an op."""
 
     GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
     SENT = "sent"  # Some rank has sent the bucket during backward, so that all ranks do.
     VALID = "valid"  # The bucket was sent during backward, with what the step would send. Implies `SENT`.
-    # Whether the step may change anything is known only when `check` has waited for it: for a device, for example.
+    # Only after `check` has waited, for a device for example, it is known whether the step may change anything.
     DEFERRED = "deferred"
 
 
@@ -38,9 +38,9 @@ class OpKind:
     SUM_PIECES = "sum_pieces"
     EXCHANGE_SUMS = "exchange_sums"  # Bring these sums to the other ranks of the replica.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be thrown away.
+    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be dropped.
     EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
-    # Wait for what is not known yet: whether all gradients are finite, and what was sent during backward is valid.
+    # Wait until it is known whether all gradients are finite, and whether what was sent during backward is valid.
     CHECK = "check"
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
@@ -49,13 +49,13 @@ class OpKind:
     FETCH = "fetch"  # Copy the momenta of a bucket from the memory of the host to a buffer of the device.
     STORE = "store"  # Copy them back.
     EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
-    EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be thrown away.
+    EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be dropped.
     SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
 EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
-"""What runs during backward in the place of which op of the step."""
+"""Kind of an op during backward -> kind of the op of the step that it replaces."""
 STEP_KINDS = (
     *(OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER),
     *(OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS, OpKind.UPDATE),
@@ -67,9 +67,9 @@ STEP_KINDS = (
 class Op:
     """One step of one rank. Sizes are of this rank; an op never says how long it takes, a cost model does."""
 
-    kind: str  # What is done, for example `"gather"`. Programs are free to invent kinds.
+    kind: str  # What is done, for example `"gather"`. Programs may have kinds of their own.
     key: str  # Which one, for example the number of a bucket. `kind` and `key` name the op within its rank.
-    rank: int  # Who does it.
+    rank: int  # The rank that does it.
     cost: int = 0  # FLOPs.
     # Ops of one lane (`"compute"`, `"transfer"`, or a link of its own) run one after the other, in program order; the
     # lanes run side by side.
@@ -79,12 +79,12 @@ class Op:
     # and writes in memory beside its FLOPs.
     bytes: int = 0
     # `bytes` by kind of link, the fastest first, for links of different speed; for each of them what is sent or
-    # received, whichever is more. Empty where there is one kind of link.
+    # received, whichever is more. Empty if there is one kind of link.
     axis_bytes: tuple[int, ...] = ()
     memory: int = 0  # Bytes of the op's result, which live until the last op that depends on it has ended.
     items: tuple[int, ...] = ()  # Indices of what it works on, for example matrices.
-    # Ranks that take part in a communication. It begins when all of them have reached their op of this name. Empty for
-    # what a rank does alone.
+    # Ranks that take part in a communication. It begins when all of them have reached their op of this name. Empty if
+    # a rank does it alone.
     group: tuple[int, ...] = ()
     phase: str = IN_STEP  # When it runs: `IN_BACKWARD` or `IN_STEP`.
     # Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not run do not
@@ -94,7 +94,7 @@ class Op:
 
     @property
     def name(self) -> str:
-        """``kind[key]``: what ``deps`` refer to, and the name of the op in pictures and traces."""
+        """``kind[key]``: the name of the op in ``deps``, pictures and traces."""
         return f"{self.kind}[{self.key}]"
 
 
@@ -116,19 +116,19 @@ EVERY_KEY = EveryKey()
 
 
 def runs(op: Op, facts: Facts) -> bool:
-    """Whether an op runs in a step of which these facts are known."""
+    """Whether an op runs in a step with these facts."""
     return all(op.key in facts.get(name, ()) for name in op.when) and not any(
         op.key in facts.get(name, ()) for name in op.unless
     )
 
 
 def branch(program: Program, facts: Facts) -> Program:
-    """What of a program runs in a step of which these facts are known: ops without conditions."""
+    """The part of a program that runs in a step with these facts, as ops without conditions."""
     return without_absent({rank: [op for op in ops if runs(op, facts)] for rank, ops in program.items()})
 
 
 def without_absent(program: Program) -> Program:
-    """Ops that have run: they depend on nothing that has not, and have no conditions."""
+    """Remove dependencies on ops that are not in the program, and all conditions."""
     chosen: Program = {}
     for rank, ops in program.items():
         names = {op.name for op in ops}

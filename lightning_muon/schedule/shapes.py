@@ -1,4 +1,4 @@
-"""Files that list the parameters of a model: what ``lightning-muon plan`` needs instead of the model."""
+"""Shape files: they list the parameters of a model, so that ``lightning-muon plan`` does not need the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KINDS = get_args(ParameterKind)
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """What a parameter is to the optimizer."""
+    """How the optimizer treats a parameter."""
 
     name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
     # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (all but the last two dimensions count

@@ -1,4 +1,4 @@
-"""When every op of a program begins and ends, on a machine described by a cost model."""
+"""Simulates when every op of a program begins and ends, on a machine described by a cost model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_muon.schedule.program import COMPUTE, Op, Program
 
 
 class Clock(Protocol):
-    """What says how long an op takes: a :class:`~.cost.CostModel`, or measured seconds."""
+    """Gives the time of an op: a :class:`~.cost.CostModel`, or measured seconds."""
 
     def seconds(self, op: Op) -> float:
-        """Once it has begun."""
+        """Seconds that an op takes once it has begun."""
         ...
 
 
@@ -33,9 +33,9 @@ class Span(NamedTuple):
 class RankSummary:
     """How one rank spent the time of the program."""
 
-    compute_seconds: float  # The compute lane was busy.
-    transfer_seconds: float  # A transfer was running; waiting for another rank does not count.
-    exposed_seconds: float  # A transfer was running and the compute lane was idle.
+    compute_seconds: float  # Time in which the compute lane was busy.
+    transfer_seconds: float  # Time in which a transfer was running; waiting for another rank does not count.
+    exposed_seconds: float  # Time in which a transfer was running and the compute lane was idle.
     # Most bytes of results at one time; a result lives from the start of its op to the end of its last user.
     peak_bytes: int
 
@@ -53,7 +53,7 @@ class Timeline:
 
     @cached_property
     def ranks(self) -> dict[int, RankSummary]:
-        """What became of each rank's time."""
+        """Summary of each rank's time."""
         # Ranks that do the same may share one list.
         distinct = {id(spans): spans for spans in self.spans.values()}
         found = {number: _summary(spans, self.makespan) for number, spans in distinct.items()}
@@ -87,15 +87,15 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """Of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max((each.peak_bytes for each in self.ranks.values()), default=0)
 
 
 def simulate(program: Program, cost_model: Clock, graph: Graph | None = None) -> Timeline:
-    """Run the program on paper; a communication begins when all ranks are there, and takes as long as the slowest.
+    """Simulate the program; a communication begins when all of its ranks have reached it, and takes its slowest time.
 
-    Takes time in the number of ops and dependencies; ``graph`` is that of the program, if it is known. Raises a
-    ``ValueError`` where ops wait for each other.
+    Takes time linear in the number of ops and dependencies; ``graph`` is that of the program, if it is known. Raises a
+    ``ValueError`` if ops wait for each other.
     """
     graph = graph or build_graph(program)
     start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
@@ -111,12 +111,12 @@ def simulate(program: Program, cost_model: Clock, graph: Graph | None = None) ->
 
 
 def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
-    """Keep one rank of those that do the same all the time; also returns, for each rank, the one that does the same.
+    """Keep one of the ranks that have equal ops; return also, for each rank, the one that stands for it.
 
-    Thousands of ranks are simulated quickly then, with the same timeline, since equal ranks run at equal times.
+    Then thousands of ranks are simulated quickly, with the same timeline, since equal ranks run at equal times.
     """
     first_like: dict[object, int] = {}
-    # Groups are compared by identity: those of thousands of ranks are too long, and ops of one program share them.
+    # Groups are compared by identity: those of thousands of ranks are long, and ops of one program share them.
     like = {
         rank: first_like.setdefault(
             tuple((op.name, op.cost, op.lane, op.deps, op.bytes, op.axis_bytes, op.memory, id(op.group)) for op in ops),
@@ -139,7 +139,7 @@ def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:
     return RankSummary(
         compute_seconds=compute_seconds,
         transfer_seconds=transfer_seconds,
-        # Not below or above what is possible, whatever is rounded.
+        # Clamped, because rounding may give impossible values.
         exposed_seconds=min(max(_covered(spans) - compute_seconds, 0.0), transfer_seconds),
         peak_bytes=_peak_bytes(spans, makespan),
     )
@@ -154,7 +154,7 @@ def _peak_bytes(spans: Sequence[Span], makespan: float) -> int:
     for op, begin, _ in spans:
         if op.memory:
             changes += [(begin, op.memory), (last_use.get(op.name, makespan), -op.memory)]
-    # What is freed at a time is free for what begins then: negative numbers sort first.
+    # Memory that is freed at a time is free for ops that begin then: negative numbers sort first.
     alive, most = 0, 0
     for _, change in sorted(changes):
         alive += change
@@ -163,7 +163,7 @@ def _peak_bytes(spans: Sequence[Span], makespan: float) -> int:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Seconds in which any of them ran."""
+    """Seconds in which any of the spans ran."""
     total, covered_until = 0.0, 0.0
     for _, start, end in sorted(spans, key=itemgetter(1)):
         total += max(0.0, end - max(start, covered_until))

@@ -1,7 +1,7 @@
-"""The last pass: everything that a rank runs in an optimizer step, in its order, with the branches of the step.
+"""The last pass: all ops that a rank runs in an optimizer step, in order, with the branches of the step.
 
 The program of a step is made here once, is checked by :func:`~.validate.check_step`, timed by
-:func:`~.simulate.simulate` (a :func:`~.program.branch` of it), and run as it is by
+:func:`~.simulate.simulate` (a :func:`~.program.branch` of it), and run unchanged by
 :class:`~lightning_muon.optim.matrix_step.MatrixStep`.
 """
 
@@ -34,13 +34,13 @@ _EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
 class AddedOps:
     """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
 
-    first: Sequence[Op] = ()  # In front of all others of their phase.
+    first: Sequence[Op] = ()  # Before all others of their phase.
     # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
     # op later in this list, so their order is kept.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
-    # Name of an op of the step -> what follows it.
+    # Name of an op of the step -> ops that follow it.
     after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
-    last: Sequence[Op] = ()  # Behind all others.
+    last: Sequence[Op] = ()  # After all others.
 
 
 NOTHING_ADDED = AddedOps()
@@ -51,9 +51,8 @@ def prefetch(program: Program, look_ahead: int) -> Program:
 
     Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
     Newton-Schulz and scatter of k, sums over pieces (if needed) and update of earlier buckets, momentum and gather of k
-    + look_ahead. With 0 the
-    program is left as it is: serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1
-    queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
+    + look_ahead. With 0 the program stays serial. With 1 only AdamW and updates overlap with transfers, since the
+    gather of k + 1 queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
     for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
@@ -62,21 +61,21 @@ def prefetch(program: Program, look_ahead: int) -> Program:
 
 
 def scatter_buffers_for(look_ahead: int) -> int:
-    """Scatter buffers that go with a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
+    """Number of scatter buffers for a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
     return max(2, look_ahead)
 
 
 def momentum_buffers_for(look_ahead: int) -> int:
-    """Buckets whose momenta are on the device at a time if they are kept on the host: until a bucket is updated."""
+    """Number of buckets whose momenta are on the device at a time, until their update, if the host keeps them."""
     return max(1, look_ahead) + scatter_buffers_for(look_ahead)
 
 
 def with_momenta_on_host(ops: Sequence[Op], look_ahead: int) -> list[Op]:
-    """Let the ops of a rank that need momenta find them on the device, and bring them back after the update.
+    """Add ops that fetch momenta from the host before ops that need them, and store them after the update.
 
-    The buffers of :func:`momentum_buffers_for` are used in turn: fetch k waits for store k - n. What is fetched may be
-    changed before the ``check``; only the store, behind the update, changes the state. Both run for every bucket, also
-    one without gradients, for which they do nothing, so that each wait holds for all earlier buckets in the lane, too.
+    The n = :func:`momentum_buffers_for` buffers are used in turn: fetch k waits for store k - n. Fetched momenta may
+    change before the ``check``; only the store, after the update, changes the state. Both run for every bucket, but do
+    nothing for one without gradients, so that each wait holds for all earlier buckets in the lane, too.
     """
     num_buffers, stores = momentum_buffers_for(look_ahead), list[str]()
     fetched: dict[str, str] = {}
@@ -111,7 +110,7 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     delay = scatter_buffers - 1
     stages = (
         (0, (OpKind.NEWTON_SCHULZ, OpKind.SCATTER)),
-        # In front of an older update, so that the sums are on their way meanwhile.
+        # Before an older update, so that the sums are sent while it runs.
         (min(1 - delay, -1), (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS)),
         (-delay, (OpKind.UPDATE,)),
         (look_ahead, (OpKind.MOMENTUM, OpKind.GATHER)),
@@ -129,7 +128,7 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
 
 
 def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, distance: int) -> dict[str, str]:
-    """Name of an op that fills a buffer -> name of the op that has to have emptied it."""
+    """Name of an op that fills a buffer -> name of the op that must have emptied it before."""
     return {
         later[kind].name: earlier[frees].name
         for earlier, later in zip(buckets, buckets[distance:], strict=False)
@@ -149,8 +148,8 @@ def step_program(
 
     - A bucket runs only if one of its parameters has a gradient.
     - A bucket of ``early`` is also in the backward phase; momentum and gather of the step run if what was sent is void.
-    - ``check`` comes in front of the first op that changes anything.
-    - AdamW runs while the first gathers travel, or behind a deferred check, or if gradients may be late (``is_late``).
+    - ``check`` comes before the first op that changes anything.
+    - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
 
     ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
@@ -182,7 +181,7 @@ def _early_ops(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
 
 
 def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
-    """The ops of matrices run for buckets with gradients, momentum and gather only if what was sent early is void."""
+    """Let ops of matrices run for buckets with gradients, momentum and gather only if what was sent early is void."""
     marked: list[Op] = []
     for op in ops:
         if op.kind != OpKind.ADAMW:
@@ -196,7 +195,7 @@ def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
 
 
 def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
-    """The ops with a ``check`` before the first one that changes anything, AdamW in its place or behind the check."""
+    """Add a ``check`` before the first op that changes anything; AdamW runs in its place, or after the check."""
     ordered, behind = list[Op](), list[Op]()
     for op in ops:
         if op.kind != OpKind.ADAMW:
@@ -212,7 +211,7 @@ def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
 
 
 def _merged(ops: Sequence[Op], added: AddedOps) -> list[Op]:
-    """The ops of a step with those of ``added.needed`` before, and of ``added.after`` behind the ones they are for."""
+    """Insert the ops of ``added.needed`` before the ops that need them, and of ``added.after`` after theirs."""
     merged: list[Op] = []
     needed, after = list(added.needed), dict(added.after)
     for op in ops:
@@ -220,7 +219,7 @@ def _merged(ops: Sequence[Op], added: AddedOps) -> list[Op]:
         merged += [each for each, _ in needed[:num_needed]]
         del needed[:num_needed]
         merged.append(op)
-        # Ops that only run without a deferred check have a copy behind it.
+        # Ops that only run without a deferred check have a copy after it.
         merged += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
     for op, names in needed:
         raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")

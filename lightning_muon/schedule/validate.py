@@ -1,4 +1,4 @@
-"""Refuse broken programs, by name of the op, before any rank runs them."""
+"""Checks of programs before any rank runs them; errors name the op."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from lightning_muon.schedule.program import (
 def validate(program: Program) -> None:
     """Check that a program, with all ranks of every group, can run; a ``ValueError`` names the op and its rank.
 
-    Names are unique, ``deps`` exist, results are used, and nothing waits for ever: all ranks of a communication come to
-    it, in one order.
+    Names must be unique, ``deps`` exist, results be used, and no op wait forever: all ranks of a communication must
+    reach it, in one order.
     """
     for ops in program.values():
         used = {name for op in ops for name in op.deps}
@@ -40,8 +40,8 @@ def validate(program: Program) -> None:
 def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
     """Check that a program of :func:`~.step.step_program` can run, and that each branch does what the plans say, once.
 
-    Where only some ranks are listed (not ``is_whole``), communications count as what a rank does alone: their order is
-    compared between ranks.
+    If only some ranks are listed (not ``is_whole``), communications count as ops of single ranks: their order is
+    compared between ranks elsewhere.
     """
     if is_whole:
         validate(program)
@@ -59,7 +59,7 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
 
 
 def _scenarios(program: Program) -> Iterator[Facts]:
-    """The branches that differ in what runs. Those with ops that are run in vain have nothing else."""
+    """Yield the facts of the branches that differ in their ops; void early ops run in addition to a known branch."""
     found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
     for sent in ([], [Condition.SENT, Condition.VALID]) if Condition.SENT in found else ([],):
         for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
@@ -67,7 +67,7 @@ def _scenarios(program: Program) -> Iterator[Facts]:
 
 
 def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
-    """Nothing changes before the check, and AdamW runs once."""
+    """Check that no op changes parameters before the check, and that AdamW runs once."""
     is_checked = not is_deferred
     for op in ops:
         is_checked = is_checked or op.kind == OpKind.CHECK
@@ -79,7 +79,7 @@ def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
 
 
 def _check_owners(plan: MuonPlan) -> None:
-    """Each matrix is in one bucket, and is orthogonalized once on each of its owners."""
+    """Check that each matrix is in one bucket, and is orthogonalized once on each of its owners."""
     if sorted(chain.from_iterable(plan.buckets)) != list(range(len(plan.owners))):
         raise ValueError(f"the buckets {plan.buckets[:NAMED]} must have each of {len(plan.owners)} matrices once")
     ops = [op for listed in plan.program.values() for op in listed if op.kind == OpKind.NEWTON_SCHULZ]
@@ -94,7 +94,7 @@ def _check_owners(plan: MuonPlan) -> None:
 
 
 def _take_off(ops: Sequence[Op], planned: dict[tuple[int, str], Op]) -> None:
-    """Take the ops of a rank off the list of what is planned; those of the backward phase are what they stand for."""
+    """Remove the ops of a rank from the planned ones; those of the backward phase count as the ops they replace."""
     stands_for = {op.name: f"{EARLY_KINDS.get(op.kind, op.kind)}[{op.key}]" for op in ops}
     for op in ops:
         if op.kind not in (*STEP_KINDS, *EARLY_KINDS):

@@ -1,1 +1,1 @@
-"""FSDP2: which modules are units, equal initial weights, gradients that all ranks agree on."""
+"""Sharding modes: FSDP2 units, equal initial weights, gradients that all ranks agree on, replicas, ZeRO-2."""

@@ -27,7 +27,7 @@ BucketBytes = int | Literal["auto"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """What users choose of how a model is sharded; each mode takes the options that mean something to it.
+    """The user's options of how a model is sharded; each mode takes those that it can honour.
 
     Args:
         wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
@@ -51,13 +51,13 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModeOptions(ShardingOptions):
-    """What a mode is told: the choices of the user, and what follows from the run.
+    """All options of a mode: those of the user, and those that the run decides.
 
     Args:
         mp_policy: Mixed precision of FSDP2.
         shard_root: Whether the model is an FSDP2 root; see :func:`lightning_muon.sharding.shard_model.shard_model`.
         wait_for_parameters: Let an optimizer step return only when all new values are there.
-        roots: FSDP2 roots in the place of the model: the parts of the stages of a pipeline, which hold all that trains.
+        roots: FSDP2 roots instead of the model: the parts of the stages of a pipeline, which hold all that trains.
         stages: All ranks by (pipeline, replicate, shard) if the model is a stage of a pipeline; norms are over it.
         decoupled_nodes: Gradients are means over the shard axis only, and the optimizer, a
             :class:`~lightning_muon.FlexDeMo`, decides what the nodes (the replicate axis) send each other.
@@ -86,15 +86,15 @@ class ShardingMode(ABC):
 
     name: ClassVar[str]  # What users call it.
     shards_weights: ClassVar[bool]  # Whether parameters are DTensors between the steps.
-    # New values may still be on their way when an optimizer has stepped.
+    # Whether new values may still be on their way after an optimizer step.
     parameters_arrive_late: ClassVar[bool] = False
     takes: ClassVar[frozenset[str]] = frozenset()  # The fields of `ModeOptions` that mean something to it.
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
-        self.call_log: FsdpCallLog | None = None  # How far this rank is, from `watch` on.
+        self.call_log: FsdpCallLog | None = None  # Log of the calls of this rank, from `watch` on.
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
-        # Parameters with the gradient of one that another stage of a pipeline has, too: in norms that one counts.
+        # Copies of parameters of another stage of a pipeline, with equal gradients: norms count only the others.
         self.copies: Collection[Tensor] = ()
 
     @abstractmethod
@@ -112,7 +112,7 @@ class ShardingMode(ABC):
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Forward and backward inside do not communicate gradients; local."""
+        """Context in which forward and backward do not communicate gradients; local."""
 
     @abstractmethod
     def set_gradient_divisor(self, divisor: float | None) -> None:
@@ -122,29 +122,29 @@ class ShardingMode(ABC):
         """
 
     def begin_backward(self) -> None:  # noqa: B027 - most modes have nothing to do
-        """A backward pass begins; local."""
+        """Call before a backward pass; local."""
 
     def backward_failed(self) -> None:  # noqa: B027 - with one process there is nothing to do
-        """A backward pass has raised: drop the gradients of the step so far. Local; every rank must call it.
+        """Call after a backward pass raised: drop the step's gradients so far. Local; every rank must call it.
 
         If not all ranks have failed, all raise: at the latest in the next :meth:`finish_gradients`.
         """
 
     def forward_failed(self) -> None:  # noqa: B027
-        """A forward pass has raised; as :meth:`backward_failed`, but gradients stay. Local; every rank must call it."""
+        """Handle a forward failure as :meth:`backward_failed`, but keep gradients. Local; every rank must call it."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Make gradients equal in meaning on all ranks, after the last backward pass of a step; may be called again."""
+        """Finish the reduction of gradients after the last backward pass of a step; may be called again."""
 
     def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
-        """A step of the model begins that is not entered through ``module.__call__``; local."""
+        """Call before a step of the model that is not entered through ``module.__call__``; local."""
 
     def end_step(self) -> None:  # noqa: B027
-        """The optimizers have stepped; local."""
+        """Call after the optimizers have stepped; local."""
 
     def finish_parameters(self) -> None:  # noqa: B027
-        """Go on when every parameter has its new value: before anything but the model's forward reads them; local."""
+        """Wait for all new values; call it before anything but the model's forward reads parameters; local."""
 
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of an optimizer by one norm after :meth:`finish_gradients`; returns the norm before.
@@ -154,7 +154,7 @@ class ShardingMode(ABC):
         return self.clip_norm_(parameters_of(optimizer), max_norm)
 
     def clip_norm_(self, parameters: Sequence[Tensor], max_norm: float) -> Tensor:
-        """As :meth:`clip_grad_norm_`, for some parameters, in the same order on all ranks."""
+        """Clip as :meth:`clip_grad_norm_` does, for these parameters, in the same order on all ranks."""
         # sqrt((|g_1|^2 + ... + |g_R|^2) / R) of R decoupled nodes bounds the norm of the mean gradient from above, and
         # equals it if the nodes have equal gradients. The squares of the stages of a pipeline are added up, too.
         axes, across, device = (0,) if self.options.decoupled_nodes else (), ALONE, None
@@ -170,16 +170,16 @@ class ShardingMode(ABC):
         return norm / root
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
-        """Make of gradients that were summed inside of :meth:`no_sync` those of all ranks, times ``scale`` of each.
+        """Reduce gradients that were summed inside of :meth:`no_sync`, each rank's times its ``scale``, over all ranks.
 
-        Only modes that take ``roots`` are asked. Without other ranks there is nothing to add up.
+        Only called for modes that take ``roots``. This one, without other ranks, only scales.
         """
         for parameter in dict.fromkeys(p for module in modules for p in module.parameters()):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
     def finish_evaluation(self) -> None:  # noqa: B027
-        """An evaluation has run on all ranks."""
+        """Call after an evaluation on all ranks."""
 
     def close(self) -> None:
         """Remove all hooks; the model stays as it is. Local."""
@@ -189,7 +189,7 @@ class ShardingMode(ABC):
 
 
 def is_attachable(optimizer: Any) -> bool:
-    """Whether it can work on sharded parameters: a :class:`~lightning_muon.ParallelMuon`."""
+    """Whether an optimizer works on sharded parameters, as :class:`~lightning_muon.ParallelMuon` does."""
     return hasattr(optimizer, "routes")
 
 
@@ -201,9 +201,9 @@ def attach_optimizers(
     nodes: DeviceMesh | None = None,
     step: StepAgreement | None = None,
 ) -> None:
-    """Attach those that can be attached; the state of all others is made by themselves. Local.
+    """Attach the optimizers that can be attached; all others make their own state. Local.
 
-    ``nodes`` is the mesh if its replicas are decoupled; with ``step`` optimizers send what all ranks must know.
+    ``nodes`` is the mesh if its replicas are decoupled; with ``step`` optimizers use it for the message of each step.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__

@@ -1,4 +1,4 @@
-"""Divides the sequences of a batch over the context ranks, and gives attention what lies on the others.
+"""Divides the sequences of a batch over the context ranks, and gives attention the parts of other ranks.
 
 All context ranks of one data rank see the same batch, and each computes the loss of its own part of the positions.
 FSDP2 averages gradients over data and context ranks, so a loss that is the mean over a rank's positions gives the
@@ -36,8 +36,8 @@ def split_sequence(batch: Any, mesh: DeviceMesh | None, *, dim: int = 1, keys: C
             are passed on.
         mesh: 1-D mesh of the context ranks; ``None`` returns the batch as it is.
         dim: Dimension of the sequence. Tensors that lack it are passed on.
-        keys: Only what lies under these dict keys, field names or positions in a tuple (``"1"``), or at these paths
-            (``"text.tokens"``), is divided.
+        keys: Only tensors under these dict keys, field names or positions in a tuple (``"1"``), or at these paths
+            (``"text.tokens"``), are divided.
 
     Raises:
         ValueError: If a length does not divide by the number of context ranks, a key is not found, or nothing is
@@ -99,9 +99,9 @@ def pad_to_multiple(
 def gather_sequence(tensor: Tensor, mesh: DeviceMesh | None, dim: int = 1) -> Tensor:
     """Return the whole sequence from the parts of all context ranks, in their order; differentiable.
 
-    For keys and values of attention that is written by hand. The backward pass gives each rank the sum over all ranks
-    of the gradient of its part. Collective over ``mesh``, forward and backward; every rank must call it with a part of
-    the same shape.
+    Use it for keys and values of hand-written attention. The backward pass gives each rank the sum over all ranks of
+    the gradient of its part. Collective over ``mesh``, forward and backward; every rank must call it with a part of the
+    same shape.
 
     Args:
         tensor: This rank's part.
@@ -170,7 +170,7 @@ def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
 def _change_sequences(
     batch: Any, change: Callable[[str, Tensor], Tensor], dim: int, keys: Collection[str] | None
 ) -> Any:
-    """Replace every tensor that has the dimension, and lies under one of ``keys``, by ``change(path, tensor)``."""
+    """Replace every tensor that has dimension ``dim``, and is under one of ``keys``, by ``change(path, tensor)``."""
     if isinstance(keys, str):
         raise ValueError(f"keys must be a collection of names, got the string {keys!r}")
     used: set[str] = set()

@@ -52,8 +52,8 @@ from lightning_muon.sharding.weights import follow_state_dict, mesh_device
 _SECONDS_TO_FAIL_TOGETHER = 60.0
 
 
-# Python's garbage collector does not look into the hooks of tensors: what they refer to must not hold the model, which
-# would live for ever, and its process groups with it.
+# Python's garbage collector does not look into hooks of tensors. They must not refer to the model, or it would never be
+# freed, and neither would its process groups.
 
 
 def _mark(used: list[bool], index: int, _: Tensor) -> None:
@@ -61,7 +61,7 @@ def _mark(used: list[bool], index: int, _: Tensor) -> None:
 
 
 def _fill_with_zeros(wholes: Sequence[Tensor], zeros: dict[int, Tensor]) -> None:
-    """Give whole weights without a gradient one of zeros, so that FSDP2 reduces them on all ranks."""
+    """Give whole weights without a gradient zeros as gradient, so that FSDP2 reduces them on all ranks."""
     for whole in wholes:
         if whole.requires_grad and whole.grad is None:
             zeros[id(whole)] = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
@@ -69,7 +69,7 @@ def _fill_with_zeros(wholes: Sequence[Tensor], zeros: dict[int, Tensor]) -> None
 
 
 def _make_room(reference: TensorWeakRef, zeros: dict[int, Tensor], _: Tensor) -> None:
-    """Backward is about to add a gradient: to nothing, where there are but the zeros that take no memory."""
+    """Remove the gradient of zeros, which takes no memory, before backward adds a gradient to it."""
     whole = reference()
     if whole is not None and zeros.pop(id(whole), None) is whole.grad:
         whole.grad = None
@@ -81,17 +81,17 @@ def _replace_views(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
 
 
 class Fsdp(ShardingMode):
-    """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left alone.
+    """FSDP2 over the last axis of the mesh, replicas over the other; parts that the user sharded are left as they are.
 
-    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. So units fill
-    in zeros, and a gradient that no rank has computed is removed again, because zeros would still decay the weight.
+    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. So missing
+    gradients are filled with zeros, and one that no rank has computed is removed again: zeros would decay the weight.
 
     With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. The mean
-    over the nodes of their gradients is what all ranks would have computed together.
+    of the nodes' gradients is the gradient that all ranks would have computed together.
 
-    An exception that is told of, or that leaves a forward of the model, resets FSDP2 at once; that of a bare
+    An exception that is reported here, or that leaves a forward of the model, resets FSDP2 at once; one in a bare
     ``loss.backward()``, before the next forward. A failed backward drops all gradients of the step so far. Before this
-    rank then communicates, it compares through the store whether all ranks have failed after the same communications.
+    rank communicates again, it checks through the store that all ranks have failed after the same communications.
     """
 
     name = "fsdp"
@@ -103,9 +103,9 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
-        self._step: StepAgreement | None = None  # Sends what the ranks have to tell each other.
-        self._used: list[bool] = []  # Of each watched parameter, whether this rank has a gradient for it.
-        # Number of a watched parameter -> its gradient; plain parameter -> its gradient, and the value of that.
+        self._step: StepAgreement | None = None  # Sends the message of each step.
+        self._used: list[bool] = []  # Whether this rank has a gradient for each watched parameter.
+        # Number of a watched parameter -> its gradient; plain parameter -> its gradient, and a copy of its values.
         self._agreed: dict[int, TensorWeakRef] = {}
         self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
         # The ranks whose gradients FSDP2 averages.
@@ -114,8 +114,8 @@ class Fsdp(ShardingMode):
         self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
         self._is_deferred = self._must_meet = False
         self._hooks = ExitStack()
-        self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are on their way.
-        # What `no_sync` has changed.
+        self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are being reduced.
+        # Units that `no_sync` has changed, with their settings from before.
         self._resharding: list[tuple[FSDPModule, list[Any]]] = []
 
     @override
@@ -138,15 +138,15 @@ class Fsdp(ShardingMode):
             before, after = (torch.compiler.disable(partial(hook, unit)) for hook in (self._enter, self._leave))
             self._hooks.enter_context(unit.register_forward_pre_hook(before, prepend=True))  # type: ignore[attr-defined]
             self._hooks.enter_context(unit.register_forward_hook(after, always_call=True))  # type: ignore[attr-defined]
-            # Before the hooks of the log and of FSDP2, which hook what is returned.
+            # Before the hooks of the log and of FSDP2, which add hooks to the returned tensors.
             self._hooks.enter_context(unit.register_forward_hook(_replace_views, prepend=True, with_kwargs=True))  # type: ignore[attr-defined]
             still_whole = torch.compiler.disable(partial(self._require_unwritten, unit))
             self._hooks.enter_context(unit.register_forward_hook(still_whole, prepend=True))  # type: ignore[attr-defined]
 
     def _require_unwritten(self, unit: FSDPModule, *_: Any) -> None:
-        """Raise if the program has written to gathered weights, which are about to be freed; local.
+        """Raise if the program has written to gathered weights, which are freed next; local.
 
-        In the steps 0, 1, 2, 4, 8, ...: all weights of this rank are read, and the device is waited for.
+        Checked in the steps 0, 1, 2, 4, 8, ... only: it reads all weights of this rank, and waits for the device.
         """
         assert self.call_log is not None
         step = self.call_log.step
@@ -170,7 +170,7 @@ class Fsdp(ShardingMode):
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        """The weights must be materialized; each unit is gathered once."""
+        """Watch gradients of the model, whose weights must be materialized; each unit is gathered once."""
         self.watch(module)
         assert self.call_log is not None
         self._everyone = self.call_log.everyone
@@ -179,20 +179,20 @@ class Fsdp(ShardingMode):
         self._parameters: list[Tensor] = []
         self._used = []
         free_unsharded(module)
-        # What FSDP2 does not reduce.
+        # Parameters whose gradients FSDP2 does not reduce.
         self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
         self._zeros: dict[int, Tensor] = {}  # Number of whole weights -> a gradient of zeros that takes no memory.
         if self._everyone.group is not None:
             initialize_roots(module)
             for unit in fsdp_modules(module):
                 self._watch_weights(unit, self.call_log)
-        # An optimizer that sends a message of its own before each step takes along what FSDP2 has to compare.
+        # Our optimizers send a message before each step, which also carries what is compared here.
         self._is_deferred = bool(optimizers) and all(map(is_attachable, optimizers))
         nodes = self.mesh if self.options.decoupled_nodes else None
         attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._step)
 
     def _watch_weights(self, unit: FSDPModule, call_log: FsdpCallLog) -> None:
-        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused from then on."""
+        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused."""
         places = own_places(unit)
         frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
         wholes: list[Tensor] = []
@@ -221,7 +221,7 @@ class Fsdp(ShardingMode):
     @override
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        # Each micro-batch gathers the weights anew; or whole weights stay from the first forward to the last backward.
+        # Each micro-batch gathers the weights again; or whole weights stay from the first forward to the last backward.
         if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
             for unit, meshes in self._resharding:
@@ -261,7 +261,7 @@ class Fsdp(ShardingMode):
                     parameter.grad.mul_(scale)
 
     def _finish_reducing(self) -> None:
-        """Let the current stream wait for what :meth:`reduce_part` has begun; local."""
+        """Let the current stream wait for the reductions that :meth:`reduce_part` has begun; local."""
         for root in self._reducing:
             finish_reducing(root)
         self._reducing.clear()
@@ -289,19 +289,19 @@ class Fsdp(ShardingMode):
         self._reset(in_backward=self._is_left_in_backward())
 
     def _is_left_in_backward(self) -> bool:
-        """Whether an exception has ended a backward pass, and nobody has reset the model since."""
+        """Whether an exception has ended a backward pass, and the model was not reset since."""
         return self.call_log is not None and not is_in_backward() and any(map(has_unfinished_backward, self._roots))
 
     def _reset(self, *, in_backward: bool) -> None:
-        """Reset FSDP2, which would take the next forward for a recomputation; a second call changes nothing. Local."""
+        """Reset FSDP2, or it would take the next forward for a recomputation; a second call changes nothing. Local."""
         if self.call_log is None:
             return
         self._reducing.clear()
-        with suppress(RuntimeError):  # Of broken communication, which the exception itself tells of.
+        with suppress(RuntimeError):  # From broken communication, which the original exception reports.
             for root in self._roots:
                 reset_fsdp(root)
             if in_backward:
-                # Also those of micro-batches before, which cannot be told apart from what the failed pass has added.
+                # Also those of earlier micro-batches, which cannot be separated from those of the failed pass.
                 for unit in fsdp_modules(self._module):
                     drop_unreduced_gradients(unit)
                 for parameter in self._module.parameters():
@@ -311,7 +311,7 @@ class Fsdp(ShardingMode):
         self._must_meet = True
 
     def _resume(self) -> None:
-        """After a failure go on if all ranks have failed, and communicated the same before; else raise.
+        """After a failure, raise unless all ranks have failed, after the same communications.
 
         Collective over the mesh after a failure; every rank must call it before it communicates.
         """
@@ -330,13 +330,13 @@ class Fsdp(ShardingMode):
             )
 
     def _find_other_places(self, log: FsdpCallLog) -> str | None:
-        """What other ranks have done instead, ``None`` if they have failed after the same communications."""
+        """Say what other ranks have done; ``None`` if all have failed after the same communications."""
         if len(log.ranks) == 1:
             return None
-        # Ranks that have failed equally often meet; models and meshes do not matter.
+        # Ranks that have failed equally often compare under one number, whatever their models and meshes.
         number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
         store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
-        # What all ranks, and what the ranks of a shard group, must have communicated alike until now.
+        # The communications that all ranks, and those that the ranks of a shard group, must have in common.
         counts, mesh, numbers = collective_counts(), self._reduced_over, log.digest_numbers()
         *replicas, shards = (counts.get(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
         of_all = f"{numbers[:DIGEST_SIZE]} {replicas}"
@@ -357,8 +357,7 @@ class Fsdp(ShardingMode):
     def finish_gradients(self) -> None:
         """Average the gradients of plain parameters, and remove gradients that no rank has computed.
 
-        It raises on every rank if they ran different units; or the next message of the step does, which an optimizer
-        sends.
+        If the ranks ran different units, this raises on all of them, or the optimizer's next message of the step does.
         """
         assert self._step is not None and self.call_log is not None, "attach comes first"
         self._finish_reducing()
@@ -377,7 +376,7 @@ class Fsdp(ShardingMode):
             self._average(plain)
 
     def _numbers(self) -> list[int]:
-        """The calls of units, and for each parameter whether this rank has used it; in the place of its node."""
+        """The calls of units, and whether this rank has used each parameter, at the place of its node."""
         assert self.call_log is not None
         # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
         used = [
@@ -411,7 +410,7 @@ class Fsdp(ShardingMode):
     def _average(self, plain: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.
 
-        Collective over the mesh; every rank must call it. Of results of an earlier call, only what was added is summed.
+        Collective over the mesh; every rank must call it. What an earlier call has reduced is not summed again.
         """
         dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
         device = mesh_device(self._reduced_over)
@@ -444,7 +443,7 @@ class Fsdp(ShardingMode):
     @override
     def end_step(self) -> None:
         if self.options.early_all_gather and self.mesh.device_type == "cuda":
-            # Weights are final now. FSDP2 takes one event for all units of a root, so that of the whole step.
+            # Weights are final here. FSDP2 takes one event for all units of a root, so it is that of the whole step.
             event = torch.cuda.current_stream().record_event()
             for root in fsdp_roots(self._module):
                 root.set_post_optim_event(event)
@@ -455,6 +454,6 @@ class Fsdp(ShardingMode):
         # Module.to fails on gradients with a weak reference.
         self._agreed.clear()
         self._plain_sums.clear()
-        self.forward_failed()  # Leaves shards, whatever has ended the run.
+        self.forward_failed()  # Reshards weights, whatever has ended the run.
         self._hooks.close()
         super().close()

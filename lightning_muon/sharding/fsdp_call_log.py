@@ -24,7 +24,7 @@ from lightning_muon.comm.groups import axis_group, backends, host_group
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import fsdp_modules, original_class, own_places
 
-# So many last calls are kept for messages: a step has a few for each unit, an evaluation any number.
+# Number of last calls that are kept for error messages: a step has a few for each unit, an evaluation any number.
 _NUM_KEPT = 4096
 # Calls that are no units: points that all ranks must reach in the same place of their order.
 END, LEFT, CLIP, STEP = -2, -3, -4, -5
@@ -35,15 +35,15 @@ _TEXTS = {
     CLIP: "clips gradients",
     STEP: "steps the optimizer",
 }
-# Of a digest in :meth:`FsdpCallLog.digest_numbers`, and what stands in the place of those that a rank does not have.
+# Words of a digest in :meth:`FsdpCallLog.digest_numbers`, and the value for words that a rank does not have.
 DIGEST_SIZE = 4
 NO_DIGEST = -(2**31)
 
-Tail = tuple[int, list[int]]  # How many calls are left out, the first ones, and the others.
+Tail = tuple[int, list[int]]  # How many of the first calls are left out, and the other calls.
 
 
 class Barrier(NamedTuple):
-    """What ranks have to reach together before they communicate."""
+    """A point that ranks have to reach together before they communicate."""
 
     name: str  # Names the ranks; the same on all of them.
     ranks: tuple[int, ...]  # Global ranks that have to come, in ascending order.
@@ -77,7 +77,7 @@ class CallList:
         return None if expected or len(self._ranks) == 1 else Barrier(self.name, self._ranks, self._num_ever, call)
 
     def tail(self) -> Tail:
-        """The last calls. May be called from any thread."""
+        """The last calls, and how many are left out before them. May be called from any thread."""
         with self._lock:
             return self.count - len(self._kept), list(self._kept)
 
@@ -88,7 +88,7 @@ class CallList:
         return [first, -first, second, -second]
 
     def restart(self) -> None:
-        """Begin anew; what followed what stays known."""
+        """Empty the list; the known order of calls is kept."""
         with self._lock:
             self.count = 0
             self._kept.clear()
@@ -98,7 +98,7 @@ class CallList:
 class FsdpCallLog:
     """Logs each unit that gathers its weights for a forward pass, and each whose backward pass communicates.
 
-    If ranks run different units, FSDP2's messages of different units meet: weights of equal shape are mixed in silence,
+    If ranks run different units, FSDP2 exchanges messages of different units: it mixes weights of equal shape silently;
     those of different shapes hang. :attr:`all_calls` must be equal inside the shard group, whose ranks gather weights
     from each other; :attr:`crossing` has the backward passes, in which replicas reduce gradients together too, and must
     be equal on all of ``mesh``, (shard) or (replicate, shard). So replicas may evaluate different numbers of batches.
@@ -109,25 +109,25 @@ class FsdpCallLog:
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, *, is_pipeline: bool = False) -> None:
         self._is_pipeline = is_pipeline
-        self.step = 0  # How often the log was started anew.
+        self.step = 0  # How often the log was restarted.
         self.uses_gloo = "gloo" in (backends(mesh.get_group(axis)).get(mesh.device_type) for axis in range(mesh.ndim))
         self.ranks = tuple(sorted(mesh.mesh.flatten().tolist()))
         self.everyone = axis_group(mesh, tuple(range(mesh.ndim)))
-        self._host = host_group(self.everyone)  # The same ranks over gloo: no device is waited for.
+        self._host = host_group(self.everyone)  # The same ranks over gloo, which waits for no device.
         rows = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
         self._num_replicas = len(rows)
         self._replica = next(index for index, row in enumerate(rows) if dist.get_rank() in row)
         # The ranks that hold one copy of the weights together, this rank among them.
         self.shard_ranks = tuple(sorted(rows[self._replica]))
-        # Called before a collective that is not the one recorded after the previous call. If two ranks diverge, at
-        # least one of them sees such a surprise; it then waits here for the others instead of starting messages that do
-        # not match, on which gloo aborts.
+        # Called before a collective that did not follow the previous call the last time. If two ranks diverge, this
+        # happens on at least one of them; it then waits here for the others instead of sending messages that do not
+        # match, on which gloo aborts.
         self.barrier: Callable[[Barrier], None] | None = None
         # Unit -> what to call when its backward pass begins, before FSDP2 knows.
         self.before_backward: dict[FSDPModule, Callable[[], None]] = {}
         self.all_calls = CallList(f"shard group of rank {self.shard_ranks[0]}", self.shard_ranks)
         self.crossing = CallList(f"mesh of rank {self.ranks[0]}", self.ranks)
-        self._units: dict[FSDPModule, tuple[str, str]] = {}  # By number: their names, and those of their classes.
+        self._units: dict[FSDPModule, tuple[str, str]] = {}  # Name and class name of each unit, in order of numbers.
         self._hooks = ExitStack()
         names: dict[Any, str] = {child: name for name, child in module.named_modules()}
         for unit in fsdp_modules(module):
@@ -137,7 +137,7 @@ class FsdpCallLog:
                 self._units[unit] = names[unit], original_class(unit).__name__  # type: ignore[arg-type]
 
     def mark(self, point: int) -> None:
-        """Note that this rank does :data:`END`, :data:`CLIP`, :data:`STEP` or :data:`LEFT` now; local."""
+        """Log that this rank does :data:`END`, :data:`CLIP`, :data:`STEP` or :data:`LEFT`; local."""
         self._add(point, crosses=True, waits=point != LEFT)
 
     def digest_numbers(self) -> list[int]:
@@ -174,7 +174,7 @@ class FsdpCallLog:
             raise RuntimeError(problem)
 
     def find_difference(self, lists: Mapping[int, Sequence[tuple[Any, Tail]]], *, complete: bool) -> str | None:
-        """The first difference, if any; rank -> its tails of both lists, each behind what names the ranks to compare.
+        """Describe the first difference, if any; ``lists``: rank -> (name of the ranks to compare, tail) of both lists.
 
         If the calls are not ``complete``, a rank with fewer of them is only late.
         """
@@ -187,7 +187,7 @@ class FsdpCallLog:
         return next((found for found in descriptions if found is not None), None)
 
     def _describe(self, tails: Mapping[int, Tail], *, complete: bool) -> str | None:
-        """Compare from the first call on that no rank has left out."""
+        """Describe the first difference, from the first call on that the tails of all ranks have; ``None`` without."""
         start = max((skipped for skipped, _ in tails.values()), default=0)
         for calls in zip_longest(*(kept[start - skipped :] for skipped, kept in tails.values())):
             found: dict[int | None, list[int]] = {}
@@ -202,20 +202,20 @@ class FsdpCallLog:
         return None
 
     def text(self, call: int | None) -> str:
-        """What a rank does, as part of a sentence."""
+        """Text of a call for a sentence about a rank, such as "runs 'layers.0' (Block)"."""
         if call is None or call < 0:
             return _TEXTS[call]
         unit = self.name(call // 2)
         return f"enters the backward pass of {unit}" if call % 2 else f"runs {unit}"
 
     def name(self, unit: int | FSDPModule) -> str:
-        """What a unit is called, as part of a sentence."""
+        """Name of a unit for a sentence, such as "'layers.0' (Block)"."""
         known = list(self._units)[unit] if isinstance(unit, int) else unit
         name, kind = self._units.get(known) or ("", original_class(known).__name__)  # type: ignore[arg-type]
         return f"{name!r} ({kind})" if name else f"the root {kind}"
 
     def advice(self, calls: Iterable[int | None]) -> str:
-        """What to do about units that only some ranks run."""
+        """Advice on units that only some ranks run."""
         numbers = {call // 2 for call in calls if call is not None and call >= 0}
         units = [each for number, each in enumerate(self._units.values()) if number in numbers and each[0]]
         reason = (
@@ -246,10 +246,10 @@ class FsdpCallLog:
         # On a mesh of one axis weights are gathered from all ranks, also where the other units have replicas.
         crosses = getattr(*place).device_mesh.ndim == 1
         gathers = crosses or len(self.shard_ranks) > 1
-        num_begun = 0  # Backward passes, each through all calls of the unit that came before it.
+        num_begun = 0  # Number of backward passes, each through all earlier calls of the unit.
 
         def enter(*_: Any) -> None:
-            # Weights that are whole already are not gathered: such a unit may run as often as a rank likes.
+            # Whole weights are not gathered again: each rank may run such a unit any number of times.
             if gathers and isinstance(getattr(*place), DTensor):
                 self._add(2 * number, crosses=crosses)
 
@@ -264,7 +264,7 @@ class FsdpCallLog:
             nonlocal num_begun
             if unit in self.before_backward:
                 self.before_backward[unit]()
-            # FSDP2 reduces when the weights are freed; as long as they stay whole, further calls add to the same sum.
+            # FSDP2 reduces when the weights are freed; while they stay whole, further calls add to the same sum.
             if self._is_pipeline:
                 return
             if current == num_begun or isinstance(getattr(*place), DTensor):

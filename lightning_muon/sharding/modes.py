@@ -32,7 +32,7 @@ from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 
 class SingleProcess(ShardingMode):
-    """The model as it is; a mesh of more than one rank is an error, since the ranks would drift apart."""
+    """Leaves the model as it is; a mesh of more than one rank is an error, since the ranks would drift apart."""
 
     name = "none"
     shards_weights = False
@@ -115,7 +115,7 @@ class Ddp(ShardingMode):
         broadcast_initial_state(module, self.mesh)
 
     def _watch_gradients(self, module: nn.Module, transport: Transport, bucket_bytes: int) -> GradientReducer:
-        """Sum gradients from now on. Collective over the mesh; every rank must call it."""
+        """Make the reducer that sums gradients. Collective over the mesh; every rank must call it."""
         names = {parameter: name for name, parameter in names_of(module).items()}
         reducer = GradientReducer(list(names), transport, self._everyone, names=names, bucket_bytes=bucket_bytes)
         self._reducer = reducer
@@ -163,8 +163,8 @@ class Ddp(ShardingMode):
 class Zero2(Ddp):
     """Whole weights; gradients and optimizer state in shards over the last axis of the mesh.
 
-    A matrix is reduced to its owner, who then orthogonalizes it without any gather, everything else by rows. New values
-    travel back while the next forward already runs.
+    The gradient of a matrix is reduced to its owner, which orthogonalizes it without a gather; those of all others are
+    sharded by rows. New values are sent back while the next forward already runs.
 
     Source: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, section 5 (stage 2); here with whole matrices as parts.
     """
@@ -192,14 +192,14 @@ class Zero2(Ddp):
         reducer = self._watch_gradients(module, transport, exchange.bucket_bytes)
         units = units_of(module, find_units(module, self.options.wrap_policy))
         self._root_parameters = units[module]
-        # A step updates what has no matrices first, the embedding among it, which the next forward needs first.
+        # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         self._all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
         self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
         attach_optimizers(module, used, self.layout, step=reducer.step)
 
     def _choose_exchange(self, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
-        """How gradients and values travel, equal on all ranks, and the grid of this rank's replica.
+        """Choose how gradients and values are sent, equal on all ranks; return also the grid of this rank's replica.
 
         Collective over the mesh; every rank must call it.
         """
@@ -222,7 +222,7 @@ class Zero2(Ddp):
 
     @override
     def begin_forward(self) -> None:
-        # What belongs to no unit has no forward that waits for it.
+        # Parameters in no unit have no forward that waits for them.
         if self._all_gather is not None:
             self._all_gather.wait(self._root_parameters)
 
@@ -241,12 +241,12 @@ class Zero2(Ddp):
         super().close()
         all_gather, self._all_gather, self.layout = self._all_gather, None, Layout()
         if all_gather is not None:
-            # Takes the values that still arrive; raises if they do not, because other ranks are gone.
+            # Waits for values on their way; raises if they do not arrive, because other ranks are gone.
             all_gather.close()
 
 
 def _flops_of_whole_matrices(optimizers: Sequence[Any]) -> dict[Tensor, int]:
-    """Parameters that one rank shall own, and the FLOPs of their step. The matrices of a stack are rows of it."""
+    """Parameters that one rank must own -> FLOPs of their step; not stacks, whose rows are whole matrices."""
     found: dict[Tensor, int] = {}
     for optimizer in optimizers:
         routes = iter(optimizer.routes)
@@ -265,7 +265,7 @@ MODES: dict[str, type[ShardingMode]] = {mode.name: mode for mode in (Fsdp, Zero2
 
 
 def make_mode(name: str, mesh: DeviceMesh, options: ModeOptions) -> ShardingMode:
-    """The mode that users call ``name``."""
+    """Make the mode called ``name``."""
     if name not in MODES:
         raise ValueError(f"sharding must be one of {tuple(MODES)}, got {name!r}")
     return MODES[name](mesh, options)

@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and returns, and tensors in place of the views among them."""
+"""Finds the tensors in inputs and outputs of a module, and replaces those that are views."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_muon.compat.torch import viewed
 
 
 def without_views(output: Any, inputs: Any) -> Any:
-    """``output`` of a forward pass with an alias for each view that requires a gradient; nothing is copied. Local.
+    """Replace each view in ``output`` of a forward pass that requires a gradient by an alias; copies nothing. Local.
 
     FSDP2 gathers weights for backward in hooks of these tensors, and a view that is changed in place loses its hooks.
     """
@@ -23,7 +23,7 @@ def without_views(output: Any, inputs: Any) -> Any:
     views = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and viewed(tensor) is not tensor}
     if not views:
         return output
-    # Autograd will no longer know of others that show the same memory: what backward needs must then stay unchanged.
+    # Autograd does not know that an alias shares memory with other tensors, so what backward needs must not change.
     others = {id(tensor): tensor for tensor in [*tensors, *tensors_in(inputs, set())]}
     users = Counter(id(viewed(tensor)) for tensor in others.values())
     aliases: dict[int, Tensor] = {}
@@ -34,7 +34,7 @@ def without_views(output: Any, inputs: Any) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """The memory of a view as a tensor that is none; if it ``is_shared``, backward raises after a change in place."""
+    """A tensor, not a view, on the memory of a view; if it ``is_shared``, backward raises after a change in place."""
 
     generate_vmap_rule = True
 
@@ -59,7 +59,7 @@ class _Alias(torch.autograd.Function):
 
 
 def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in a value; ``seen`` holds the containers on the way, which may be in a cycle."""
+    """Yield the tensors in a value; ``seen`` has the ids of visited containers, which may be in a cycle."""
     if isinstance(value, Tensor):
         yield value
         return
@@ -78,7 +78,7 @@ def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, visit: Callable[[str, Tensor], Tensor], path: tuple[str, ...] = ()) -> Any:
-    """``value`` with ``visit(its path, tensor)`` in place of each tensor in its containers."""
+    """Copy ``value`` with ``visit(path, tensor)`` in place of each tensor in its containers."""
     if isinstance(value, Tensor):
         return visit(".".join(path), value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

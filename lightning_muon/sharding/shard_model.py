@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WrapPolicy = Literal["auto"] | Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 
-# Every unit costs two collectives per step; blocks that together hold less than this share are left to the root.
+# Every unit costs two collectives per step; blocks that together hold less than this share stay in the root.
 _MIN_SHARE = 0.1
 
 
@@ -40,7 +40,7 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
     Without ``options.shard_root`` each child is a root: FSDP2 reduces the gradients of a root only in a backward
     pass that starts from what its forward returned, which is not so where backward runs inside
     ``training_step`` (manual optimization). Parameters that belong to no single child then stay plain, too. With
-    ``decoupled_nodes`` FSDP2 knows nothing of the replicas.
+    ``decoupled_nodes`` FSDP2 shards over the last axis only.
     """
     shard_root, decoupled_nodes = options.shard_root, options.decoupled_nodes
     inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
@@ -59,7 +59,7 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
     units = agree_on_units(module, plan, [everyone, *groups_beside(module, mesh)])
     broadcast_initial_state(module, mesh)
     if decoupled_nodes and any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        # What is sharded inside of a node already does not know of the other nodes.
+        # A DTensor that is sharded inside of a node already has no axis of nodes.
         broadcast_initial_state(module, mesh["replicate"])
 
     policy, reshard_after_forward = options.mp_policy or MixedPrecisionPolicy(), options.reshard_after_forward
@@ -80,7 +80,7 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
 def agree_on_units(
     module: nn.Module, plan: Callable[[], list[nn.Module]], groups: Iterable[AxisGroup]
 ) -> list[nn.Module]:
-    """What ``plan`` returns on all ranks, or an error on all of them.
+    """Return what ``plan`` returns, the same on all ranks; raise on all of them if it fails or differs.
 
     Collective over each of ``groups``; every rank of it must call it.
     """
@@ -98,7 +98,7 @@ def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_roo
     if not shard_root:
         children = dict.fromkeys(callable_children(module))
         held = Counter(inner for child in children for inner in child.modules())
-        # What several children hold is called by each of them, and can be no root; its parameters stay plain.
+        # A module that several children hold is called by each, so it cannot be a root; its parameters stay plain.
         units = [unit for unit in units if held[unit] < 2]
         units += [
             child
@@ -122,7 +122,7 @@ def _of_no_child(module: nn.Module, units: Collection[nn.Module]) -> set[nn.Para
 
 
 def callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children, and in place of a list or a dict without a forward its entries."""
+    """Yield the children; for a list or a dict without a forward, yield its entries instead."""
     for child in module.children():
         if _is_container(child):
             yield from callable_children(child)
@@ -173,7 +173,7 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
                 f"wrap_policy chooses a {type(unit).__name__}, which has no forward and cannot be an FSDP2 unit; "
                 "choose its children"
             )
-    # Later in registration order means deeper or beside, never above: reversed, children come before parents.
+    # A module that is registered later is never a parent of an earlier one: reversed, children come before parents.
     units = [child for _, child in reversed(candidates) if child in chosen and [*child.parameters()]]
     # FSDP2 refuses a parameter of two groups.
     while torn := {unit for holders in owners(module, units).values() if len(holders) > 1 for unit in holders}:
@@ -199,9 +199,9 @@ def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list
 
 
 def units_of(root: nn.Module, units: Collection[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """For ``root`` and each unit the parameters that its forward may use outside of the units inside it.
+    """The parameters that the forward of ``root``, and of each unit, may use outside of the units inside it.
 
-    One that is used in several units, or in none, belongs to ``root`` too.
+    A parameter that is used in several units, or in none, belongs to ``root`` too.
     """
     found: dict[nn.Module, list[Tensor]] = {root: [], **{unit: [] for unit in units}}
     for parameter, holders in owners(root, units).items():
@@ -298,7 +298,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def check_meta(module: nn.Module) -> None:
-    """Raise for a module partly on the meta device: materializing it would wipe what it holds already."""
+    """Raise for a module partly on the meta device: materializing it would overwrite the tensors that have values."""
     for name, child in module.named_modules():
         tensors = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
         on_meta = [key for key, tensor in tensors if tensor.is_meta]
@@ -311,7 +311,7 @@ def check_meta(module: nn.Module) -> None:
 
 
 def check_layers(module: nn.Module) -> None:
-    """Raise ``ValueError`` for layers whose weights or gradients ranks cannot share; local, equal on all ranks."""
+    """Raise ``ValueError`` for lazy layers and sparse gradients, which ranks cannot share; local, equal on all."""
     for name, child in module.named_modules():
         layer = f"{clean_name(name) or 'the model'} ({type(child).__name__})"
         if any(map(is_lazy, child.parameters(recurse=False))):
@@ -325,7 +325,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ``ValueError`` for a model of which nothing is divided over the tensor axis; local, equal on all ranks."""
+    """Raise ``ValueError`` if no layer is divided over the tensor axis; local, alike on all ranks."""
     ranks = set(mesh.mesh.flatten().tolist())
     meshes = {tensor.device_mesh for tensor in module.parameters() if isinstance(tensor, DTensor)}
     if not any(ranks.issubset(each.mesh.flatten().tolist()) for each in meshes):
@@ -337,7 +337,10 @@ def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Layers to be units of their own: FSDP2 wants one dtype for all that trains in a unit; its largest part stays."""
+    """Layers to shard as units of their own, because FSDP2 wants one dtype for all that trains in a unit.
+
+    The dtype with most elements stays in the unit.
+    """
     holders = owners(module, units)
     elements: dict[nn.Module, Counter[torch.dtype]] = {}
     counted: list[tuple[nn.Module, tuple[Use, ...]]] = []
@@ -395,7 +398,7 @@ def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:
 
 
 def initialize_roots(module: nn.Module) -> None:
-    """Make the outermost FSDP2 modules the roots now, once their weights are materialized; local.
+    """Make the outermost FSDP2 modules roots, after their weights are materialized; local.
 
     Otherwise a block that runs before its root (``generate`` of an inner model) would become one. Units in which every
     parameter is frozen get their dtypes here as well, so that they can be unfrozen later under mixed precision.
@@ -417,8 +420,8 @@ def initialize_roots(module: nn.Module) -> None:
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
     """Let the reducing backward passes compute (sum of the gradients over all ranks of the mesh) / ``divisor``.
 
-    ``None`` restores the mean over these ranks. Local. The sum is divided after the communication, in the dtype of the
-    reduction: every backend has sums.
+    ``None`` restores the mean over these ranks. Local. The division follows the communication, in the dtype of the
+    reduction, because every backend has sums.
     """
     if divisor is not None and not 0 < divisor < float("inf"):
         raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")

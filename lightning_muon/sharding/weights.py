@@ -1,4 +1,4 @@
-"""Weights of all ranks: equal at the start, and whole on demand."""
+"""Makes weights equal on all ranks at the start, and gathers whole weights on demand."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.uses import clean_name, parameter_uses
 
 _BUCKET_BYTES = 64 * 2**20
-# Whoever calls `state_dict` from here knows of shards.
+# Packages that call `state_dict` and know of shards.
 _KNOW_SHARDS = frozenset(
     "torch lightning_muon lightning pytorch_lightning lightning_fabric accelerate transformers".split()
 )
 _followed: WeakSet[nn.Module] = WeakSet()
-_places: dict[Any, Any] = {}  # Where the warning has been shown.
+_places: dict[Any, Any] = {}  # Registry of the places where the warning was shown.
 _SHARDS = (
     "state_dict() of a sharded model has the shards of this rank, and torch.save would write these alone. For whole "
     "weights call lightning_muon.full_state_dict(model) on every rank, and torch.save what it returns on rank 0 "
@@ -46,7 +46,7 @@ def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     for axes in (axis_group(mesh, tuple(range(mesh.ndim))), *groups_beside(module, mesh)):
         if axes.group is not None:
             ranks = set(dist.get_process_group_ranks(axes.group))
-            # Copies, because the tensors do not know of these ranks.
+            # Tensors that are not sharded over these ranks, so that each of them has a copy.
             copies = [t for t in tensors if not isinstance(t, DTensor) or _only_this_rank(t.device_mesh, ranks)]
             broadcast([local_tensor(tensor) for tensor in copies], axes.group, device)
     groups: dict[tuple[DeviceMesh, tuple[int, ...]], list[Tensor]] = {}
@@ -78,7 +78,7 @@ def _only_this_rank(mesh: DeviceMesh, ranks: set[int]) -> bool:
 
 
 def _state(module: nn.Module) -> list[Tensor]:
-    """Parameters and buffers, once each."""
+    """Parameters and buffers, each once."""
     return list(dict.fromkeys((*module.parameters(), *module.buffers())))
 
 
@@ -90,7 +90,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Overwrite tensors with those of the first rank, in buckets that travel on ``device``.
+    """Overwrite tensors with those of the first rank, sent in buckets on ``device``.
 
     Collective over ``group``; every rank must call it.
     """
@@ -103,14 +103,14 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device
         for _, pairs in groupby(zip(same_dtype, ends, strict=True), key=lambda pair: pair[1] // _BUCKET_BYTES):
             bucket = [tensor for tensor, _ in pairs]
             flat = torch.cat([tensor.detach().to(device).reshape(-1) for tensor in bucket])
-            # Bytes travel, so that backends without complex, bool or float8 carry those too.
+            # Send bytes, so that backends without complex, bool or float8 can send those, too.
             dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
             for tensor, part in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
                 tensor.detach().copy_(part.view(tensor.shape))
 
 
 def names_of(module: nn.Module) -> dict[str, Tensor]:
-    """Each parameter by the first of its names, without the parts that wrappers add."""
+    """First name of each parameter, without the parts that wrappers add -> parameter."""
     return {uses[0].name: uses[0].parameter for uses in parameter_uses(module)}
 
 
@@ -135,7 +135,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """
     state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     first_names: dict[int, str] = {}
-    # After the gathering, because it turns weights that a forward pass has left whole into shards again.
+    # After the gather, which also reshards weights that a forward pass has left whole.
     named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     for name, tensor in ((clean_name(name), tensor) for name, tensor in named):
         if name in state:
@@ -153,11 +153,11 @@ def follow_state_dict(module: nn.Module) -> None:
 
 def _look_for_shards(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
     inner = caller = sys._getframe(1)
-    # Whoever asked first; a method `state_dict` of the user may be what a framework calls.
+    # The outermost caller: a framework may call a method `state_dict` of the user.
     while caller.f_back and caller.f_code.co_name == "state_dict":
         caller = caller.f_back
         if caller.f_code is inner.f_code and caller.f_locals.get("self") in _followed:
-            return  # The larger module tells.
+            return  # The warning comes from the larger module.
     is_of_user = caller.f_globals.get("__name__", "").partition(".")[0] not in _KNOW_SHARDS
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     if is_of_user and is_first and any(isinstance(value, DTensor) for value in state.values()):

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: a schedule lists forwards and backwards of each rank, passes add all the rest.
+"""Pipeline schedules as data: a schedule lists forwards and backwards of each rank, passes add all other ops.
 
 docs/planning.md has an example, from a name to a timeline.
 """
@@ -31,7 +31,7 @@ from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
 from lightning_muon.schedule.pipeline.registry import SCHEDULES, find_schedule, make_order, register_schedule
 
 __all__ = [
-    # What a schedule is made for, and what it is.
+    # Input and output of a schedule.
     "Pipeline",
     "StageCosts",
     "Node",

@@ -1,4 +1,4 @@
-"""A schedule for measured costs and a memory limit: the best of all known ones, list schedules, and small changes."""
+"""The schedule "auto", for measured costs and a memory limit: the best of known and list schedules, then improved."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lightning_muon.schedule.pipeline.play import Run, deepest_first, needs, pla
 from lightning_muon.schedule.pipeline.problem import Pipeline
 from lightning_muon.schedule.pipeline.registry import SCHEDULES, make_order, register_schedule
 
-# Nodes that may be run on paper to improve an order: one or two seconds of a core.
+# Limit of nodes that are simulated to improve an order: one or two seconds of a core.
 _NODES_TO_TRY = 100_000
 _MOST_TRIALS = 200
 
 
 @register_schedule("auto")
 def auto(pipeline: Pipeline) -> Order:
-    """The fastest order found within the memory limit: never slower than any registered schedule that keeps to it.
+    """The fastest order found within the memory limit, never slower than a registered schedule within it.
 
     All registered schedules that take these sizes are timed, and some list schedules; then neighbours on the critical
-    path of the best one change places as long as that makes it faster. Every rank finds the same: nothing depends on a
-    clock or on chance.
+    path of the best one are swapped as long as that makes it faster. Every rank finds the same order: nothing depends
+    on a clock or on chance.
     """
     best = min(_candidates(pipeline), key=lambda timed: timed.key)
     return _improved(best, pipeline).order
@@ -37,7 +37,7 @@ class _Timed:
 
     @property
     def key(self) -> tuple[float, int]:
-        """What is better comes first: less time, then less memory."""
+        """Sort key, better ones first: less time, then less memory."""
         return self.run.makespan, max(map(peak_activations, self.order))
 
 
@@ -51,7 +51,7 @@ def _candidates(pipeline: Pipeline) -> Iterator[_Timed]:
     places = [{stage: rank for rank in num_ranks for stage in pipeline.loop_stages(rank)}]
     if pipeline.stages_per_rank == 2:
         places.append({stage: rank for rank in num_ranks for stage in pipeline.v_stages(rank)})
-    # In the memory of 1F1B, as much as ever pays (twice that), and what the limit allows.
+    # The memory of 1F1B, and twice that, beyond which more does not help; both within the limit.
     limits = {min(pipeline.memory_limit, factor * pipeline.num_stages) for factor in (1, 2)}
     for rank_of, limit, patience, is_eager in product(places, sorted(limits), (0.0, 1.0), (False, True)):
         run = _list_schedule(pipeline, rank_of, limit, patience=patience, is_eager=is_eager)
@@ -61,10 +61,10 @@ def _candidates(pipeline: Pipeline) -> Iterator[_Timed]:
 def _list_schedule(
     pipeline: Pipeline, rank_of: Mapping[int, int], limit: float, *, patience: float, is_eager: bool
 ) -> Run:
-    """Each free rank runs what is ready: ``I``, else ``F`` within the limit, else ``W``; the deepest stage first.
+    """List schedule: a free rank runs a ready ``I``, else ``F`` within the limit, else ``W``; deepest stage first.
 
-    It rather waits for an ``I`` that comes within ``patience`` times the seconds of what it could do. ``is_eager``: it
-    runs an ``F`` before an ``I``.
+    It waits for an ``I`` instead if that comes within ``patience`` times the seconds of the node it could run. With
+    ``is_eager`` it runs an ``F`` before an ``I``.
     """
     microbatches = range(pipeline.num_microbatches)
     stages = deepest_first(rank_of, pipeline.num_ranks)
@@ -73,7 +73,7 @@ def _list_schedule(
     weights: list[deque[Node]] = [deque() for _ in stages]
 
     def choose(run: Run, rank: int) -> Node | None:
-        # A micro-batch that has begun must find room in all later stages of the rank, or ranks wait for each other.
+        # A micro-batch that has begun must fit into memory in all later stages of the rank, or there is a deadlock.
         admitted = [
             forwards[stage]
             for number_behind, stage in enumerate(stages[rank])
@@ -97,9 +97,9 @@ def _list_schedule(
 
 
 def _improved(timed: _Timed, pipeline: Pipeline) -> _Timed:
-    """Let neighbours on the critical path change places as long as that helps.
+    """Swap neighbours on the critical path as long as that helps.
 
-    The neighbourhood of job-shop scheduling: no other change of neighbours can make it shorter.
+    This is the neighbourhood of job-shop scheduling: no other swap of neighbours can make the schedule shorter.
 
     Source: van Laarhoven, Aarts and Lenstra 1992, Operations Research 40(1), section 3.
     """
@@ -126,7 +126,7 @@ def _improved(timed: _Timed, pipeline: Pipeline) -> _Timed:
 
 
 def _critical_pairs(timed: _Timed) -> list[tuple[Node, Node]]:
-    """Neighbours of one rank of which the second waits for the first, and the end of all for both."""
+    """Neighbours of one rank on the critical path, which can be swapped: the second does not need the first."""
     start, end = timed.run.start, timed.run.end
     before = {later: node for nodes in timed.order for node, later in pairwise(nodes)}
     node: Node | None = max(end, key=lambda node: end[node])

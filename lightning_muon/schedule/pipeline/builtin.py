@@ -33,7 +33,7 @@ def gpipe(pipeline: Pipeline) -> Order:
 
 @register_schedule("1f1b")
 def one_forward_one_backward(pipeline: Pipeline) -> Order:
-    """Forwards until the first gradient is there, then a backward after each forward.
+    """Forwards until the first gradient has arrived, then a backward after each forward.
 
     Idle time: (p-1)(f+i+w), bubble B. Memory: 1.
 
@@ -94,7 +94,7 @@ def zb_1p(pipeline: Pipeline) -> Order:
 
 @register_schedule("zb_2p")
 def zb_2p(pipeline: Pipeline) -> Order:
-    """As ZB-1P with twice the warm-up, so that no rank waits for its first gradient.
+    """ZB-1P with twice the warm-up, so that no rank waits for its first gradient.
 
     Idle time: 0 if f = i = w and m >= 2p-1. The last rank begins and ends (p-1) f after the first one, so a step that
     must wait for all ranks is as long as with ZB-1P. Memory: (2p-1)/p; 2 if p is large.
@@ -109,7 +109,7 @@ def zb_2p(pipeline: Pipeline) -> Order:
 
 @register_schedule("zb_v")
 def zb_v(pipeline: Pipeline) -> Order:
-    """Stages go there and back, so that the rank with the first stage has the loss; ``W`` fill the bubbles.
+    """Stages run from the first rank to the last and back, so that rank 0 has the loss; ``W`` fill the bubbles.
 
     Idle time: 0 if f = i = w and m >= 2p-1. Memory: 1.
 
@@ -119,7 +119,7 @@ def zb_v(pipeline: Pipeline) -> Order:
     p, m = pipeline.num_ranks, pipeline.num_microbatches
     order: Order = []
     for rank in range(p):
-        # With fewer micro-batches than fill the pipeline, the order is that of more, without the others.
+        # With too few micro-batches to fill the pipeline, take the order for more, and leave out the others.
         later = max(m, 2 * p - 1) - p
         nodes = _phases(
             pipeline.v_stages(rank),
@@ -137,7 +137,7 @@ def zb_v(pipeline: Pipeline) -> Order:
 
 @register_schedule("v_half")
 def v_half(pipeline: Pipeline) -> Order:
-    """As ZB-V in half the memory, since a micro-batch comes back sooner.
+    """ZB-V in half the memory, since a micro-batch comes back sooner.
 
     Idle time if f = i = w and m >= 2p: 3(p-1) f, or (3p-4) f if p is odd; bubble B/2 if m is large. Memory: (p+2)/(2p),
     or (p+1)/(2p) if p is odd; 1/2 if p is large.
@@ -150,7 +150,7 @@ def v_half(pipeline: Pipeline) -> Order:
 
 @register_schedule("v_min")
 def v_min(pipeline: Pipeline) -> Order:
-    """As ZB-V in a third of the memory, since a micro-batch comes back as soon as it can.
+    """ZB-V in a third of the memory, since a micro-batch comes back as soon as it can.
 
     Idle time if f = i = w and m >= 2p: (4p-5) f, or (4p-3) f if 3 divides p; bubble 2B/3 if m is large. Memory:
     ceil((p+2)/3)/p; 1/3 if p is large.
@@ -163,7 +163,7 @@ def v_min(pipeline: Pipeline) -> Order:
 
 @register_schedule("dual_pipe_v")
 def dual_pipe_v(pipeline: Pipeline) -> Order:
-    """Stages go there and back; in the steady phase each forward stands beside a backward of the other stage.
+    """Stages run to the last rank and back; in the steady phase each forward is next to a backward of the other stage.
 
     A runtime may run such a pair as one, so that messages of one hide behind arithmetic of the other; here they run one
     after the other. Idle time: (p-1)(f+i-w) if w <= i <= f. Memory: 1+1/(2p).
@@ -195,7 +195,7 @@ def dual_pipe_v(pipeline: Pipeline) -> Order:
 
 
 def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
-    """Forwards alone, for evaluation: each rank runs the deepest stage that is ready; for any number of micro-batches.
+    """Forwards only, for evaluation: each rank runs the deepest stage that is ready; for any number of micro-batches.
 
     ``rank_of``: stage -> rank, as :func:`~.nodes.placement` gives it for a schedule of training.
     """
@@ -227,7 +227,7 @@ def _need_microbatches(pipeline: Pipeline, name: str, least: int) -> None:
 
 
 def _round_size(pipeline: Pipeline, name: str) -> int:
-    """Micro-batches of a round: p, or a few more, so that all rounds are equal."""
+    """Number of micro-batches of a round: p, or a few more, so that all rounds are equal."""
     num_ranks, number = pipeline.num_ranks, pipeline.num_microbatches
     num_rounds = max(1, number // num_ranks)
     if number % num_rounds:
@@ -239,16 +239,16 @@ def _round_size(pipeline: Pipeline, name: str) -> int:
 
 
 def _distances_to_last(pipeline: Pipeline) -> list[int]:
-    """For each rank how many come behind it."""
+    """The number of ranks after each rank."""
     return list(reversed(range(pipeline.num_ranks)))
 
 
 def _alternating(
     pipeline: Pipeline, backward: Callable[[int, int], Node], *, warmups: Sequence[int], round_size: int = 0
 ) -> Order:
-    """On each rank so many forwards, then a backward after each forward, then the other backwards.
+    """Each rank runs its ``warmups`` forwards, then a backward after each forward, then the other backwards.
 
-    A round of micro-batches goes through one stage of the rank after the other. Rounds are equal; 0 for one round.
+    A round of micro-batches goes through one stage of the rank after the other. Rounds are equal; 0 means one round.
     """
     size = round_size or pipeline.num_microbatches
     rounds = [range(start, start + size) for start in range(0, pipeline.num_microbatches, size)]
@@ -265,7 +265,7 @@ def _alternating(
 
 
 def _delay_weights(nodes: Sequence[Node], delay: int) -> list[Node]:
-    """Add ``W`` of each micro-batch behind ``I`` of the one that comes so many later; the last ones at the end."""
+    """Add each ``W`` after the ``I`` that comes ``delay`` micro-batches later; the last ones at the end."""
     weights: deque[Node] = deque()
     delayed: list[Node] = []
     for node in nodes:
@@ -279,7 +279,7 @@ def _delay_weights(nodes: Sequence[Node], delay: int) -> list[Node]:
 
 def _phases(stages: Sequence[int], *phases: tuple[int, str]) -> list[Node]:
     """Nodes of a rank, phase by phase: ``(3, "F0 B1")`` is three times a forward of its first stage and a backward of
-    its second one, each of the next micro-batch. ``W`` without a stage is that of the oldest ``I`` that has none yet.
+    its second one, each of the next micro-batch. ``W`` without a stage belongs to the oldest ``I`` without one.
     """  # noqa: D205
     counts = {(chunk, kind): 0 for chunk in range(len(stages)) for kind in "FB"}
     weights: deque[Node] = deque()
@@ -298,14 +298,14 @@ def _phases(stages: Sequence[int], *phases: tuple[int, str]) -> list[Node]:
     return nodes
 
 
-_PERIOD = 6  # Slots of a rank for one micro-batch: F, I, W of two stages.
+_PERIOD = 6  # Number of slots of a rank for one micro-batch: F, I, W of two stages.
 
 
 def _from_building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) -> Order:
-    """Repeat the passes of one micro-batch every six slots; then close the gaps, and let ``W`` fill what is left.
+    """Repeat the passes of one micro-batch every six slots; then close the gaps, and fill bubbles with ``W``.
 
     ``gaps``: slots between two neighbouring ranks, in forward through their first and second stages, and in backward
-    through their second and first ones. A micro-batch lives through all of them, so their sum fixes the memory.
+    through their second and first ones. A micro-batch is alive through all of them, so their sum fixes the memory.
     """
     order: Order = []
     limit = 0
@@ -322,15 +322,15 @@ def _from_building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) ->
 
 
 def _building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) -> list[list[tuple[int, Node]]]:
-    """For each rank the slots of micro-batch 0, such that no two passes of a rank meet when they are repeated.
+    """The slots of micro-batch 0 for each rank, such that no two passes of a rank coincide when they are repeated.
 
-    Passes turn round at the last rank, the first, and the last again, each time so many slots later than they could
-    that they do not meet; of all ways, that with the shortest lives of activations is chosen.
+    Passes turn round at the last rank, the first, and the last again, each time delayed by as many slots as needed so
+    that they do not coincide; of all ways, the one with the lowest peak of activations is chosen.
     """
     p = pipeline.num_ranks
     found: dict[int, list[list[tuple[int, Node]]]] = {}
     for extra in sorted(product(range(_PERIOD), repeat=3), key=sum):
-        # Slots in which the passes begin on the rank where they turned round.
+        # Slots in which the passes begin on the rank where they turn round.
         second = 1 + (p - 1) * gaps[0] + extra[0]
         input_second = second + 1 + (p - 1) * gaps[1] + extra[1]
         input_first = input_second + 1 + (p - 1) * gaps[2] + extra[2]
@@ -350,20 +350,20 @@ def _building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) -> list
 
 
 def _steady_peak(block: Sequence[tuple[int, Node]]) -> int:
-    """Activations that a rank holds at most if it repeats the block for ever."""
+    """Most activations that a rank holds if it repeats the block forever."""
 
     def begun(kind: str, until: int) -> int:
-        """How many of this kind, counted from some time on that is the same for all kinds."""
+        """Number of nodes of this kind that have begun, up to a constant that is the same for all kinds."""
         return sum((until - slot) // _PERIOD for slot, node in block if node.kind == kind)
 
-    # An activation is free in the slot behind its W.
+    # An activation is free in the slot after its W.
     return max(
         begun(PipelineKind.FORWARD, now) - begun(PipelineKind.BACKWARD_WEIGHT, now - 1) for now in range(_PERIOD)
     )
 
 
 def _with_weights(slots: tuple[int, int, int, int], stages: tuple[int, int]) -> list[tuple[int, Node]]:
-    """The passes of micro-batch 0 with ``W`` in the two slots left, as soon after ``I`` as possible."""
+    """The passes of micro-batch 0, with ``W`` in the two free slots, as soon after ``I`` as possible."""
     first, second = stages
     nodes = [F(first, 0), F(second, 0), I(second, 0), I(first, 0)]
     left = [slot for slot in range(_PERIOD) if slot not in {each % _PERIOD for each in slots}]

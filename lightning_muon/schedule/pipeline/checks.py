@@ -1,4 +1,4 @@
-"""Refuse broken pipelines, by name of the node, before any rank runs them."""
+"""Checks of pipeline schedules and programs before any rank runs them; errors name the node."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def _check_microbatch(place: dict[Node, int], stage: int, microbatch: int, *, is
 def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool = True) -> None:
     """Check the finished program of a pipeline, as :func:`check_order` and :func:`~..validate.validate` do.
 
-    All messages between two ranks are in one lane, so that both ranks must list them in the same order, whichever way
-    they go: otherwise these ranks wait for each other for ever, and the error names the messages. Gradients of a stage
+    All messages between two ranks are in one lane, so that both ranks must list them in the same order, in whichever
+    direction they go: else these ranks wait for each other forever; the error names the messages. Gradients of a stage
     are reduced once, after its last backward, and the optimizer step of its rank comes after that. A stage whose
     backward is split keeps its weights from a forward to the end of the backward.
     """
@@ -104,7 +104,7 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
 
 
 def _check_gathers(rank: int, ops: Iterable[Op]) -> None:
-    """Raise where a stage runs without its weights, or frees those that a split backward needs."""
+    """Raise if a stage runs without its weights, or frees those that a split backward needs."""
     gathered, alive = set[int](), Counter[int]()
     ops = list(ops)
     split = {op.items[0] for op in ops if op.kind == PipelineKind.BACKWARD_INPUT}

@@ -1,7 +1,7 @@
-"""From an order to a program: dependencies, messages, gradients summed over data-parallel ranks, optimizer steps.
+"""Makes a program of an order: dependencies, messages, sums of gradients over data-parallel ranks, optimizer steps.
 
-Ranks of the program are those of the pipeline. Passes take a program and return one with more ops; their order is that
-in which they stand here.
+Ranks of the program are those of the pipeline. Passes take a program and return one with more ops; they are called in
+the order in which they are defined here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 
 
 class OpMaker:
-    """Ops of the nodes of an order, and of the messages between them."""
+    """Makes the ops of the nodes of an order, and of the messages between them."""
 
     def __init__(self, order: Order) -> None:
         self._rank_of = placement(order)
@@ -49,7 +49,7 @@ class OpMaker:
         )
 
     def messages(self, node: Node) -> tuple[Op, ...]:
-        """Of the sender and of the receiver; none if the result of the node stays where it is."""
+        """The ops of sender and receiver of a node's result; none if the result stays on its rank."""
         step = {PipelineKind.FORWARD: 1, PipelineKind.BACKWARD_WEIGHT: 0}.get(node.kind, -1)
         sender = self._rank_of[node.stage]
         group = (sender, self._rank_of.get(node.stage + step, sender))
@@ -58,7 +58,7 @@ class OpMaker:
         return _message(_message_kind(node), node.key, group, behind=node, items=(node.stage, node.microbatch))
 
     def _arrival(self, node: Node, stage: int) -> str:
-        """Name of the op after which the result of a node is on the rank of a stage."""
+        """Name of the op after which the result of a node is on the rank of ``stage``."""
         stays = self._rank_of[node.stage] == self._rank_of[stage]
         return name_of(node) if stays else f"{_message_kind(node)}[{node.key}]"
 
@@ -66,14 +66,14 @@ class OpMaker:
 def _message(
     kind: str, key: str, group: tuple[int, int], *, behind: Node, items: tuple[int, ...] = ()
 ) -> tuple[Op, Op]:
-    """Of the sender, which has it from the node ``behind``, and of the receiver."""
+    """The ops of sender and receiver of a message; the sender sends it after the node ``behind``."""
     lane = f"link {min(group)}-{max(group)}"
     send = Op(kind=kind, key=key, rank=group[0], lane=lane, deps=(name_of(behind),), items=items, group=group)
     return send, Op(kind=kind, key=key, rank=group[1], lane=lane, items=items, group=group)
 
 
 def name_of(node: Node) -> str:
-    """Of its op."""
+    """Name of the op of a node."""
     return f"{node.kind}[{node.key}]"
 
 
@@ -82,12 +82,12 @@ def _message_kind(node: Node) -> str:
 
 
 def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False) -> Program:
-    """The program of an order, with a message wherever the next stage is on another rank.
+    """Make the program of an order, with a message wherever the next stage is on another rank.
 
     A message is one op on both of its ranks, of the same name, with ``group=(sender, receiver)``. Both list it at the
-    time at which it is sent, so that all messages between two ranks are in the same order on both, and no rank waits in
-    the order of its messages for one that needs its own. A forward holds one unit of memory until its backward has
-    ended. With ``tells_loss`` the last stage sends every other rank what it has summed up, behind its last forward.
+    time at which it is sent, so that all messages between two ranks are in the same order on both, and no rank waits
+    for a message that depends on a later one of its own. A forward holds one unit of memory until its backward has
+    ended. With ``tells_loss`` the last stage sends sum and number of the losses to all others after its last forward.
     """
     rank_of = placement(order)
     maker = OpMaker(order)
@@ -106,7 +106,7 @@ def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False)
 
 
 def add_unshard(program: Program) -> Program:
-    """Gather the weights of all stages of a rank at the start, and free those of a stage behind its last op.
+    """Gather the weights of all stages of a rank at the start, and free those of a stage after its last op.
 
     Nothing is freed between a forward and the parts of its backward: an FSDP2 module that reshards in between gives
     wrong gradients if the backward is split.
@@ -128,9 +128,9 @@ def add_unshard(program: Program) -> Program:
 
 
 def add_reduce_grad(program: Program) -> Program:
-    """Sum the gradients of a stage over the data-parallel ranks, once, behind its last backward of all micro-batches.
+    """Sum the gradients of a stage over the data-parallel ranks, once, after its last backward of all micro-batches.
 
-    Other stages still run backward then, on this rank and on others. It waits for the loss, where that is sent.
+    Other stages still run backward then, on this rank and on others. It waits for the loss, if that is sent.
     """
     added: Program = {}
     for rank, ops in program.items():
@@ -147,9 +147,9 @@ def add_reduce_grad(program: Program) -> Program:
 
 
 def add_tied(program: Program, tied: Sequence[Sequence[int]]) -> Program:
-    """Sum the gradients of copies of a parameter, each in the given stages, behind the sums over data-parallel ranks.
+    """Sum the gradients of copies of a parameter, each in the given stages, after the sums over data-parallel ranks.
 
-    The ranks of a copy wait for each other there, the last stage for the first one: what comes before is not delayed.
+    The ranks with a copy wait for each other there, the last stage for the first one; earlier ops are not delayed.
     """
     rank_of = {op.items[0]: rank for rank, ops in program.items() for op in ops if op.kind == PipelineKind.REDUCE_GRAD}
     added = {rank: list(ops) for rank, ops in program.items()}
@@ -164,10 +164,10 @@ def add_tied(program: Program, tied: Sequence[Sequence[int]]) -> Program:
 
 
 def add_optimizer(program: Program) -> Program:
-    """Add the optimizer step of each rank, behind the sums of all of its gradients ("Muon in the bubble").
+    """Add the optimizer step of each rank, after the sums of all of its gradients ("Muon in the bubble").
 
-    A rank that has finished its backward steps in the cool-down of the others. It has one step for all of its stages,
-    as frameworks call ``optimizer.step()`` once, behind what the user does with the gradients. Steps of single stages
+    A rank that has finished its backward steps during the cool-down of the others. It has one step for all its stages,
+    as frameworks call ``optimizer.step()`` once, after what the user does with the gradients. Steps of single stages
     would save less than 2 % of the time (simulated with two stages on each of 4 and 8 ranks, 4 micro-batches per rank,
     optimizer steps as long as 0.5 to 4 forwards).
     """
@@ -195,7 +195,7 @@ def _stage_places(ops: Sequence[Op], kinds: Sequence[str]) -> dict[int, tuple[in
 
 
 def _behind_messages(ops: Sequence[Op], index: int) -> int:
-    """The place of the last message that an op sends, or of the op itself: another rank waits for no more than that."""
+    """Index of the last message that an op sends, or else of the op; ops added after it delay no other rank."""
     sent = (place for place, op in enumerate(ops) if op.group and ops[index].name in op.deps)
     return max(sent, default=index)
 

@@ -1,4 +1,4 @@
-"""What a schedule lists: forwards and backwards of one micro-batch in one stage; also as CSV."""
+"""Nodes, which schedules list: forwards and backwards of one micro-batch in one stage; also as CSV."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PipelineKind:
 
     FORWARD = "F"
     BACKWARD = "B"  # The whole backward: `BACKWARD_INPUT`, then `BACKWARD_WEIGHT`.
-    BACKWARD_INPUT = "I"  # Gradients of the input, for which the stage before waits.
+    BACKWARD_INPUT = "I"  # Gradients of the input, for which the previous stage waits.
     BACKWARD_WEIGHT = "W"  # Gradients of the weights, for which no other rank waits.
     ACTIVATION = "activation"  # Message to the next stage: the output of a forward.
-    GRADIENT = "gradient"  # Message to the stage before: the gradient of its output.
+    GRADIENT = "gradient"  # Message to the previous stage: the gradient of its output.
     LOSS = "loss"  # Message from the last stage: sum and number of the losses, by which gradients are divided.
     UNSHARD = "unshard"  # Gather the weights of a stage, until `RESHARD`.
     RESHARD = "reshard"
@@ -33,9 +33,9 @@ COMPUTE_KINDS = (
     PipelineKind.BACKWARD_INPUT,
     PipelineKind.BACKWARD_WEIGHT,
 )
-"""What a schedule lists."""
+"""The kinds that a schedule lists."""
 WEIGHT_KINDS = (PipelineKind.BACKWARD, PipelineKind.BACKWARD_WEIGHT)
-"""What adds to the gradients of a stage, and is the last to need the activations of its micro-batch."""
+"""The kinds that add to the gradients of a stage, and are the last to need the activations of a micro-batch."""
 
 
 class Node(NamedTuple):
@@ -50,12 +50,12 @@ class Node(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Which one of its kind: stage and micro-batch."""
+        """Key of its op: stage and micro-batch."""
         return f"{self.stage}.{self.microbatch}"
 
 
 Order = list[list[Node]]
-"""For each rank of a pipeline its nodes, in the order in which it runs them."""
+"""The nodes of each rank of a pipeline, in the order in which it runs them."""
 
 
 def F(stage: int, microbatch: int) -> Node:  # noqa: N802 - the letters of the papers
@@ -69,7 +69,7 @@ def B(stage: int, microbatch: int) -> Node:  # noqa: N802
 
 
 def I(stage: int, microbatch: int) -> Node:  # noqa: E743, N802
-    """The part of a backward for which the stage before waits."""
+    """The part of a backward for which the previous stage waits."""
     return Node(stage, PipelineKind.BACKWARD_INPUT, microbatch)
 
 
@@ -94,8 +94,8 @@ def peak_activations(
 ) -> int:
     """Most activations that a rank holds, each from its forward to the end of its backward (``B`` or ``W``).
 
-    In units of one micro-batch of one stage; with ``sizes``, of each stage, their largest sum. ``between`` is what a
-    stage holds beside them from ``I`` to ``W``, in the same unit.
+    The unit is one micro-batch of one stage; with ``sizes``, one for each stage, the result is their largest sum.
+    ``between`` is what a stage holds in addition from ``I`` to ``W``, in the same unit.
     """
     alive = most = 0
     for node in nodes:
@@ -112,19 +112,19 @@ def peak_activations(
 
 
 _CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-# What torch writes for a forward and a backward that may run as one.
+# Torch's text for a forward and a backward that may run as one.
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def order_to_csv(order: Order) -> str:
-    """A row per rank, a cell per node, as torch's pipeline runtime reads and writes it (``compute_only``)."""
+    """Make CSV, a row per rank, a cell per node, as torch's pipeline runtime reads and writes it (``compute_only``)."""
     text = io.StringIO()
     csv.writer(text).writerows(order)
     return text.getvalue()
 
 
 def order_from_csv(text: str) -> Order:
-    """From such text; empty cells are bubbles, and pairs that may overlap become one after the other."""
+    """Read the CSV of :func:`order_to_csv` or torch; empty cells are bubbles, overlapping pairs become a sequence."""
     rows = csv.reader(io.StringIO(text))
     return [[node for cell in row for node in _parse(cell.strip(), rank)] for rank, row in enumerate(rows)]
 

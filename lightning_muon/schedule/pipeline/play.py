@@ -1,4 +1,4 @@
-"""Run a pipeline on paper, one decision after the other: what a rank that is free does next."""
+"""Simulates a pipeline decision by decision: which node a free rank runs next."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from lightning_muon.schedule.pipeline.problem import Pipeline
 
 
 class Run:
-    """A run under way: what has begun and ended until ``now``."""
+    """A simulated run: the nodes that have begun and ended until ``now``."""
 
     def __init__(self, pipeline: Pipeline, rank_of: Mapping[int, int]) -> None:
         self.pipeline = pipeline
         self.now = 0.0
         self.alive = [0] * pipeline.num_ranks  # Activations that each rank holds.
-        # (whether it is an end, node), in the order of time; messages leave at ends, in this order.
+        # (whether it is an end, node), in order of time; messages are sent at ends, in this order.
         self.log: list[tuple[bool, Node]] = []
         self.start: dict[Node, float] = {}
         self.end: dict[Node, float] = {}
-        # Node -> when all it needs is on its rank. Keys are forwards, `I` for both kinds of backward, and `W`.
+        # Node -> time at which all it needs is on its rank. Keys: forwards, `I` for both kinds of backward, and `W`.
         self.arrived: dict[Node, float] = {F(0, each): 0.0 for each in range(pipeline.num_microbatches)}
         self._expected: dict[Node, float] = {}
-        self._enabled: dict[Node, list[Node]] = {}  # By nodes that run.
+        self._enabled: dict[Node, list[Node]] = {}  # Running node -> nodes that need its result.
         self._cost = cache(pipeline.costs.of)
         self._rank_of = rank_of
         self._is_busy = [False] * pipeline.num_ranks
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def order(self) -> Order:
-        """What each rank has begun."""
+        """The nodes that each rank has begun."""
         order: Order = [[] for _ in self.alive]
         for is_end, node in self.log:
             if not is_end:
@@ -50,20 +50,20 @@ class Run:
         return order
 
     def seconds(self, node: Node) -> float:
-        """How long the node takes."""
+        """Seconds that the node takes."""
         return self._cost(node.kind, node.stage)
 
     def is_ready(self, node: Node) -> bool:
-        """Whether all it needs is there."""
+        """Whether all that the node needs is on its rank."""
         return self.arrived.get(_need(node), math.inf) <= self.now
 
     def expected(self, node: Node) -> float:
-        """When all it needs will be there, if the link is free; infinite if that has not begun."""
+        """Time at which all it needs will be there, if the link is free; infinite if that is not being computed."""
         need = _need(node)
         return self.arrived.get(need, self._expected.get(need, math.inf))
 
     def play(self, choose: Choose) -> Run:
-        """Let each rank that is free run what ``choose`` gives it, until nothing runs any more."""
+        """Let each free rank run the node that ``choose`` returns, until no rank runs one."""
         for rank in range(len(self.alive)):
             self._add_event(0.0, rank, None)
         while self._events:
@@ -108,7 +108,7 @@ class Run:
                 self._add_event(self.arrived[later], other, None)
 
     def _find_enabled(self, node: Node) -> list[Node]:
-        """What needs the result of the node."""
+        """The nodes that need the result of the node."""
         stage, kind, microbatch = node
         if kind == PipelineKind.FORWARD:
             is_last = stage == self.pipeline.num_stages - 1
@@ -118,7 +118,7 @@ class Run:
 
 
 def needs(node: Node, known: Container[Node]) -> list[Node]:
-    """Those of the ``known`` nodes whose results a node needs."""
+    """The ``known`` nodes whose results a node needs."""
     stage, kind, microbatch = node
     if kind == PipelineKind.FORWARD:
         found = [F(stage - 1, microbatch)]
@@ -130,7 +130,7 @@ def needs(node: Node, known: Container[Node]) -> list[Node]:
 
 
 Choose = Callable[[Run, int], Node | None]
-"""What a free rank does now, of what is ready; ``None`` waits until something arrives."""
+"""Returns the ready node that a free rank runs next; ``None`` waits until something arrives."""
 
 
 def _need(node: Node) -> Node:
@@ -138,7 +138,7 @@ def _need(node: Node) -> Node:
 
 
 def play_order(order: Order, pipeline: Pipeline, rank_of: Mapping[int, int]) -> Run:
-    """When each node of an order begins and ends; a ``ValueError`` names those that can never begin."""
+    """Simulate when each node of an order begins and ends; a ``ValueError`` names those that can never begin."""
     position = [0] * len(order)
 
     def choose(run: Run, rank: int) -> Node | None:
@@ -156,10 +156,10 @@ def play_order(order: Order, pipeline: Pipeline, rank_of: Mapping[int, int]) -> 
 
 
 def fill_weights(order: Sequence[Sequence[Node]], pipeline: Pipeline, rank_of: Mapping[int, int], limit: int) -> Order:
-    """Add ``W`` to an order of ``F`` and ``I``: where a rank would wait as long as it takes, or at its limit of memory.
+    """Add ``W`` to an order of ``F`` and ``I`` where a rank would wait at least that long, or is at its memory limit.
 
-    A rank holds at most ``limit`` activations, each from ``F`` to ``W``. What a rank runs next is known, when it can
-    run is known once the other rank has begun what it waits for.
+    A rank holds at most ``limit`` activations, each from ``F`` to ``W``. When its next node can run is known once the
+    other rank has begun the node that it waits for.
     """
     todo = [deque(nodes) for nodes in order]
     weights: list[deque[Node]] = [deque() for _ in order]
@@ -184,6 +184,6 @@ def fill_weights(order: Sequence[Sequence[Node]], pipeline: Pipeline, rank_of: M
 
 
 def deepest_first(rank_of: Mapping[int, int], num_ranks: int) -> list[list[int]]:
-    """For each rank its stages, the last of the pipeline first."""
+    """The stages of each rank, the last of the pipeline first."""
     stages = sorted(rank_of, reverse=True)
     return [[stage for stage in stages if rank_of[stage] == rank] for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""What a schedule is made for: sizes of the pipeline, measured costs, and a memory limit."""
+"""The input of a schedule: sizes of the pipeline, measured costs, and a memory limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of one micro-batch; the first three, and those of a whole step below, may differ between stages.
+    """Seconds of ops, of one micro-batch or (the last three) of a step; all but ``communication`` may differ by stage.
 
     Example:
         >>> costs = StageCosts(forward=(1.0, 2.0), backward_input=1.5, backward_weight=0.5, communication=0.1)
@@ -44,7 +44,7 @@ class StageCosts:
     forward: PerStage = 1.0
     backward_input: PerStage = 1.0
     backward_weight: PerStage = 1.0
-    communication: float = 0.0  # One message between two ranks, which take turns; also the norm over all stages.
+    communication: float = 0.0  # One message between two ranks, one at a time; also the norm over all stages.
     unshard: PerStage = 0.0
     reduce_grad: PerStage = 0.0
     optimizer: PerStage = 0.0
@@ -58,7 +58,7 @@ class StageCosts:
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
 
     def join_names(self) -> dict[str, tuple[float, ...]]:
-        """All numbers; one where all stages have the same."""
+        """All costs as tuples; a tuple of one if all stages have the same cost."""
         values = cast("dict[str, PerStage]", vars(self))
         return {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
 
@@ -73,7 +73,7 @@ class StageCosts:
         return total
 
     def seconds(self, op: Op) -> float:
-        """How long the op takes once it has begun: what :func:`~..simulate.simulate` asks a cost model."""
+        """Seconds that the op takes once it has begun; :func:`~..simulate.simulate` calls it."""
         if op.kind == PipelineKind.OPTIMIZER and op.items:
             return sum(self.of(op.kind, stage) for stage in op.items)
         return self.of(op.kind, op.items[0] if op.items else 0)
@@ -107,13 +107,13 @@ class Pipeline:
 
     @property
     def num_stages(self) -> int:
-        """Over all ranks."""
+        """Number of stages over all ranks."""
         return self.num_ranks * self.stages_per_rank
 
     def loop_stages(self, rank: int) -> range:
-        """Stages of a rank if they go round: rank 1 of 4 has 1, 5, 9, ..."""
+        """Stages of a rank if they are dealt out in rounds: rank 1 of 4 has 1, 5, 9, ..."""
         return range(rank, self.num_stages, self.num_ranks)
 
     def v_stages(self, rank: int) -> tuple[int, int]:
-        """The two stages of a rank if they go there and back: rank 1 of 4 has 1 and 6."""
+        """The two stages of a rank if they run to the last rank and back: rank 1 of 4 has 1 and 6."""
         return rank, 2 * self.num_ranks - 1 - rank

@@ -1,4 +1,4 @@
-"""Schedules by name, with room for those of users."""
+"""Registry of schedules by name, to which users can add their own."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Schedule = Callable[[Pipeline], Order]
 """Lists what each rank of a pipeline does: ``F`` and either ``B`` or ``I`` and ``W`` of each stage and micro-batch."""
 
 SCHEDULES: dict[str, Schedule] = {}
-"""All of them, by name."""
+"""All schedules by name."""
 
 
 def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
-    """Make a schedule known by a name.
+    """Register a schedule by name; use it as a decorator.
 
     Example:
         >>> @register_schedule("one_at_a_time")

@@ -119,8 +119,8 @@ def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> No
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight " in names and "frozen" not in names
     assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text and "machine reference: 150 TFLOP/s" in text
     assert "that own nothing" not in text
-    # The dearest matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
-    assert "without the working memory of Newton-Schulz, 576 MiB for the dearest matrix in 16 bits." in text
+    # The most expensive matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
+    assert "without the working memory of Newton-Schulz, 576 MiB for the most expensive matrix in 16 bits." in text
     assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
 
 
