@@ -43,7 +43,7 @@ MEASURED_MUON_LR_FACTOR = 3.0
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
-    """What ``name`` was probably meant to be, by its initials (``learning_rate`` is ``lr``) or its letters."""
+    """Guess which of the names is meant by ``name``, by its initials (``learning_rate`` is ``lr``) or its letters."""
     initials = "".join(part[:1] for part in name.split("_"))
     if len(initials) > 1 and initials in names:
         return initials
@@ -51,7 +51,7 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
-    """What to say of an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
+    """Text for an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
 
     ``elsewhere`` maps another place, such as ``"under optimizer:"``, to its options.
     """

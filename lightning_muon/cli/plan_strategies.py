@@ -187,8 +187,8 @@ class _Ranks:
         simulated = simulate(prefetch(program, look_ahead), cost)
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
         early = estimate_prefetch([rank_seconds(ops, cost) for ops in program.values()])
-        dearest = max(self.specs, key=lambda spec: spec.flops)
-        short, long = sorted((dearest.rows, dearest.cols))
+        most_expensive = max(self.specs, key=lambda spec: spec.flops)
+        short, long = sorted((most_expensive.rows, most_expensive.cols))
         numbers = {
             "makespan_seconds": timeline.makespan,
             "idle": timeline.idle,

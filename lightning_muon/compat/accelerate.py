@@ -72,7 +72,7 @@ def in_place_of_states(
 
 
 def launch_on_cpus(arguments: Any) -> None:
-    """What ``accelerate launch`` does with these arguments, on the CPUs of this machine, by torchrun."""
+    """Start torchrun on the CPUs of this machine, as ``accelerate launch`` does with these arguments."""
     from accelerate.commands import launch
     from accelerate.utils import patch_environment
 

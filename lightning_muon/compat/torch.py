@@ -329,7 +329,7 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
 
 
 def load_whole(directory: Path, key: str) -> Any:
-    """What a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
+    """Return what a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
 
     ``"optimizer_0.param_groups"`` is what it has in one of its state dicts.
     """
@@ -356,7 +356,7 @@ def _gathered(root: FSDPModule) -> Iterator[tuple[Any, Tensor]]:
 
 
 def unreduced_gradients(root: FSDPModule) -> list[Tensor]:
-    """What backward passes without reduction have left for the whole weights of an FSDP2 root."""
+    """Gradients that backward passes without reduction have left for the whole weights of an FSDP2 root."""
     both = [(held.unsharded_accumulated_grad, whole.grad) for held, whole in _gathered(root)]
     return [gradient for pair in both for gradient in pair if gradient is not None]
 

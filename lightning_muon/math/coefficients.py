@@ -124,7 +124,7 @@ def _solve(rows: list[list[float]]) -> list[float]:
 
 
 def band(steps: Sequence[Quintic], lower: float, upper: float = 1.0) -> tuple[float, float]:
-    """Where singular values in ``[lower, upper]`` end, without rounding: the least and the largest of a fine grid."""
+    """The band to which the steps map singular values in ``[lower, upper]``: on a fine grid, without rounding."""
     values = torch.logspace(math.log10(lower), math.log10(upper), 20_001, dtype=torch.float64)
     for a, b, c in steps:
         values = values * (a + values**2 * (b + c * values**2))

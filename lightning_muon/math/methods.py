@@ -61,17 +61,17 @@ class NewtonSchulz:
         return {"gram": num_parts, "square": num_squares, "symmetric": num_symmetric, "whole": num_parts}
 
     def cost(self, of_product: ProductCost) -> float:
-        """Of all products."""
+        """Cost of all products."""
         return sum(number * of_product[product] for product, number in self.num_products().items())
 
     def flops(self, rows: int, cols: int) -> float:
-        """As textbooks count them, though some products are computed by half."""
+        """FLOPs of all products, counted in full, although symmetric ones are computed by half."""
         return self.cost(product_flops(rows, cols))
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Where and in what Newton-Schulz is computed; equal on all ranks."""
+    """Device type and dtype in which Newton-Schulz is computed; equal on all ranks."""
 
     device_type: str
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class NewtonSchulzOptions:
-    """What a param group says of Newton-Schulz."""
+    """The options of a param group for Newton-Schulz."""
 
     quality: NsQuality
     coefficients: NsCoefficients
@@ -92,7 +92,7 @@ class NewtonSchulzOptions:
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> NewtonSchulzOptions:
-        """Those of a param group."""
+        """Read the options of a param group."""
         return cls(
             as_tuples(group["ns_quality"]),
             as_tuples(group["ns_coefficients"]),

@@ -97,12 +97,12 @@ def _iterate(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Te
 
 
 def _targets(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the new matrix goes, in turns. The transposed copy of a tall one is slower to write to than these."""
+    """Two buffers that take the new matrix by turns; the transposed copy of a tall one is slower to write to."""
     return x.new_empty(x.shape), x if x.is_contiguous() else x.new_empty(x.shape)
 
 
 def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
-    """As :func:`_iterate`, up to rounding: each step makes ``P A P`` of ``A``, and ``P x`` of ``x`` only at the end."""
+    """Result of :func:`_iterate`, up to rounding: steps turn ``A`` into ``P A P``; ``P x`` comes at the end."""
     restarts = gram_restarts(tuple(steps), x.dtype)
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, product, square = (torch.empty_like(gram) for _ in range(3))
@@ -135,7 +135,7 @@ def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels 
 
 @cache
 def gram_restarts(steps: tuple[Quintic, ...], dtype: torch.dtype) -> tuple[int, ...]:
-    """After how many steps the Gram matrix is computed from the matrix again.
+    """Numbers of steps after which the Gram matrix is computed from the matrix again.
 
     Rounding is relative to the largest eigenvalue, and each step multiplies it by at most ``a^2`` where eigenvalues are
     small. A restart comes before the noise passes a tenth of the largest eigenvalue.

@@ -39,7 +39,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """In files."""
+        """Name of the product in files."""
         return str(self.dtype).removeprefix("torch.") + (" by kernel" if self.by_kernel else "")
 
 
@@ -61,7 +61,7 @@ class MeasuredCosts:
         return self.seconds.get((rows, cols), {}).get(variant.name)
 
     def to_json(self) -> str:
-        """What :func:`read_costs` reads."""
+        """Return what :func:`read_costs` reads."""
         by_shape = {f"{rows}x{cols}": found for (rows, cols), found in self.seconds.items()}
         return json.dumps({"device_type": self.device_type, "device": self.device, "seconds": by_shape}, indent=1)
 

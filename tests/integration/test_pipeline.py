@@ -274,7 +274,7 @@ def _refused(changes: str, **kwargs: Any) -> None:
     ("changes", "kwargs", "match"),
     [
         ("manual", {}, "set automatic_optimization = True"),
-        ("", {"accumulate_grad_batches": 2}, "in the place of accumulate_grad_batches=2"),
+        ("", {"accumulate_grad_batches": 2}, "instead of accumulate_grad_batches=2"),
         ("callback", {}, "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in setup"),
         ("compiled", {}, r"network\.blocks\.1 \(Block\) is compiled; .* remove torch.compile"),
     ],

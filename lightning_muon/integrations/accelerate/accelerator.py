@@ -201,7 +201,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As in Accelerate; with a pipeline it steps once for each rank with samples of its own."""
+        """Prepare it as Accelerate does; with a pipeline it steps once for each rank with samples of its own."""
         prepared: Any = super().prepare_scheduler(scheduler)
         if self._meshes is not None and self._meshes.stages is not None and not prepared.split_batches:
             stock, number, prepared.split_batches = prepared.step, self._meshes.num_data_ranks, True
@@ -222,7 +222,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As in Accelerate; of the ranks of a pipeline, which have the same samples, those of the first stage count."""
+        """Gather as Accelerate does; ranks of a pipeline have the same samples, so those of the first stage count."""
         if self._meshes is None or self._meshes.stages is None:
             return super().gather_for_metrics(input_data, use_gather_object)
         try:  # As Accelerate decides, which then puts lists of all ranks together.
@@ -241,14 +241,14 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """With ``evaluation_mode`` nothing is sharded; else as :meth:`prepare`."""
+        """Prepare one model, as :meth:`prepare` does; with ``evaluation_mode`` it is not sharded."""
         if evaluation_mode or is_prepared(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         return self.prepare(model)
 
     @override
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As :meth:`prepare`, after the model."""
+        """Prepare one optimizer, as :meth:`prepare` does, after the model."""
         return self.prepare(optimizer)
 
     @override
@@ -342,7 +342,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Where weights are sharded, all of them on the CPU on rank 0, an empty dict elsewhere.
+        """Return whole weights: of a sharded model on the CPU of rank 0, and an empty dict elsewhere.
 
         Collective over all ranks; every rank must call it.
         """
@@ -366,7 +366,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 class TrainerAccelerator(Accelerator):
-    """That of a ``transformers.Trainer``, which saves and loads with functions of its own."""
+    """The Accelerator of a ``transformers.Trainer``, which saves and loads with functions of its own."""
 
     @override
     def _checked(self, options: Options) -> Options:
@@ -387,7 +387,7 @@ class TrainerAccelerator(Accelerator):
 def prepare(
     accelerator: Any, *args: Any, options: OptionsLike = None, device_placement: list[bool | None] | None = None
 ) -> Any:
-    """As ``accelerator.prepare(*args)`` of our Accelerator, for one that was made by ``accelerate.Accelerator(...)``.
+    """Prepare ``args`` with an Accelerator that ``accelerate.Accelerator(...)`` has made; it becomes one of ours.
 
     The Accelerator becomes one of ours: ``backward``, ``no_sync``, ``clip_grad_norm_``, ``save_state`` and so on do
     what :class:`Accelerator` says. Collective over all ranks; every rank must call it.

@@ -104,7 +104,7 @@ def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool, wi
 
 
 def _checks(engine: TrainingEngine) -> dict[str, FiniteCheck]:
-    """What counts the skipped steps of each optimizer; local."""
+    """The counters of skipped steps, one for each optimizer; local."""
     return {f"{_OPTIMIZER}_{index}": engine.finite_check(each) for index, each in enumerate(engine.optimizers)}
 
 

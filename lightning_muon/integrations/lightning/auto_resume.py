@@ -92,7 +92,7 @@ class AutoResumeCallback:
 
 
 def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
-    """What ``ModelCheckpoint`` may choose by, the steps of the Trainer among it."""
+    """Values that ``ModelCheckpoint`` may choose by, with the steps of the Trainer."""
     found = getattr(super(AutoResumeCallback, callback), MONITOR_CANDIDATES)(trainer)
     return found | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
 
@@ -107,7 +107,7 @@ def chosen(path: str | Path) -> Path:
 
 
 def candidates(trainer: Any, path: Path) -> list[Path]:
-    """What a fit may go on from, the first that is intact: ``path``, and if the user did not name it, those beside it.
+    """Checkpoints that a fit may go on from, best first: ``path``, and if the user did not name it, those beside it.
 
     Local. ``path`` is the choice of ``ckpt_path="last"``, of :class:`AutoResumeCallback`, or of SLURM's requeue. The
     checkpoint of a requeue, which Lightning takes whenever there is one, may be older than others.

@@ -131,7 +131,7 @@ def save_last(trainer: Any, package: LightningPackage) -> None:
 
 
 def _ignore_sigterm(*_: Any) -> None:
-    """After an error keep Lightning's handler of SIGTERM, which broadcasts, from hiding it.
+    """Ignore SIGTERM after an error, which Lightning's handler of the signal, with its broadcast, would hide.
 
     Launchers send SIGTERM to the ranks that are left when one has failed, where the communication is broken: the
     broadcast would raise in the middle of clearing up, in place of the error that says what has happened.

@@ -12,7 +12,7 @@ from lightning_muon.integrations.strategy import MuonStrategy
 
 
 class QKClipCallback:
-    """Behind each optimizer step, scales down the queries and keys of the heads whose logits have exceeded a threshold.
+    """Scales down, after each optimizer step, queries and keys of the heads whose logits have exceeded a threshold.
 
     With ``S_max`` the largest logit of a head in the forward passes of the step, over all ranks and micro-batches, and
     ``gamma = min(1, threshold / S_max)``, rows of query and key projections, biases too, are multiplied by
@@ -92,7 +92,7 @@ class QKClipCallback:
 
 
 def _problems(options: Options) -> list[str]:
-    """What of the options it does not go with, and why."""
+    """Options that QKClip does not go with, and why."""
     found: list[str] = []
     if options.pipeline_size > 1:
         found.append(f"pipeline_size={options.pipeline_size}: stages run their layers without calls of the whole model")

@@ -26,7 +26,7 @@ _NOT_RESUMABLE = ".*your dataloader is not resumable"  # Lightning says it of al
 
 
 class TrainingData:
-    """Where a run is in its training data, and the state of its random generators; one for each run of a strategy."""
+    """The place of a run in its training data, and the states of its random generators; one for each run."""
 
     def __init__(self) -> None:
         self._loaders: list[Any] = []
@@ -46,7 +46,7 @@ class TrainingData:
         return epochs.ready if batches.is_last_batch else epochs.processed
 
     def state(self, num_data_ranks: int, trainer: Any) -> dict[str, Any]:
-        """What a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
+        """Return what a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
         own = {"now": random_state(), "loaders": self._orders()}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)
@@ -114,7 +114,7 @@ class TrainingData:
         return loader
 
     def restore_random_state(self) -> None:
-        """Before the first step of a resumed run, if no loader has done it; local."""
+        """Restore the random state before the first step of a resumed run, unless a loader has done it; local."""
         if self._resumption is not None:
             self._resumption.restore_random_state()
 

@@ -353,7 +353,7 @@ class TrainerStrategy(MuonStrategy):
         return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write shards or one file in the place of what is there. Collective over all ranks; every rank must call it.
+        """Write shards or one file; replaces what is there. Collective over all ranks; every rank must call it.
 
         A plugin of the user that writes single files (a ``CheckpointIO``) is left to do it in its own way.
         """

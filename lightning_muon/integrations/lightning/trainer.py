@@ -109,7 +109,7 @@ def require_single_batches(trainer: Any) -> None:
     micro_batches = trainer.accumulate_grad_batches
     if micro_batches != 1:
         raise ValueError(
-            f"a pipeline has micro-batches of its own; in the place of accumulate_grad_batches={micro_batches} take a "
+            f"a pipeline has micro-batches of its own; instead of accumulate_grad_batches={micro_batches} take a "
             "batch that is so many times larger, and pipeline_microbatches"
         )
 
@@ -183,7 +183,7 @@ class EnginePlugin:
             free_unsharded(self.engine.module)
 
     def compute_context(self) -> AbstractContextManager[None]:
-        """What Lightning's plugin enters around forward passes: autocast, a default dtype; local."""
+        """The context of Lightning's plugin for forward passes: autocast, a default dtype; local."""
         return super().forward_context()  # type: ignore[misc]
 
     def post_backward(self, tensor: Tensor, module: Any) -> Any:
