@@ -67,7 +67,7 @@ def train(out: Path, name: str, run: dict[str, Any]) -> Path:
         overrides.write_text(yaml.safe_dump(run))
         words = ["fit", "--config", DEMO, "--config", overrides]
         words += ["--trainer.logger.init_args.save_dir", running.resolve()]
-        command = [sys.executable, "-m", "lightning_muon.cli.main", *map(str, words)]
+        command = [sys.executable, "-m", "lightning_muon", *map(str, words)]
         with (running / "output.txt").open("w") as log:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)

@@ -103,7 +103,7 @@ def draw_singular_values(path: Path) -> None:
 def trace(target: Path, *words: str) -> None:
     """Keep the timeline that ``lightning-muon trace`` draws."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lightning_muon.cli.main", "trace", *words, "--out", folder]
+        command = [sys.executable, "-m", "lightning_muon", "trace", *words, "--out", folder]
         subprocess.run(command, cwd=ROOT, check=True)
         shutil.copyfile(Path(folder, "timeline.svg"), target)
 

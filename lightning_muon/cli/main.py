@@ -173,7 +173,3 @@ def _check_files(words: Sequence[str]) -> None:
         # The command line may replace values.
         if isinstance(error, UnknownOptionError) or not any(word.startswith("--trainer.strategy") for word in words):
             _refuse(ArgumentParser(prog=_PROG), str(error))
-
-
-if __name__ == "__main__":
-    main()

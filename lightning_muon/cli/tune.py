@@ -107,7 +107,7 @@ def _train(arguments: argparse.Namespace, printed: Mapping[str, Any], lr: float 
 
 def _fit(*words: str, result: Path | None = None) -> str:
     """Run ``lightning-muon fit`` in its own processes; return what it prints, or what it writes to ``result``."""
-    command = [sys.executable, "-m", "lightning_muon.cli.main", "fit", *words]
+    command = [sys.executable, "-m", "lightning_muon", "fit", *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     if result is not None and result.is_file():
         return result.read_text(encoding="utf-8")

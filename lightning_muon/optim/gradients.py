@@ -174,7 +174,7 @@ def agree_on_gradients(
     expected, layout.agreed = layout.agreed, None
     if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
         return _with_known_gradients(plan, expected, findings, nonfinite_elsewhere)
-    host_reads = plan.device.type == "cpu" and not layout.arrives_late  # Without waiting for a device.
+    host_reads = _host_reads_at_once(plan.device) and not layout.arrives_late
     nonfinite_elsewhere = nonfinite_elsewhere if error_if_nonfinite else None
     findings.must_stop = host_reads and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
     for members in plan.meshes:
@@ -230,6 +230,11 @@ def _with_known_gradients(
     return AgreedGradients(
         gradients=found, deferred_check=check.begun(), numbers=numbers, is_given_up=findings.is_stale
     )
+
+
+def _host_reads_at_once(device: torch.device) -> bool:
+    """Whether the host can read tensors of this device without waiting for it."""
+    return device.type == "cpu"
 
 
 def _local_flags(

@@ -35,7 +35,7 @@ if [[ -n ${LOCAL_ADDR:-} ]]; then
     launcher+=(--local-addr "$LOCAL_ADDR")
 fi
 if [[ $# == 0 ]]; then
-    set -- -m lightning_muon.cli.main fit --config recipes/launch/train.yaml --trainer.num_nodes "$NUM_NODES"
+    set -- -m lightning_muon fit --config recipes/launch/train.yaml --trainer.num_nodes "$NUM_NODES"
     if [[ $RANKS_PER_NODE != gpu ]]; then
         set -- "$@" --trainer.accelerator cpu --trainer.devices "$RANKS_PER_NODE"
     fi

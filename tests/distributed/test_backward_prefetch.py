@@ -62,7 +62,7 @@ def _compare(
     expected, different = _train(mesh_shape, {"overlap": "off", **common}, backward), list[str]()
     for options in variants:
         made = {key: value for key, value in options.items() if key != "looks_at_once"}
-        with mock.patch.object(gradients, "_looks_at_once", return_value=options.get("looks_at_once", True)):
+        with mock.patch.object(gradients, "_host_reads_at_once", return_value=options.get("looks_at_once", True)):
             weights = _train(mesh_shape, common | made, backward)
         different += [f"{options} {name}" for name in weights if not torch.equal(weights[name], expected[name])]
     return different
@@ -215,7 +215,7 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
     loss = model(tokens(1)).square().mean()
     (loss * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
     with (
-        mock.patch.object(gradients, "_looks_at_once", return_value=looks_at_once),
+        mock.patch.object(gradients, "_host_reads_at_once", return_value=looks_at_once),
         pytest.raises(NonFiniteGradientError),
     ):
         optimizer.step()

@@ -144,7 +144,7 @@ def fit(name: str, folder: Path, **changed: str) -> str:
         options |= {f"trainer.strategy.init_args.optimizer.{key}": value for key, value in exact.items()}
     words = [f"--{key}={value}" for key, value in (options | changed).items()]
     config = ["--config", RECIPE / f"{name}.yaml"]
-    return run_program("-m", "lightning_muon.cli.main", "fit", *config, *words, directory=ROOT, num_ranks=2)
+    return run_program("-m", "lightning_muon", "fit", *config, *words, directory=ROOT, num_ranks=2)
 
 
 def data_of(folder: Path) -> PromptData:
@@ -171,7 +171,7 @@ def launch(folder: Path, optimizer: dict[str, Any]) -> str:
     command: list[Any] = [
         warm_python(),
         "-m",
-        "lightning_muon.cli.main",
+        "lightning_muon",
         "launch",
         "--config_file",
         folder / "accelerate.yaml",

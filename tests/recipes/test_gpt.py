@@ -169,7 +169,7 @@ def _fit(name: str, shared: Path, folder: Path, *more: str) -> str:
     options |= {"data.cache_dir": shared, "model.sample_tokens": 5, "trainer.enable_progress_bar": "false"}
     words = [f"--{key}={value}" for key, value in options.items()] + CONFIGURATIONS[name]
     return run_program(
-        *("-m", "lightning_muon.cli.main", "fit", "--config", RECIPE / f"{name}.yaml", *words, *more),
+        *("-m", "lightning_muon", "fit", "--config", RECIPE / f"{name}.yaml", *words, *more),
         directory=folder,
         num_ranks=2,
         num_nodes=2 if name.startswith("two_nodes") else 1,

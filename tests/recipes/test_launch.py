@@ -68,7 +68,7 @@ def test_slurm_requeues_what_has_failed(
 def test_slurm_gives_lightning_the_number_of_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
     subprocess.run(["bash", LAUNCH / "slurm.sbatch"], env=cluster | {"PYTHON": "echo"}, check=True)
     called = (tmp_path / "log").read_text()
-    assert "srun --kill-on-bad-exit=1 echo -m lightning_muon.cli.main fit --config" in called
+    assert "srun --kill-on-bad-exit=1 echo -m lightning_muon fit --config" in called
     assert "--trainer.num_nodes 2" in called
 
 

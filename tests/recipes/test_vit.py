@@ -126,7 +126,7 @@ def test_two_processes_on_muon_are_one_process(tmp_path: Path) -> None:
     }
     words = ["--config", RECIPE / "vit.yaml", "--config", RECIPE / "digits.yaml"]
     words += [f"--{name}={value}" for name, value in options.items()]
-    printed = run_program("-m", "lightning_muon.cli.main", "fit", *words, directory=ROOT, num_ranks=2)
+    printed = run_program("-m", "lightning_muon", "fit", *words, directory=ROOT, num_ranks=2)
     assert "patch_embeddings.projection.weight         (32, 3, 4, 4)  Muon" in printed
 
     log = tmp_path / "vit_digits" / "version_0"

@@ -109,7 +109,7 @@ open(f"{accelerator.process_index}.done", "w").close()
 def test_an_unchanged_script_is_trained_by_us(both: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     kept = {key: value for key, value in program_environment().items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    command = [warm_python(), "-m", "lightning_muon.cli.main", "launch", "--config_file", str(both), "script.py"]
+    command = [warm_python(), "-m", "lightning_muon", "launch", "--config_file", str(both), "script.py"]
     options: Any = {"cwd": tmp_path, "env": kept, "capture_output": True, "text": True}
     done = subprocess.run(command, **options, timeout=150.0, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

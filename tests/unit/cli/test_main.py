@@ -86,7 +86,7 @@ def ended(project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 def _run(project: Path, *arguments: str) -> str:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("lightning.pytorch")
-    return run_program("-m", "lightning_muon.cli.main", *arguments, directory=project, num_ranks=2)
+    return run_program("-m", "lightning_muon", *arguments, directory=project, num_ranks=2)
 
 
 def test_print_config_shows_the_strategy(ended: Any) -> None:
@@ -143,7 +143,7 @@ sys.meta_path.insert(0, Blocked())
 for name in list(sys.modules):  # A warm interpreter has imported them.
     if name.partition(".")[0] in ("lightning_muon", *{blocked}):
         del sys.modules[name]
-runpy.run_module("lightning_muon.cli.main", run_name="__main__", alter_sys=True)
+runpy.run_module("lightning_muon", run_name="__main__", alter_sys=True)
 """
 
 

@@ -221,7 +221,7 @@ def test_a_training_starts_with_the_file(
     assert not {"sharding", "bucket_bytes"} & set(given) and (given["optimizer"] == {"momentum": 0.8}) == (
         mode == "fsdp"
     )
-    text = run_program("-m", "lightning_muon.cli.main", "fit", "--config", "out.yaml", directory=tmp_path, num_ranks=2)
+    text = run_program("-m", "lightning_muon", "fit", "--config", "out.yaml", directory=tmp_path, num_ranks=2)
     assert "`Trainer.fit` stopped: `max_steps=3` reached" in text
     assert f"AdamW -> {'ParallelMuon' if mode == 'fsdp' else 'FlexDeMo'}" in text
 
@@ -250,7 +250,7 @@ def test_a_program_of_accelerate_starts_with_the_file(arguments: list[str], tmp_
     arguments[arguments.index("--ranks") + 1] = "2"
     main([*arguments, "--machine", "cpu", "--modes", "zero2", "--write-config", str(tmp_path / "out.yaml")])
     kept = {key: value for key, value in program_environment().items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    command = [warm_python(), "-m", "lightning_muon.cli.main", "launch", "--config_file", "out.yaml"]
+    command = [warm_python(), "-m", "lightning_muon", "launch", "--config_file", "out.yaml"]
     options: Any = {"cwd": tmp_path, "env": kept, "capture_output": True, "text": True}
     done = subprocess.run([*command, "--main_process_port", "0", "script.py"], **options, timeout=150.0, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -59,7 +59,7 @@ def test_steps_of_a_pipeline_are_drawn_above_their_plan(project: Path) -> None:
         pytest.importorskip(package)
     words = ("--pipeline-schedule", "zb_h1", "--pipeline-microbatches", "4", "--steps", "3", "--out", "out")
     report = run_program(
-        *("-m", "lightning_muon.cli.main", "trace", "--config", "config.yaml", *words), directory=project, num_ranks=2
+        *("-m", "lightning_muon", "trace", "--config", "config.yaml", *words), directory=project, num_ranks=2
     )
     assert "Net: zb_h1 on 2 ranks, 4 micro-batches" in report
     assert "ranks idle" in report and "rank 1: last backward ends at" in report
