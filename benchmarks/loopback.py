@@ -58,7 +58,7 @@ class LoopbackWork(dist.Work):
 
 
 class LoopbackGroup(dist.ProcessGroup):
-    """Rank 0 of ``size``; the names of the methods are torch's, those of 2.11 and of 2.13."""
+    """Rank 0 of ``size``; the names of the methods are torch's, those of 2.11 to 2.14."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -72,6 +72,11 @@ class LoopbackGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+
+    def _get_backend(self, device: torch.device) -> LoopbackGroup:
+        """Torch 2.14 asks it whether messages are sent together."""
+        del device
+        return self
 
     @property
     def group_name(self) -> str:

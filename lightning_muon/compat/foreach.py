@@ -1,4 +1,4 @@
-"""Operations on lists of tensors, one launch for many, for which torch has private names only (2.11 to 2.13)."""
+"""Operations on lists of tensors, one launch for many, for which torch has private names only (2.11 to 2.14)."""
 
 from __future__ import annotations
 

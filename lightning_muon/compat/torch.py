@@ -1,4 +1,4 @@
-"""Private names of torch 2.11 to 2.13 that the package uses, and a defect of gloo; tests/unit/compat watches them."""
+"""Private names of torch 2.11 to 2.14 that the package uses, and a defect of gloo; tests/unit/compat watches them."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ class GlooConnections:
     def abort(self) -> None:
         """Make every collective that this process waits in raise ``RuntimeError``, here and on its peers; local.
 
-        NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.13: the waiting thread
+        NCCL communicators are aborted. gloo ignores ``abort`` and ``shutdown`` (torch 2.11 to 2.14: the waiting thread
         sleeps on until its timeout), but sees closed connections. Needs ``/proc`` for gloo.
         """
         for group in process_groups():
