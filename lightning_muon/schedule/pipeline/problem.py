@@ -53,11 +53,11 @@ class StageCosts:
         for name, value in vars(self).items():
             if not isinstance(value, int | float if name == "communication" else int | float | tuple):
                 raise ValueError(f"{name} must be a number, or a tuple of one for each stage, got {value!r}")
-        for name, values in self.join_names().items():
+        for name, values in self.by_stage().items():
             if not values or not all(0 <= each < math.inf for each in values):
                 raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
 
-    def join_names(self) -> dict[str, tuple[float, ...]]:
+    def by_stage(self) -> dict[str, tuple[float, ...]]:
         """All costs as tuples; a tuple of one if all stages have the same cost."""
         values = cast("dict[str, PerStage]", vars(self))
         return {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
@@ -98,7 +98,7 @@ class Pipeline:
                 f"memory_limit={self.memory_limit} holds less than one micro-batch in the {self.stages_per_rank} "
                 f"stages of a rank; raise it to at least {self.stages_per_rank}"
             )
-        for name, values in self.costs.join_names().items():
+        for name, values in self.costs.by_stage().items():
             if len(values) not in (1, self.num_stages):
                 raise ValueError(
                     f"costs.{name} must be one number or {self.num_stages}, one for each of the num_ranks * "
