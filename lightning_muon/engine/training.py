@@ -375,15 +375,11 @@ class TrainingEngine:
         if self._replica_check is not None:
             self._replica_check.step_begins(optimizer)
         with self.explaining():
-            try:
-                if closure is None:
-                    with_whole_gradients()
-                    result = take_step(optimizer)
-                else:
-                    result = take_step(optimizer, closure=with_whole_gradients)
-            finally:
-                if isinstance(optimizer, PlannedOptimizer):
-                    optimizer.nonfinite_elsewhere = None
+            if closure is None:
+                with_whole_gradients()
+                result = take_step(optimizer)
+            else:
+                result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
             for follow in self.after_step:
                 follow(self.finite_check(optimizer).skipped_steps > num_skipped)
@@ -589,9 +585,8 @@ class TrainingEngine:
         settings = [
             (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
         ]
-        found = find_nonfinite(
-            parameters, named, layout=layout, across=self._stage_group, device=device, settings=settings
-        )
+        stages = self._stage_group
+        found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
         if check.observe(found):
             for parameter in parameters:
                 parameter.grad = None

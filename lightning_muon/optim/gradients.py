@@ -182,15 +182,11 @@ def agree_on_gradients(
         own = _local_flags(
             members, keys, plan, found, findings, early=early, check=error_if_nonfinite, host_reads=host_reads
         )
-        unused: Collection[Tensor] = ()
-        if step is not None and step.is_over(members.host):
-            maxima, unused = step.reduce(own.pack())
-        else:
-            maxima = maxima_over(members.host, own.pack())
+        flags, unused = _of_all_ranks(own, members, step)
         for tensor in unused:
             if tensor in found:
                 del found[tensor]
-        findings.add(own.unpack(maxima), unused, members, keys, plan)
+        findings.add(flags, unused, members, keys, plan)
     void = _void_early(findings, early, layout)
     valid = frozenset(findings.sent) - void
     deferred_check = None
@@ -275,6 +271,17 @@ def _local_flags(
         may_lack_gradients=findings.may_lack_gradients or any(has),
         hyperparameters=both_signs([hyperparameter_digest(plan.groups_of[members])]),
     )
+
+
+def _of_all_ranks(own: _Flags, members: MeshMembers, step: StepAgreement | None) -> tuple[_Flags, Collection[Tensor]]:
+    """Maxima of the flags over the ranks of a mesh, and parameters that no rank uses, if ``step`` shares its message.
+
+    Collective over the mesh; every rank must call it.
+    """
+    if step is not None and step.is_over(members.host):
+        maxima, unused = step.reduce(own.pack())
+        return own.unpack(maxima), unused
+    return own.unpack(maxima_over(members.host, own.pack())), ()
 
 
 def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:

@@ -83,7 +83,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._stop_watching: Callable[[], object] | None = None
         self._step_agreement: StepAgreement | None = None
         # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
-        # step; a bool on the device.
+        # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
         self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
@@ -171,6 +171,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self.finite_check.observe(found.names)
         else:
             self.finite_check.observe(())
+        finally:
+            self.nonfinite_elsewhere = None
         return loss
 
     @property

@@ -12,21 +12,17 @@ from dataclasses import dataclass, field, replace
 
 from lightning_muon.schedule.program import (
     EARLY_KINDS,
-    EVERY_KEY,
     IN_BACKWARD,
     IN_STEP,
     STEP_KINDS,
     TO_DEVICE,
     TO_HOST,
     Condition,
-    Facts,
     Op,
     OpKind,
     Program,
 )
 
-ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
-"""Every bucket has gradients, and nothing was sent during backward."""
 _EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
 
 

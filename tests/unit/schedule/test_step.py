@@ -20,11 +20,12 @@ from lightning_muon.schedule.program import (
     branch,
 )
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import ALL_IN_STEP, AddedOps, prefetch, step_program
+from lightning_muon.schedule.step import AddedOps, prefetch, step_program
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import ALL_EARLY, UNIT, plan_of, sharded, with_adamw
 
 BUCKETS = ("0", "1", "2")
+ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}  # Nothing was sent during backward.
 
 
 @pytest.fixture
