@@ -30,10 +30,13 @@ import torch.distributed as dist
 from pipeline_link import Training
 from plan_splits import GIVES_MEMORY_BACK, asked_of_plan, measured_flops, peak_bytes, planned_llama
 
+from lightning_muon.cli.plan_model import PlannedModel
 from lightning_muon.cli.plan_modes import strategy_options
-from lightning_muon.cli.split_rules import TRAINING_MODES
-from lightning_muon.cli.split_search import find_splits
+from lightning_muon.cli.split_rules import TRAINING_MODES, TrainingMode
+from lightning_muon.cli.split_search import PlannedSplit, Way, find_splits
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.monitor.calibrate import Comparison, calibrate, compare, run_on_ranks
+from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 STRATEGIES = {
@@ -66,7 +69,7 @@ def main() -> None:
     if arguments.trainings:
         print(f"|{' | '.join(_TRAININGS)}|\n|{' --- |' * len(_TRAININGS)}")
         for num_ranks in arguments.ranks:
-            for cells in run_trainings(num_ranks):
+            for cells in run_trainings(arguments, num_ranks):
                 print(f"| {' | '.join(cells)} |", flush=True)
         return
     print("| shapes | ranks | schedule | measured ms | predicted ms | predicted / measured, rounds | median |")
@@ -108,39 +111,49 @@ def row(name: str, num_ranks: int, strategy: str, comparisons: list[Comparison])
     return f"| {name} | {num_ranks} | {strategy} | {measured:.0f} | {predicted:.0f} | {listed} | {median(ratios):.2f} |"
 
 
-_TRAININGS = ("ranks", "mode", "s, plan", "s", "plan / real", "MB, plan", "MB", "plan / real ")
+_TRAININGS = ("ranks", "mode", "s, plan", "s", "plan / real, rounds", "median", "MB, plan", "MB", "plan / real ")
+Pair = tuple[float, float]  # Of the plan, and measured.
 
 
-def run_trainings(num_ranks: int) -> list[list[str]]:
+def run_trainings(arguments: argparse.Namespace, num_ranks: int) -> list[list[str]]:
     """Cells of a row for each mode, from processes that torchrun starts.
 
-    Times and memory are of two runs: a process that gives freed memory back at once is slow.
+    Times and memory are of different runs: a process that gives freed memory back at once is slow.
     """
-    times, sizes = _trained(num_ranks, {}), _trained(num_ranks, GIVES_MEMORY_BACK)
+    times = _trained(arguments.rounds, num_ranks, {})
+    sizes = _trained(1, num_ranks, GIVES_MEMORY_BACK)
     return [
-        [str(num_ranks), name, *_cells(seconds, ".3f"), *_cells([each / 1e6 for each in sizes[name][1]], ".0f")]
-        for name, (seconds, _) in times.items()
+        [str(num_ranks), name, *_time_cells([seconds for seconds, _ in rounds]), *_memory_cells(sizes[name][0][1])]
+        for name, rounds in times.items()
     ]
 
 
-def _trained(num_ranks: int, environment: dict[str, str]) -> dict[str, list[list[float]]]:
-    """Name of each mode -> seconds, and bytes, of the plan and measured."""
+def _trained(num_rounds: int, num_ranks: int, environment: dict[str, str]) -> dict[str, list[tuple[Pair, Pair]]]:
+    """Name of each mode -> seconds and bytes, of each round."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         environment = os.environ | environment | {"RESULT": str(result), "OMP_NUM_THREADS": "1"}
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
         words = [word for word in sys.argv if word != "--trainings"]
-        subprocess.run([*launcher, *words], env=environment, check=True, timeout=1800)
+        command = [*launcher, *words, "--rounds", str(num_rounds)]
+        subprocess.run(command, env=environment, check=True, timeout=1800)
         return json.loads(result.read_text())
 
 
-def _cells(pair: Sequence[float], form: str) -> list[str]:
+def _time_cells(rounds: Sequence[Pair]) -> list[str]:
+    planned, measured = (median(each) for each in zip(*rounds, strict=True))
+    ratios = [planned / measured for planned, measured in rounds]
+    listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
+    return [f"{planned:.3f}", f"{measured:.3f}", listed, f"{median(ratios):.2f}"]
+
+
+def _memory_cells(pair: Pair) -> list[str]:
     planned, measured = pair
-    return [format(planned, form), format(measured, form), f"{planned / measured:.2f}"]
+    return [f"{planned / 1e6:.0f}", f"{measured / 1e6:.0f}", f"{planned / measured:.2f}"]
 
 
 def train_all(arguments: argparse.Namespace) -> None:
-    """What each rank does: plan, train and measure every mode."""
+    """What each rank does: plan, train and measure every mode, as often as there are rounds."""
     torch.set_num_threads(1)
     num_ranks = arguments.ranks_per_node = int(os.environ["WORLD_SIZE"])
     first = Training({"sharding": "none" if num_ranks == 1 else "ddp"}, arguments, num_nodes=1)
@@ -149,33 +162,53 @@ def train_all(arguments: argparse.Namespace) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     planned = planned_llama()
-    cost = calibrate(planned.shapes, num_ranks=num_ranks)
-    flops = torch.tensor(measured_flops(arguments), dtype=torch.float64)
-    dist.all_reduce(flops)
-    flops_per_second = float(flops) / num_ranks
-    asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=num_ranks, flops=flops_per_second)
     modes = ["none"] if num_ranks == 1 else [mode for mode in TRAINING_MODES if mode != "none"]
-    found: dict[str, list[list[float]]] = {}
-    for each in find_splits(asked, job, modes)[0]:
-        options = strategy_options(each.way)
-        if each.way.split.mode == "flexdemo":
-            options["optimizer"] = job.flexdemo
-        training = Training(options, arguments, num_nodes=1)
-        training.step()
-        training.step()
-        seconds = min(training.step() for _ in range(arguments.steps))
-        most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
-        training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        seconds, num_bytes = map(float, most)
-        split = each.way.split
-        name = f"{split.pipeline} x {split.replicate} x {split.shard}, {each.way.name}"
-        found[name] = [[each.step_seconds, seconds], [each.way.total, num_bytes]]
+    found: dict[str, list[tuple[Pair, Pair]]] = {}
+    for _ in range(arguments.rounds):
+        cost = calibrate(planned.shapes, num_ranks=num_ranks)
+        if dist.get_rank() == 0:
+            print(cost, file=sys.stderr, flush=True)
+        for way in (each.way for each in find_plans(modes, planned, cost, flops_of_ranks(arguments), arguments)):
+            name = f"{way.split.pipeline} x {way.split.replicate} x {way.split.shard}, {way.name}"
+            found.setdefault(name, []).append(train(way, planned, cost, arguments))
     if dist.get_rank() == 0:
-        rates = f"{flops_per_second / 1e9:.1f} GFLOP/s in the model, {cost}"
-        print(rates, file=sys.stderr, flush=True)
         Path(os.environ["RESULT"]).write_text(json.dumps(found))
     dist.barrier()
+
+
+def find_plans(
+    modes: Sequence[TrainingMode], planned: PlannedModel, cost: CostModel, flops: float, arguments: argparse.Namespace
+) -> list[PlannedSplit]:
+    """The best split of each mode that these ranks can have."""
+    asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=dist.get_world_size(), flops=flops)
+    return find_splits(asked, job, modes)[0]
+
+
+def train(way: Way, planned: PlannedModel, cost: CostModel, arguments: argparse.Namespace) -> tuple[Pair, Pair]:
+    """Seconds and bytes of a step. The FLOP/s of the plan are the mean of what is measured before and after it."""
+    before = flops_of_ranks(arguments)
+    options = strategy_options(way)
+    if way.split.mode == "flexdemo":
+        options["optimizer"] = FlexDeMoConfig()
+    training = Training(options, arguments, num_nodes=1)
+    training.step()
+    training.step()
+    seconds = min(training.step() for _ in range(arguments.steps))
+    flops = (before + flops_of_ranks(arguments)) / 2
+    most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
+    training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    plan = find_plans([way.split.mode], planned, cost, flops, arguments)[0]
+    if dist.get_rank() == 0:
+        print(f"{way.name}: {before / 1e9:.1f}, {flops / 1e9:.1f} GFLOP/s", file=sys.stderr, flush=True)
+    return (plan.step_seconds, float(most[0])), (plan.way.total, float(most[1]))
+
+
+def flops_of_ranks(arguments: argparse.Namespace) -> float:
+    """FLOP/s of forward and backward, the mean of all ranks. Collective; every rank must call it."""
+    flops = torch.tensor(measured_flops(arguments), dtype=torch.float64)
+    dist.all_reduce(flops)
+    return float(flops) / dist.get_world_size()
 
 
 if __name__ == "__main__":

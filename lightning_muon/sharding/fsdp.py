@@ -372,6 +372,8 @@ class Fsdp(ShardingMode):
             self._step.post(self._numbers, self._drop_unused_gradients)
             if plain or not self._is_deferred:
                 self._step.reduce(())
+        else:
+            self.call_log.restart()  # There is nobody to compare it with.
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
 

@@ -334,3 +334,20 @@ def _refused_optimizers() -> list[str]:
 def test_optimizers_that_fail_on_shards_are_refused(gloo: ProcessPool) -> None:
     names = ("LBFGS", "Adafactor", "Rprop", "SGD(fused=True)", "Adagrad(fused=True)")
     assert gloo.run(_refused_optimizers, world_size=2) == [[f"{name} of torch does not work" for name in names]] * 2
+
+
+def _steps_that_compare_weights(num_steps: int) -> list[int]:
+    model = Net()
+    mode = attach_fsdp(model, make_mesh((1, dist.get_world_size())))
+    steps: list[int] = []
+    with mock.patch.object(fsdp, "overwritten_weights", side_effect=lambda _: steps.append(step)):
+        for step in range(num_steps):
+            model(tokens_of_all(dist.get_world_size())[0]).sum().backward()
+            mode.finish_gradients()
+            model.zero_grad()
+    return sorted(set(steps))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_weights_are_compared_in_few_steps(gloo: ProcessPool, world_size: int) -> None:
+    assert gloo.run(_steps_that_compare_weights, 10, world_size=world_size) == [[0, 1, 2, 4, 8]] * world_size
