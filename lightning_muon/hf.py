@@ -231,8 +231,13 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
 def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -> None:
     """Let the first step raise unless all ranks have the same gradients; that step is collective over ``ranks``."""
 
+    has_checked = False  # A hook that removes itself breaks the loop over the hooks.
+
     def check(*_: Any) -> None:
-        handle.remove()
+        nonlocal has_checked
+        if has_checked:
+            return
+        has_checked = True
         gradients = [each.grad for each in parameters_of(optimizer)]
         # Shards of a model that from_pretrained has divided are reduced by what divided it.
         whole = [each for each in gradients if each is not None and not isinstance(each, DTensor)]
@@ -244,7 +249,7 @@ def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -
                 "leaves it out; call train() first, or start the program with `lightning-muon launch`"
             )
 
-    handle = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)
 
 
 class MuonMonitor(transformers.TrainerCallback):

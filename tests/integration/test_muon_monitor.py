@@ -134,11 +134,11 @@ def _loop(optimizer: Any, model: nn.Module, folder: str, run: Callable[[Any], No
     return monitor.take()
 
 
-def _transformers(folder: str) -> list[dict[str, float]]:
+def _transformers(folder: str, parallel: str) -> list[dict[str, float]]:
     import lightning_muon.hf
     from tests.integration.integrations.transformers import runs
 
-    with runs.accelerator_of("fsdp"):
+    with runs.accelerator_of(parallel):
         run = runs.trainer(
             folder, runs.causal_lm(), include_num_input_tokens_seen="all", eval_strategy="steps", eval_steps=1
         )
@@ -155,8 +155,13 @@ def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path
     same = [name for name in names if not name.startswith("optimizer_ms")]
     assert [fabric[name] for name in same] == pytest.approx([accelerate[name] for name in same], rel=1e-5)
 
-    history, _ = gloo.run(_transformers, str(tmp_path), world_size=2)
+
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_the_trainer_of_transformers_logs_both(gloo: ProcessPool, tmp_path: Path, parallel: str) -> None:
+    names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "lr/group0"}
+    history, _ = gloo.run(_transformers, str(tmp_path), parallel, world_size=2)
     measured = [entry for entry in history if "update_rms/group0.muon" in entry]
     assert [entry["step"] for entry in measured] == [2, 4] and not names - measured[0].keys()
+    assert f"bytes/{'shard' if parallel == 'fsdp' else 'replicate'}" in measured[0]
     assert measured[-1]["tokens_per_second"] > 0 and measured[-1]["tflops/model"] > 0
     assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4], "losses are logged as without it"
