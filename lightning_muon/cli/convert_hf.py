@@ -21,7 +21,8 @@ from torch import Tensor
 
 from lightning_muon.checkpoint.manifest import hash_files, write_manifest
 from lightning_muon.checkpoint.saving import MODELS, NAMES
-from lightning_muon.cli.report import LoggedRun, is_of_optimizer
+from lightning_muon.cli.logged_run import LoggedRun, is_run
+from lightning_muon.cli.report import is_of_optimizer
 from lightning_muon.config import join_names
 from lightning_muon.params.uses import clean_name
 
@@ -235,14 +236,9 @@ def find_run(source: Path, given: Path | None) -> LoggedRun | None:
     """Metrics of the folder that was ``given``, or of one of the two that ``source`` lies in; else none."""
     if given is not None:
         return LoggedRun.read(given)
-    for folder in (source, source.parent, source.parent.parent):
-        try:
-            found = LoggedRun.read(folder)
-        except FileNotFoundError:
-            continue
-        if found.folder == folder:  # Not the newest of several runs, which may be another one.
-            return found
-    return None
+    # Not the newest of several runs in one of them, which may be another one.
+    folders = (source, source.parent, source.parent.parent)
+    return next((LoggedRun.read(folder) for folder in folders if is_run(folder)), None)
 
 
 def model_card(

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import csv
-import json
+import math
 import sys
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
+from lightning_muon.cli.logged_run import Curve, LoggedRun
 from lightning_muon.config import join_names
 from lightning_muon.monitor import html
-from lightning_muon.monitor.step_monitor import FOLDER, LINES, PARTS
+from lightning_muon.monitor.step_monitor import FOLDER, PARTS
 from lightning_muon.monitor.timeline import Recording, predict, read_parts
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import rows_shown
@@ -24,15 +20,12 @@ from lightning_muon.schedule.program import Op
 
 _DESCRIPTION = """Write one HTML page, which needs no network, from the folders of runs: curves over steps and seconds,
 learning rates, parts of an optimizer step, a measured step above the planned one, bytes, and balance of the owners. A
-folder has metrics.csv of Lightning's CSVLogger (or trainer_state.json of transformers), what MuonMonitor has written
-beside it, and samples.json if the program writes one: a list of objects, each a row of a table. Several folders are
-drawn in the same pictures."""
-_METRICS, _HISTORY, _SAMPLES = "metrics.csv", "trainer_state.json", "samples.json"
+folder has metrics.csv of Lightning's CSVLogger (or, of transformers, trainer_state.json or folders checkpoint-N with
+one), what MuonMonitor has written, and samples.json if the program writes one: a list of objects, each a row of a
+table. Several folders are drawn in the same pictures."""
+_PAGE = "report.html"
 _MOST_SAMPLES = 20
 _MOST_APART = 3.0  # Timelines that are drawn on one axis.
-_NO_METRICS = {"step", "epoch", "seconds"}
-# Columns of transformers that are no metrics.
-_NO_METRICS |= {"total_flos", "train_runtime", "num_input_tokens_seen"}
 # Title of a picture -> beginnings of the names that are drawn in it.
 _PICTURES = {
     "learning rates": ("lr", "learning_rate", "muon_lr/"),
@@ -45,13 +38,12 @@ _PICTURES = {
     "model FLOPs utilization": ("mfu/",),
     "skipped steps": ("skipped_steps",),
 }
-_Curve = list[tuple[float, float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description, add = _DESCRIPTION, parser.add_argument
-    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or the one that has its version_0, ...")
+    add("runs", type=Path, nargs="+", metavar="RUN_DIR", help="folder of a run, or one with its version_0, ...")
     add("--out", type=Path, metavar="FILE.html", help="where to write it (default report.html in the first folder)")
     add(
         "--cost",
@@ -62,138 +54,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page, and say where."""
-    path = write_report(arguments.runs, arguments.out, cost=arguments.cost)
-    sys.stdout.write(f"wrote {path}\n")
+    """Write the page, and say where, and what it leaves out."""
+    runs = _read_runs(arguments.runs)
+    path = _write(runs, arguments.out or arguments.runs[0] / _PAGE, arguments.cost)
+    sys.stdout.write("".join(f"{line}\n" for line in (*chain(*(each.notes for each in runs)), f"wrote {path}")))
 
 
 def write_report(runs: Sequence[Path], out: Path | None = None, *, cost: Path | None = None) -> Path:
     """Write the report of these folders, and return where it is.
 
-    Raises a ``FileNotFoundError`` for a folder without metrics, a ``ValueError`` for files that cannot be read, and an
-    ``OSError`` for an ``out`` that cannot be written.
+    Raises a ``FileNotFoundError`` for a folder without metrics, a ``ValueError`` for files that cannot be read or that
+    have nothing to draw, and an ``OSError`` for an ``out`` that cannot be written.
     """
-    read = [LoggedRun.read(folder) for folder in runs]
-    for each in read:  # For several runs, with the folder above: many are called version_0.
-        each.name = "/".join(each.folder.resolve().parts[-min(2, len(read)) :])
-    path = out or runs[0] / "report.html"
+    return _write(_read_runs(runs), out or runs[0] / _PAGE, cost)
+
+
+def _read_runs(folders: Sequence[Path]) -> list[LoggedRun]:
+    runs = [LoggedRun.read(folder) for folder in folders]
+    for each in runs:  # For several runs, with the folder above: many are called version_0.
+        each.name = "/".join(each.folder.resolve().parts[-min(2, len(runs)) :])
+        if not (each.curves or each.measured or each.samples):
+            raise ValueError(
+                f"{each.problem}, and MuonMonitor has measured no step there; if the run has just begun, wait until it "
+                "has logged something, otherwise give the folder that the CSVLogger of a Trainer has written to"
+            )
+    return runs
+
+
+def _write(runs: Sequence[LoggedRun], path: Path, cost: Path | None) -> Path:
     if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file for the page, such as {path / 'report.html'}")
+        raise IsADirectoryError(f"{path} is a folder; name a file for the page, such as {path / _PAGE}")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {path.parent} for {path.name}; make it, or name another file")
-    path.write_text(html.page(f"Report of {', '.join(each.name for each in read)}", _sections(read, cost)), "utf-8")
+    path.write_text(html.page(f"Report of {', '.join(each.name for each in runs)}", _sections(runs, cost)), "utf-8")
     return path
-
-
-@dataclass(eq=False)
-class LoggedRun:
-    """The logged data of a run in a folder."""
-
-    folder: Path
-    curves: dict[str, _Curve] = field(default_factory=dict[str, _Curve])  # Metric -> (step, value), by step.
-    times: _Curve = field(default_factory=_Curve)  # (Step, seconds of training), by step.
-    measured: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])  # Lines of MuonMonitor.
-    samples: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    name: str = ""
-
-    @classmethod
-    def read(cls, folder: Path) -> LoggedRun:
-        """Read the files of a folder, or of the newest ``version_*`` in it."""
-        known = (_METRICS, _HISTORY, FOLDER)
-        if not any((folder / name).exists() for name in known):
-            versions = [path for path in folder.glob("version_*") if path.name[8:].isdigit()]
-            if not versions:
-                raise FileNotFoundError(
-                    f"{folder} has no {', '.join(known)}, nor folders version_0, ... with them; give the folder that "
-                    "the CSVLogger of a Trainer has written to, or train with MuonMonitor"
-                )
-            folder = max(versions, key=lambda path: int(path.name[8:]))
-        found = cls(folder)
-        for row in _rows(folder):
-            step = row.get("step", 0.0)
-            for name, value in row.items():
-                if name not in _NO_METRICS:
-                    found.curves.setdefault(name, []).append((step, value))
-            if "seconds" in row:
-                found.times.append((step, row["seconds"]))
-        with _reading(lines := folder / FOLDER / LINES):
-            found._read_monitor(lines)
-        with _reading(folder / _SAMPLES):
-            if (folder / _SAMPLES).exists():
-                found.samples = list(map(dict, json.loads((folder / _SAMPLES).read_text(encoding="utf-8"))))
-        found.times.sort()
-        return found
-
-    def _read_monitor(self, path: Path) -> None:
-        """Take over the lines of a monitor; the last one may be half, of a process that was killed."""
-        lines = path.read_text(encoding="utf-8").split("\n") if path.exists() else [""]
-        for number, line in enumerate(lines[:-1], start=1):
-            try:
-                self.measured.append(json.loads(line))
-            except ValueError as error:
-                raise ValueError(f"line {number}: {error}") from error
-        has_metrics = (path.parents[1] / _METRICS).exists()
-        has_times = bool(self.times)
-        for line in self.measured:
-            if not has_times:  # Of Lightning's loggers the first step is 0.
-                self.times.append((line["step"] - int(has_metrics), line["seconds"]))
-            for name, value in line["values"].items() if not has_metrics else ():
-                self.curves.setdefault(name, []).append((line["step"], value))
-
-    def over_seconds(self, curve: _Curve) -> _Curve:
-        """The curve over the seconds of training, by linear interpolation of known times; empty without them."""
-        times = [(0.0, 0.0), *self.times]
-        if len(times) < 3:
-            return []
-        moved: _Curve = []
-        for step, value in curve:
-            after = min(max(bisect_left(times, (step,)), 1), len(times) - 1)
-            (first, begun), (last, ended) = times[after - 1], times[after]
-            share = (step - first) / (last - first) if last > first else 1.0
-            moved.append((begun + share * (ended - begun), value))
-        return moved
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Name the file in which something is missing or no JSON."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not what a run writes: {type(error).__name__}: {error}") from error
-
-
-def _rows(folder: Path) -> Iterable[dict[str, float]]:
-    """Yield the rows that loggers have written, in the order of time."""
-    if (folder / _METRICS).exists():
-        with (folder / _METRICS).open(newline="", encoding="utf-8") as file:
-            table: list[Mapping[str, Any]] = list(csv.DictReader(file))
-    elif (folder / _HISTORY).exists():
-        with _reading(folder / _HISTORY):
-            table = list(map(dict, json.loads((folder / _HISTORY).read_text(encoding="utf-8"))["log_history"]))
-    else:
-        table = []
-    for row in table:
-        numbers: dict[str, float] = {}
-        for name, value in row.items():
-            try:
-                numbers[name] = float(value)
-            except (TypeError, ValueError):  # Empty, or a text.
-                continue
-        yield numbers
 
 
 def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, str]]:
     metrics = list(dict.fromkeys(name for each in runs for name in each.curves))
-    losses = [name for name in metrics if "loss" in name.lower()]
-    others = [name for name in metrics if name not in losses and not is_of_optimizer(name)]
+    losses = [name for name in metrics if _is_loss(name)]
+    others = [name for name in metrics if not _is_loss(name) and not is_of_optimizer(name)]
     by_step = [html.curves(name, _series(runs, [name]), "step") for name in losses]
     by_time = [html.curves(name, _series(runs, [name], by_seconds=True), "seconds of training") for name in losses]
-    found = [("Loss", html.grid([each for pair in zip(by_step, by_time, strict=True) for each in pair]))]
+    found = [("Notes", html.paragraphs(note for each in runs for note in each.notes))]
+    texts = html.paragraphs([*_without_loss(runs), *_not_finite(runs, losses)])
+    found.append(("Loss", html.grid([each for pair in zip(by_step, by_time, strict=True) for each in pair]) + texts))
     pictures = [html.curves(name, _series(runs, [name]), "step") for name in others]
     for title, beginnings in _PICTURES.items():
         pictures.append(html.curves(title, _series(runs, [m for m in metrics if m.startswith(beginnings)]), "step"))
-    found.append(("Rates and other metrics", html.grid(pictures)))
+    texts = html.paragraphs(_not_finite(runs, [name for name in metrics if not _is_loss(name)]))
+    found.append(("Rates and other metrics", html.grid(pictures) + texts))
     for each in runs:
         found += [(f"{title}: {each.name}", text) for title, text in (*_of_monitor(each), *_of_timeline(each, cost))]
     for each in runs:
@@ -205,13 +115,40 @@ def _sections(runs: Sequence[LoggedRun], cost: Path | None) -> list[tuple[str, s
     return [(title, text) for title, text in found if text]
 
 
+def _without_loss(runs: Sequence[LoggedRun]) -> Iterator[str]:
+    """A sentence for each run that has logged no loss."""
+    for each in runs:
+        if not any(map(_is_loss, each.curves)):
+            reason = each.problem or 'no metric has "loss" in its name'
+            yield f"{f'{each.name}: ' if len(runs) > 1 else ''}no loss is drawn, since {reason}"
+
+
+def _not_finite(runs: Sequence[LoggedRun], metrics: Sequence[str]) -> Iterator[str]:
+    """A sentence for each curve that has a NaN or an infinite value, which no picture shows."""
+    for each in runs:
+        for metric in metrics:
+            curve = each.curves.get(metric, [])
+            steps = [f"{step:.0f}" for step, value in curve if not math.isfinite(value)]
+            if not steps:
+                continue
+            if all(not math.isfinite(value) for _, value in curve[-len(steps) :]):
+                where = f"from step {steps[0]} on"
+            else:
+                where = f"at {'steps' if len(steps) > 1 else 'step'} {join_names(steps)}"
+            yield f"{f'{each.name} ' if len(runs) > 1 else ''}{metric}: not finite {where}"
+
+
+def _is_loss(name: str) -> bool:
+    return "loss" in name.lower()
+
+
 def is_of_optimizer(name: str) -> bool:
     """Whether a metric is one of the optimizer, such as those of ``MuonMonitor``."""
     return name.startswith(tuple(chain(*_PICTURES.values(), ("bytes/",))))
 
 
-def _series(runs: Sequence[LoggedRun], metrics: Sequence[str], *, by_seconds: bool = False) -> dict[str, _Curve]:
-    found: dict[str, _Curve] = {}
+def _series(runs: Sequence[LoggedRun], metrics: Sequence[str], *, by_seconds: bool = False) -> dict[str, Curve]:
+    found: dict[str, Curve] = {}
     all_alike = len({metric.partition("/")[0] for metric in metrics}) == 1
     for each in runs:
         for metric in metrics:
@@ -251,17 +188,17 @@ def _of_monitor(each: LoggedRun) -> Iterable[tuple[str, str]]:
             f"Newton-Schulz by owner, {when}", {f"rank {rank}": value for rank, value in enumerate(line[key])}, unit
         )
         for key, unit in loads.items()
-        if any(line[key])
+        if any(line.get(key, ()))
     ]
-    yield "Balance of the owners", html.grid(balance) if balance else ""
+    yield "Balance of the owners", html.grid(balance)
 
 
 def _of_timeline(each: LoggedRun, cost: Path | None) -> Iterable[tuple[str, str]]:
-    found = read_parts(each.folder / FOLDER)
+    found = read_parts(each.place / FOLDER)
     if found is None:
         return
     step, device_type, recording = found
-    own = each.folder / "cost.json"
+    own = each.place / "cost.json"
     cost = cost or (own if own.exists() else None)
     if cost is None:
         rates, of_rates = PRESETS["cpu" if device_type == "cpu" else "reference"], "preset"

@@ -165,8 +165,8 @@ def bars(title: str, values: Mapping[str, float], unit: str) -> str:
 
 
 def grid(figures: Sequence[str]) -> str:
-    """Pictures in a grid with as many columns as fit."""
-    return f'<div class="grid">{"".join(figures)}</div>'
+    """Pictures in a grid with as many columns as fit; empty if all of them are."""
+    return f'<div class="grid">{"".join(figures)}</div>' if any(figures) else ""
 
 
 def page(title: str, sections: Sequence[tuple[str, str]]) -> str:

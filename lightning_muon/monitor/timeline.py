@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import socket
 import threading
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -287,24 +288,47 @@ def write_part(
     draft.replace(folder / f"timeline-{rank}.json")
 
 
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Context that names the file in its errors if something is missing there, or is not in the file's format."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, csv.Error) as error:
+        raise ValueError(f"{path} is not what a run writes: {type(error).__name__}: {error}") from error
+
+
+class _Part(NamedTuple):
+    """What one rank has recorded of a step."""
+
+    step: int
+    rank: int
+    num_ranks: int
+    device_type: str
+    spans: list[Span]
+    matrices: dict[str, list[str]]
+
+    @classmethod
+    def read(cls, path: Path) -> _Part:
+        with reading(path):
+            content = json.loads(path.read_text(encoding="utf-8"))
+            spans = [Span(_op(values), start, end) for values, start, end in content["spans"]]
+            return cls(**content | {"spans": spans})
+
+
 def read_parts(folder: Path) -> tuple[int, str, Recording] | None:
     """Read step, device type and recording from the files of all ranks in ``folder``; ``None`` if one lacks. Local.
 
     Clocks of several machines may differ by milliseconds.
     """
-    parts: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("timeline-*.json")]
+    parts = [_Part.read(path) for path in folder.glob("timeline-*.json")]
     # A rank may have been stopped in between.
-    steps = [part["step"] for part in parts]
-    complete = [part for part in parts if steps.count(part["step"]) == part["num_ranks"]]
-    if not complete or not any(part["spans"] for part in complete):
+    steps = [part.step for part in parts]
+    complete = [part for part in parts if steps.count(part.step) == part.num_ranks]
+    if not complete or not any(part.spans for part in complete):
         return None
-    complete.sort(key=lambda part: part["rank"])
-    begun = min(start for part in complete for _, start, _ in part["spans"])
-    everyone = [
-        (begun, [Span(_op(values), start, end) for values, start, end in part["spans"]], part["matrices"])
-        for part in complete
-    ]
-    return complete[0]["step"], complete[0]["device_type"], _merge(everyone)
+    complete.sort(key=lambda part: part.rank)
+    begun = min(start for part in complete for _, start, _ in part.spans)
+    return complete[0].step, complete[0].device_type, _merge([(begun, each.spans, each.matrices) for each in complete])
 
 
 def _op(values: dict[str, Any]) -> Op:

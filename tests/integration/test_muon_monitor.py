@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
+from lightning_muon.cli.logged_run import LoggedRun
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
-EVERY, ACCUMULATED, NUM_STEPS = 2, 2, 8
+EVERY, ACCUMULATED, NUM_STEPS, NUM_SAVED = 2, 2, 8, 4
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: ParallelMuonStrategy(optimizer=training.EXACT),
     "zero2": lambda: ParallelMuonStrategy(sharding="zero2", optimizer=training.EXACT),
@@ -139,9 +140,9 @@ def _transformers(folder: str, parallel: str) -> list[dict[str, float]]:
     from tests.integration.integrations.transformers import runs
 
     with runs.accelerator_of(parallel):
-        run = runs.trainer(
-            folder, runs.causal_lm(), include_num_input_tokens_seen="all", eval_strategy="steps", eval_steps=1
-        )
+        saves = {"save_strategy": "steps", "save_steps": NUM_SAVED}
+        evaluates = {"eval_strategy": "steps", "eval_steps": 1}
+        run = runs.trainer(folder, runs.causal_lm(), include_num_input_tokens_seen="all", **saves, **evaluates)
         run.add_callback(lightning_muon.hf.MuonMonitor(run, EVERY))
         run.train()
         return [entry for entry in run.state.log_history if "update_rms/group0.muon" in entry or "loss" in entry]
@@ -159,9 +160,14 @@ def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_the_trainer_of_transformers_logs_both(gloo: ProcessPool, tmp_path: Path, parallel: str) -> None:
     names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "lr/group0"}
-    history, _ = gloo.run(_transformers, str(tmp_path), parallel, world_size=2)
+    output = tmp_path / "output"
+    history, _ = gloo.run(_transformers, str(output), parallel, world_size=2)
     measured = [entry for entry in history if "update_rms/group0.muon" in entry]
     assert [entry["step"] for entry in measured] == [2, 4] and not names - measured[0].keys()
     assert f"bytes/{'shard' if parallel == 'fsdp' else 'replicate'}" in measured[0]
     assert measured[-1]["tokens_per_second"] > 0 and measured[-1]["tflops/model"] > 0
     assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4], "losses are logged as without it"
+    for folder in (output, output / f"checkpoint-{NUM_SAVED}"):  # For the report: losses, and times of the monitor.
+        read = LoggedRun.read(folder)
+        assert [step for step, _ in read.curves["loss"]] == [1, 2, 3, 4] and [step for step, _ in read.times] == [2, 4]
+        assert [seconds for seconds, _ in read.over_seconds(read.curves["loss"])][1::2] == [at for _, at in read.times]

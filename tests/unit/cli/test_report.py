@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from typing_extensions import override
 
 from lightning_muon.cli import main
-from lightning_muon.cli.report import LoggedRun, write_report
+from lightning_muon.cli.logged_run import LoggedRun
+from lightning_muon.cli.report import write_report
 from lightning_muon.monitor.html import Bar, Lane, curves, ticks, timeline_svg
 from tests.distributed.monitor.test_step_monitor import EVERY, MATRICES, _train
 from tests.support.browser import BROWSER, PHONE, probe_page
@@ -110,13 +112,144 @@ def test_runs_are_drawn_in_the_same_pictures(folder: Path, tmp_path: Path) -> No
         ("muon_monitor/steps.jsonl", '{"step": 1}\n', "KeyError: 'seconds'"),
         ("trainer_state.json", '{"a": 1}', "KeyError: 'log_history'"),
         ("samples.json", "[1, 2]", "'int' object is not iterable"),
+        ("metrics.csv", b"\xff\xfe\x00", "UnicodeDecodeError"),
     ],
 )
-def test_a_file_that_no_run_writes_is_named(tmp_path: Path, name: str, text: str, what: str) -> None:
+def test_a_file_that_no_run_writes_is_named(tmp_path: Path, name: str, text: str | bytes, what: str) -> None:
     (tmp_path / "muon_monitor").mkdir()
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=f"{name} is not what a run writes: .*{what}"):
         LoggedRun.read(tmp_path)
+
+
+def test_half_a_timeline_is_named(folder: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(folder, tmp_path / "run")
+    part = run / "muon_monitor" / "timeline-1.json"
+    part.write_text(part.read_text()[:300])
+    with pytest.raises(ValueError, match=r"timeline-1\.json is not what a run writes: JSONDecodeError: "):
+        write_report([run])
+    part.write_text('{"step": 1}')
+    with pytest.raises(ValueError, match=r"timeline-1\.json is not what a run writes: KeyError: 'spans'"):
+        write_report([run])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "what"),
+    [
+        ("metrics.csv", " \n", "metrics.csv is empty"),
+        ("metrics.csv", "epoch,step,loss\n", "metrics.csv has a first line with names and no other lines"),
+        ("metrics.csv", "Dear reader,\na letter.\n", "is no table of metrics: its first line, 'Dear reader,', names"),
+        ("metrics.csv", "step,loss\n1,\n2,a lot\n", "metrics.csv has no numbers beside step and epoch"),
+        ("trainer_state.json", '{"log_history": []}', "log_history in .*trainer_state.json is empty"),
+        ("muon_monitor/steps.jsonl", '{"step', "has no metrics.csv of a CSVLogger and no trainer_state.json"),
+    ],
+)
+def test_a_run_without_anything_to_draw_is_refused(tmp_path: Path, name: str, text: str, what: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=f"lightning-muon report: .*{what}.* wait until it has logged something"):
+        main.main(["report", str(tmp_path)])
+    assert not (tmp_path / "report.html").exists()
+
+
+def _write_monitor(folder: Path, seconds: dict[int, float]) -> None:
+    """Write what a monitor writes that has measured these steps at these times."""
+    (folder / "muon_monitor").mkdir(parents=True)
+    lines = [{"step": step, "seconds": at, "values": {"optimizer_ms/total": 1.5}} for step, at in seconds.items()]
+    (folder / "muon_monitor/steps.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def _write_history(folder: Path, losses: dict[int, float]) -> None:
+    """Write what a Trainer of transformers writes into a checkpoint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [{"step": step, "loss": loss, "epoch": 0.5} for step, loss in losses.items()]
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+
+
+def test_transformers_have_loss_and_monitor_on_one_page(tmp_path: Path) -> None:
+    _write_monitor(tmp_path, {2: 1.0, 4: 2.0})
+    assert "no loss is drawn, since" in write_report([tmp_path]).read_text(), "before the first checkpoint"
+    _write_history(tmp_path / "checkpoint-8", {2: 3.0, 4: 2.0})
+    _write_history(tmp_path / "checkpoint-16", {2: 3.0, 4: 1.0})
+    (tmp_path / "checkpoint-24").mkdir()  # Is being written.
+    for folder, last in (("", 1.0), ("checkpoint-16", 1.0), ("checkpoint-8", 2.0)):
+        run = LoggedRun.read(tmp_path / folder)
+        assert run.curves["loss"] == [(2.0, 3.0), (4.0, last)], folder
+        assert run.over_seconds(run.curves["loss"]) == [(1.0, 3.0), (2.0, last)], folder
+        text = write_report([tmp_path / folder], tmp_path / "report.html").read_text()
+        assert f"loss: {last:.5g} at 2 seconds of training</title>" in text and "Parts of a step, bytes" in text
+    _write_history(tmp_path, {2: 3.0, 4: 0.5})  # By save_state.
+    assert LoggedRun.read(tmp_path).curves["loss"][-1] == (4.0, 0.5)
+
+
+def test_values_that_are_not_finite_are_said_to_be_so(tmp_path: Path) -> None:
+    rows = ["step,loss,val_loss,norm,speed", "1,2,nan,1,2", "2,nan,,inf,", "3,nan,,2,", "4,inf,nan,nan,3", "5,nan,,1,"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    text = write_report([tmp_path]).read_text()
+    loss, rates = re.findall("<h2>(?:Loss|Rates and other metrics)</h2>(.*?)</section>", text)
+    assert re.findall("<p>(.*?)</p>", loss) == [
+        "loss: not finite from step 2 on",
+        "val_loss: not finite from step 1 on",
+    ]
+    assert re.findall("<p>(.*?)</p>", rates) == ["norm: not finite at steps 2, 4"]
+    name = f"{tmp_path.parent.name}/{tmp_path.name}"
+    assert f"<p>{name} loss: not finite from step 2 on</p>" in write_report([tmp_path, tmp_path]).read_text()
+
+
+def test_a_section_without_content_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_text("step,speed\n1,2\n2,3\n")
+    (tmp_path / "muon_monitor").mkdir()
+    line = {"step": 2, "seconds": 1.0, "values": {}, "newton_schulz_gflop": [0.0], "newton_schulz_ms": [0.0]}
+    (tmp_path / "muon_monitor/steps.jsonl").write_text(json.dumps(line) + "\n")
+    text = write_report([tmp_path]).read_text()
+    assert re.findall("<h2>(.*?)</h2>", text) == ["Loss", "Rates and other metrics", "Last values"]
+    assert "<h2>Loss</h2><p>no loss is drawn, since no metric has &quot;loss&quot; in its name</p></section>" in text
+
+
+def test_the_later_row_of_a_step_wins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = ["step,loss,seconds", "1,5,1", "2,4,2", "3,3,3", "4,9,4", "2,2.5,1", "3,2,2"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    run = LoggedRun.read(tmp_path)
+    assert run.curves["loss"] == [(1.0, 5.0), (2.0, 2.5), (3.0, 2.0), (4.0, 9.0)]
+    main.main(["report", str(tmp_path)])
+    said = f"{tmp_path / 'metrics.csv'} goes back from step 4 to step 2, as that of a resumed run does; of steps "
+    said += "that are there twice the later values are drawn, and those after step 3 are of the run before"
+    assert capsys.readouterr().out == f"{said}\nwrote {tmp_path / 'report.html'}\n"
+    assert f"<h2>Notes</h2><p>{said}</p>" in (tmp_path / "report.html").read_text()
+
+
+def test_the_clock_of_a_resumed_monitor_goes_on(tmp_path: Path) -> None:
+    _write_monitor(tmp_path, {2: 1.0, 4: 2.0, 6: 0.5, 8: 1.5})  # Was resumed from step 4.
+    assert LoggedRun.read(tmp_path).times == [(2.0, 1.0), (4.0, 2.0), (6.0, 2.5), (8.0, 3.5)]
+
+
+def test_other_versions_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = tmp_path / "run_a" / "lightning_logs"
+    for number in (1, 2, 10):
+        (runs / f"version_{number}").mkdir(parents=True)
+        (runs / f"version_{number}" / "metrics.csv").write_text(f"step,loss\n{number},1\n")
+    (runs / "version_11").mkdir()  # Has logged nothing.
+    said = f"{runs / 'version_10'} is the newest run in {runs}; left out: version_1, version_2. To draw runs in "
+    said += f"the same pictures, name them: lightning-muon report {runs / 'version_2'} {runs / 'version_10'}"
+    later = f"version_11 in {runs}: nothing that can be drawn has been written there yet"
+    for folder in (runs, tmp_path / "run_a"):  # The latter is the save_dir of a CSVLogger.
+        main.main(["report", str(folder)])
+        assert capsys.readouterr().out == f"{said}\n{later}\nwrote {folder / 'report.html'}\n"
+        assert f"<h2>Notes</h2><p>{said}</p><p>{later}</p>" in (folder / "report.html").read_text()
+    main.main(["report", str(runs / "version_2"), str(runs / "version_10")])
+    assert capsys.readouterr().out == f"wrote {runs / 'version_2' / 'report.html'}\n"
+    shutil.copytree(runs, tmp_path / "run_a" / "other")
+    with pytest.raises(FileNotFoundError, match=f"several folders; .* report {runs} {tmp_path / 'run_a' / 'other'}$"):
+        LoggedRun.read(tmp_path / "run_a")
+
+
+def test_a_run_is_reported_while_it_writes(tmp_path: Path) -> None:
+    (tmp_path / "metrics.csv").write_bytes(b"epoch,loss,step\r\n0,3.5,8\r\n0,2.5,9\r\n0,1.5,1")  # Of step 10.
+    assert LoggedRun.read(tmp_path).curves["loss"] == [(8.0, 3.5), (9.0, 2.5)]
+    _write_monitor(tmp_path, {10: 1.0})
+    (tmp_path / "metrics.csv").write_text("epoch,loss,step\r\n")
+    text = write_report([tmp_path]).read_text()
+    assert "no loss is drawn, since" in text and "has a first line with names and no other lines" in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
