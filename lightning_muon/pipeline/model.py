@@ -46,13 +46,13 @@ class LanguageModel(StagedModel):
         """
         name = type(self.root).__name__
         if not isinstance(batch, Mapping):
-            whole = isinstance(batch, Tensor)
+            tokens, labels = ("batch", "batch") if isinstance(batch, Tensor) else ("batch[0]", "batch[1]")
             raise TypeError(
                 f"a batch is a {type(batch).__name__}, but a pipeline calls {name} itself, instead of training_step, "
                 'and takes a mapping of its arguments, such as {"input_ids": tokens, "labels": tokens}. Let the data '
                 "loader give one, or say in the module that is trained what to take of a batch:\n"
                 "    def pipeline_step(self, batch):  # the arguments of the model by name, and the labels\n"
-                f'        return {{"input_ids": {"batch" if whole else "batch[0]"}}}, {"batch" if whole else "batch[1]"}'
+                f'        return {{"input_ids": {tokens}}}, {labels}'
             )
         if "labels" not in batch:
             raise KeyError(f"the batch has no labels, only {sorted(batch)}; for language models they are the input_ids")
