@@ -21,9 +21,15 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-import ray.train
-import ray.train.lightning
-import ray.train.torch
+try:
+    import ray.train
+    import ray.train.lightning
+    import ray.train.torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lightning_muon.ray needs Ray Train and Lightning ({error}): pip install "lightning-muon[ray]"',
+        name=error.name,
+    ) from error
 import torch.distributed as dist
 from ray.train.lightning import RayLightningEnvironment
 

@@ -6,7 +6,9 @@ A folder for ``from_pretrained`` of transformers, with config, tokenizer and mod
 from __future__ import annotations
 
 import argparse
+import importlib
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,6 +51,13 @@ attribute that all names begin with, if there is one, and nothing for SOURCE in 
 the model are found behind"""
 _CONFIG = "config.json of the model, or the folder that has it, to be copied to safetensors"
 _SAFETENSORS = ".safetensors"
+# What TARGET is, by --to.
+_WRITTEN = {
+    "file": "one file, {states}",
+    "shards": "a directory of shards, {states}",
+    "safetensors": "a folder of safetensors",
+    "hf": "a folder for from_pretrained of transformers",
+}
 # Other entries of a checkpoint with weights only, so that a Trainer can start from it.
 _NOTHING_ELSE = {"optimizer_states": [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
 
@@ -84,6 +93,8 @@ def run(arguments: argparse.Namespace) -> None:
     if not source.is_file() and not tensors and not any((source / name).is_file() for name in (metadata_name, INDEX)):
         raise FileNotFoundError(f"{source} is no checkpoint directory: there is no file {metadata_name} in it")
     config = _require_target(target, arguments, to)
+    if to == "hf":
+        importlib.import_module("transformers")  # If it is missing, say so before gigabytes are read.
     if bad := damages(source):
         raise DamagedCheckpointError("\n".join([f"{source} is damaged:", *bad]))
     read: dict[str, Callable[[], dict[str, Any]]] = {
@@ -95,23 +106,25 @@ def run(arguments: argparse.Namespace) -> None:
     content |= read[kind]()
     states = content.pop("optimizer_states")
     is_run = arguments.optimizers and bool(states)
+    if to in ("file", "shards") and not is_run and "loops" not in content:
+        content["optimizer_states"] = []  # With "loops", Lightning itself reports that states are missing.
     with _alone(), replacing(target, whole=to == "file") as (draft,):
         about = describe_save(step=content.get("global_step"), weights_only=not is_run)
         if to == "hf":
             convert_hf.write_hf(draft, content, _source(source, states, arguments), arguments, about)
-            return
-        if to == "safetensors":
+        elif to == "safetensors":
             _write_safetensors(draft, content["state_dict"], config, arguments.prefix, about)
-            return
-        if not is_run and "loops" not in content:  # With "loops", Lightning itself reports that states are missing.
-            content["optimizer_states"] = []
-        if to == "file":
+        elif to == "file":
             write_file(content | ({"optimizer_states": states} if is_run else {}), draft, about)
-            return
-        shards = {f"optimizer_{number}": _named(state) for number, state in enumerate(states) if is_run}
-        shards["state_dict"] = content.pop("state_dict")
-        write_rest: Any = partial(torch.save, content)
-        write_shards(shards, draft, about, {metadata_name: write_rest})
+        else:
+            shards = {f"optimizer_{number}": _named(state) for number, state in enumerate(states) if is_run}
+            shards["state_dict"] = content.pop("state_dict")
+            write_rest: Any = partial(torch.save, content)
+            write_shards(shards, draft, about, {metadata_name: write_rest})
+    with_states = "with the states of optimizers" if is_run else "without states of optimizers"
+    if arguments.optimizers and not is_run:
+        with_states += f", of which {source} has none"
+    sys.stdout.write(f"wrote {target}, {_WRITTEN[to].format(states=with_states)}\n")
 
 
 def _source(source: Path, states: Sequence[Any], arguments: argparse.Namespace) -> Source:

@@ -205,6 +205,10 @@ def _tokenizer(source: Source, arguments: argparse.Namespace) -> Any:
 _PROJECT = "https://github.com/lightning-muon/lightning-muon"
 _VERSIONS = ("lightning_muon", "torch")  # In a manifest.
 _NO_SETTINGS = {"params", NAMES}
+_HYPER_PARAMETERS = {
+    "Hyper-parameters": "hyper_parameters",
+    "Hyper-parameters of the data module": "datamodule_hyper_parameters",
+}
 _LONGEST = 200  # Characters of a value.
 
 
@@ -254,7 +258,7 @@ def model_card(
     Args:
         class_name: Name of the model's class in transformers.
         source: The checkpoint.
-        content: Other entries of the checkpoint: ``epoch``, ``hyper_parameters``.
+        content: Other entries of the checkpoint: ``epoch``, ``hyper_parameters`` and those of the data module.
         base_model: The model on the hub with which the training began.
         datasets: Data sets on the hub.
     """
@@ -291,13 +295,25 @@ def model_card(
         last = {name: curve[-1] for name, curve in source.run.curves.items() if curve and not is_of_optimizer(name)}
         rows = [[f"`{name}`", f"{value:.5g}", f"{step:.0f}"] for name, (step, value) in sorted(last.items())]
         lines += _table("Last metrics", ["metric", "value", "step"], rows)
-    groups = [{k: v for k, v in group.items() if k not in _NO_SETTINGS} for group in source.param_groups]
+    groups = [_settings(group) for group in source.param_groups]
     settings = list(dict.fromkeys(name for group in groups for name in group))
     heads = ["setting", *(f"group {number}" for number in range(len(groups)))]
     lines += _table("Optimizer", heads, [[f"`{n}`", *(_text(each.get(n)) for each in groups)] for n in settings])
-    given = {name: value for name, value in content.get("hyper_parameters", {}).items() if not name.startswith("_")}
-    lines += _table("Hyper-parameters", ["name", "value"], [[f"`{name}`", _text(given[name])] for name in given])
+    for title, key in _HYPER_PARAMETERS.items():
+        given = {name: value for name, value in content.get(key, {}).items() if not name.startswith("_")}
+        lines += _table(title, ["name", "value"], [[f"`{name}`", _text(given[name])] for name in given])
     return "\n".join([*lines, ""])
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a param group; its learning rate is that with which schedules begin."""
+    found = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
+    begun = found.pop("initial_lr", found.get("lr"))
+    if begun == found.get("lr"):
+        return found
+    # Keep the place of `lr`, with the current one beside it.
+    both = {"lr": begun, "lr at the checkpoint": found.pop("lr", None)}
+    return {**both, **found}
 
 
 def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -310,6 +326,7 @@ def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> l
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.5g}"
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    # In quotes, because a page does not show blanks at the end, such as that of a prefix.
+    text = value if isinstance(value, str) and value == value.strip() else json.dumps(value, default=str)
     text = text.replace("|", "\\|").replace("\n", " ")
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

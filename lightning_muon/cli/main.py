@@ -41,6 +41,8 @@ _COMMANDS = {
 }
 _EXTRAS = {"config": "accelerate", "launch": "accelerate"}
 _OPTIONAL = ("accelerate", "jsonargparse", "lightning", "matplotlib", "pytorch_lightning", "yaml")
+# Packages that no extra is for: what to install instead.
+_OTHERS = {"transformers": "transformers>=5", "huggingface_hub": "transformers>=5", "safetensors": "safetensors"}
 # Lines in LightningCLI's message on a wrong value; those between have the key, the value and the allowed ones.
 _NOISE = ("Does not validate", "Errors:", "Given value type:", "Given value: NestedArg", "Subtypes:")
 _NOISE += ("- Expected a <class 'NoneType'>",)
@@ -105,7 +107,8 @@ def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
     name = (error.name or "").partition(".")[0]
     extra = "plots" if name == "matplotlib" else extra
-    parser.error(f'{name} is not installed; pip install "lightning-muon[{extra}]"' if name in _OPTIONAL else str(error))
+    wanted = f"lightning-muon[{extra}]" if name in _OPTIONAL else _OTHERS.get(name)
+    parser.error(str(error) if wanted is None else f'{name} is not installed; pip install "{wanted}"')
 
 
 def reporting(parser: Any) -> Any:

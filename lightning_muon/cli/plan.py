@@ -110,7 +110,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> None:
     """Plan, write the files that are asked for, and print the report."""
-    plan_modes.refuse_others(arguments)
+    plan_modes.complete(arguments)
     # Simulated programs have no reference cycles; a search for some in millions of ops takes half of the time.
     gc.disable()
     try:

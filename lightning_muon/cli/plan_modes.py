@@ -30,6 +30,7 @@ from lightning_muon.cli.split_search import (
     Way,
     find_splits,
     pipeline_timeline,
+    size_text,
     unit_of,
 )
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
@@ -50,7 +51,18 @@ _DECIDED = (
     *("pipeline_microbatches", "reshard_after_forward"),
 )
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
-_REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size")
+# Options that --ranks and --splits would ignore, and those that only some ways of planning read.
+_REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size", "compute_seconds")
+_ONLY_WITH = {
+    ("ranks",): ("modes",),
+    ("ranks", "splits"): (
+        *("rows", "length", "rank_memory", "model_flops", "width", "schedules", "activations", "precision"),
+        "write_config",
+    ),
+    ("ranks", "splits", "pipeline"): ("microbatches",),
+    ("pipeline",): ("stage_costs", "memory_limit"),
+}
+_DEFAULTS = {"modes": TRAINING_MODES, "length": 4096, "schedules": _SCHEDULES, "activations": "auto"}
 _LEGEND = (
     "* is recommended; +: so much too large for a rank. split: pipeline x replicas x shards. muon: the optimizer step, "
     "part of the step. "
@@ -79,26 +91,41 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
     add("--ranks", metavar="N", type=count, help=_RANKS_HELP)
-    add("--modes", nargs="+", choices=TRAINING_MODES, default=TRAINING_MODES, help="that --ranks compares")
+    add("--modes", nargs="+", choices=TRAINING_MODES, help="that --ranks compares")
     add("--splits", metavar="RANKS", type=count, help="compare pipeline x replicate x shard splits of so many ranks")
     both = parser.add_argument_group("with --ranks and --splits").add_argument
     both("--rows", metavar="N", type=count, help="of a batch of all ranks (2 per rank)")
-    both("--length", metavar="N", type=count, default=4096, help="tokens of a row (4096)")
+    both("--length", metavar="N", type=count, help="tokens of a row (4096)")
     both("--rank-memory", metavar="GIB", type=positive, help=_MEMORY_HELP)
     both("--model-flops", metavar="X", type=positive, help="FLOP/s of forward and backward (those of Newton-Schulz)")
     both("--width", metavar="N", type=count, help="elements of a token between two layers (the embedding's)")
-    both("--schedules", nargs="+", choices=sorted(SCHEDULES), default=_SCHEDULES, help="of pipelines that are tried")
-    both("--activations", choices=sorted(ACTIVATIONS), default="auto", help="kept, or recomputed in backward")
+    both("--schedules", nargs="+", choices=sorted(SCHEDULES), help="of pipelines that are tried")
+    both("--activations", choices=sorted(ACTIVATIONS), help="kept, or recomputed in backward")
     both("--precision", choices=SUPPORTED, help="that of the config, or bf16-mixed")
     both("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
 
 
-def refuse_others(arguments: Namespace) -> None:
-    """Raise ``ValueError`` for options that ``--splits`` or ``--ranks`` would ignore."""
-    for asked, keys in {"splits": (*_REFUSED, "flexdemo", "ranks"), "ranks": _REFUSED}.items():
+def complete(arguments: Namespace) -> None:
+    """Fill in the defaults; raise ``ValueError`` for options that would be ignored."""
+    for asked, keys in {"splits": (*_REFUSED, "flexdemo", "ranks", "modes"), "ranks": _REFUSED}.items():
         for key in keys if getattr(arguments, asked) is not None else ():
             if getattr(arguments, key) not in (None, False, []):
-                raise ValueError(f"--{asked} goes without --{key.replace('_', '-')}")
+                raise ValueError(f"--{asked} goes without {_option(key)}")
+    for ways, keys in _ONLY_WITH.items():
+        given = [_option(key) for key in keys if getattr(arguments, key) is not None]
+        if given and all(getattr(arguments, way) is None for way in ways):
+            instead = "" if arguments.pipeline is None else " in place of --pipeline"
+            raise ValueError(
+                f"{', '.join(given)} would be ignored without {' or '.join(map(_option, ways))}; add --{ways[0]} N"
+                f"{instead}"
+            )
+    for key, default in _DEFAULTS.items():
+        if getattr(arguments, key) is None:
+            setattr(arguments, key, default)
+
+
+def _option(key: str) -> str:
+    return f"--{key.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +142,10 @@ class RankedSplits:
 
 
 def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> RankedSplits:
-    """Plan each mode. FlexDeMo, which trains in another way, is recommended only if the user asks for it."""
+    """Plan each mode. FlexDeMo, which trains in another way, is recommended only if the user asks for it.
+
+    So the config does, ``--flexdemo``, or ``--modes`` with nothing else.
+    """
     precision, every_split = arguments.precision or planned.precision or "bf16-mixed", arguments.splits is not None
     num_ranks, left_out = arguments.splits or arguments.ranks, list[str]()
     modes = list(SPLIT_MODES if every_split else arguments.modes)
@@ -125,23 +155,24 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
     try:
         job = make_job(arguments, setting, planned, precision, num_ranks=num_ranks)
     except ValueError as error:
-        if every_split:
+        if every_split or set(modes) == {"pipeline"}:
             raise
         # Find layers by the numbers in the names of parameters.
         job = make_job(arguments, setting, replace(planned, module=None), precision, num_ranks=num_ranks)
         if "pipeline" in modes:
             modes.remove("pipeline")
-            reason = str(error).partition("\n")[0].removesuffix(" Write in it:")
+            reason = str(error).partition("\n")[0].removesuffix(". Write in it:")
             left_out.append(f"pipeline is left out: {reason}")
-    found, others = find_splits(arguments, job, modes, every_split=every_split)
-    may_be_best = [each for each in found if each.fits and (planned.flexdemo or each.way.split.mode != "flexdemo")]
+    found, others = find_splits(arguments, job, modes, every_split=every_split, left_out=left_out)
+    takes_flexdemo = planned.flexdemo is not None or set(modes) == {"flexdemo"}
+    may_be_best = [each for each in found if each.fits and (takes_flexdemo or each.way.split.mode != "flexdemo")]
     return RankedSplits(
         job=job,
         precision=precision,
         rank_memory=arguments.rank_memory,
         every_split=every_split,
         found=found,
-        left_out=[*left_out, *others],
+        left_out=others,
         best=may_be_best[0] if may_be_best else None,
     )
 
@@ -168,18 +199,32 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
             ],
         }
         sys.stdout.write(json.dumps(content) + "\n")
+        if best is None and arguments.write_config is not None:
+            raise ValueError(nothing_recommended(comparison))
         return
     console.print(
         *heading(comparison), table(*rows_of_table(comparison)), legend(comparison), *comparison.left_out, sep="\n"
     )
     if best is None:
-        least = min(comparison.found, key=lambda each: each.way.total).way
-        raise ValueError(
-            f"nothing fits into {comparison.rank_memory:g} GiB per rank; {least.split.mode} needs least, "
-            f"{least.total / GIB:.1f} GiB with {least.split.sizes}. Take more ranks, fewer or shorter rows, or a "
-            "larger --rank-memory"
-        )
+        raise ValueError(nothing_recommended(comparison))
     console.print(recommendation(best), *hints(comparison), sep="\n")
+
+
+def nothing_recommended(comparison: RankedSplits) -> str:
+    """Why no row is recommended, and what to do."""
+    limit = f"{comparison.rank_memory:g} GiB per rank"
+    more = "more ranks, fewer or shorter rows, or a larger --rank-memory"
+    if any(each.fits for each in comparison.found):
+        return (
+            f"only flexdemo fits into {limit}, and it is another optimizer: nodes exchange parts of their momenta (its "
+            f"loss: docs/performance.md). Add --flexdemo to have it recommended, or take {more}"
+        )
+    least = min(comparison.found, key=lambda each: each.way.total).way
+    excess = least.total - comparison.rank_memory * GIB
+    return (
+        f"nothing fits into {limit}; {least.split.mode} needs least, {size_text(least.total)} with "
+        f"{least.split.sizes}, which is {size_text(excess)} too much. Take {more}"
+    )
 
 
 def make_job(arguments: Namespace, setting: Setting, planned: PlannedModel, precision: str, *, num_ranks: int) -> Job:
@@ -222,7 +267,9 @@ def rows_of_table(comparison: RankedSplits) -> tuple[dict[str, str], list[list[A
 
     def fits(each: PlannedSplit) -> str:
         excess = (each.way.total - comparison.rank_memory * GIB) / unit_bytes
-        return "*" if each is comparison.best else "" if each.fits else f"+{excess:,.1f}"
+        if each.fits:
+            return "*" if each is comparison.best else ""
+        return f"+{excess:,.1f}" if excess >= 0.05 else "+<0.1"
 
     columns: dict[str, tuple[str, Callable[[PlannedSplit], Any]]] = {
         "mode": ("", lambda each: each.way.split.mode),

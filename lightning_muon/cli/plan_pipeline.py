@@ -32,6 +32,10 @@ _LEGEND = (
     "step: seconds, as of --stage-costs; bubble: idle share of the rank that works longest; memory: the most "
     "activations that a rank holds, in micro-batches of all its layers"
 )
+_MICROBATCHES_HELP = (
+    "micro-batches of a step, for --pipeline (4 times its ranks), and for pipelines among --ranks and --splits (two "
+    "numbers are tried)"
+)
 _COSTS_HELP = (
     "seconds of one micro-batch in all layers of a rank: forward, backward of inputs, backward of weights, one "
     "message; and once per step, if there are more: sum of the gradients, optimizer (1,1,1,0)"
@@ -78,13 +82,12 @@ def run(arguments: Namespace, console: Console) -> None:
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     add = parser.add_argument
-    add("--microbatches", metavar="M", type=count, help="micro-batches of a step, for --pipeline (4 times its ranks)")
-    add("--stage-costs", metavar="F,I,W,C", type=_costs, default=StageCosts(), help=_COSTS_HELP)
+    add("--microbatches", metavar="M", type=count, help=_MICROBATCHES_HELP)
+    add("--stage-costs", metavar="F,I,W,C", type=_costs, help=_COSTS_HELP)
     add(
         "--memory-limit",
         metavar="X",
         type=positive,
-        default=math.inf,
         help="micro-batches of all its layers that a rank of the pipeline can hold",
     )
 
@@ -94,12 +97,12 @@ def plan_pipeline(arguments: Namespace) -> list[PlannedSchedule]:
     found: list[PlannedSchedule] = []
     refused: list[str] = []
     for stages_per_rank in _STAGES_PER_RANK:
-        given: StageCosts = arguments.stage_costs
+        given: StageCosts = arguments.stage_costs or StageCosts()
         pipeline = Pipeline(
             num_ranks=arguments.pipeline,
             num_microbatches=_num_microbatches(arguments),
             stages_per_rank=stages_per_rank,
-            memory_limit=arguments.memory_limit * stages_per_rank,
+            memory_limit=(arguments.memory_limit or math.inf) * stages_per_rank,
             # A rank has the same layers, whatever the number of its stages.
             costs=replace(
                 given, **{name: getattr(given, name) / stages_per_rank for name in _COSTS if name != "communication"}

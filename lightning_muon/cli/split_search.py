@@ -30,6 +30,7 @@ from lightning_muon.schedule.program import COMPUTE, Program
 from lightning_muon.schedule.simulate import Timeline, simulate
 
 GIB, _MIB = 2**30, 2**20
+_UNITS = (("GiB", GIB), ("MiB", _MIB), ("KiB", 2**10))
 ACTIVATIONS = {"auto": (False, True), "kept": (False,), "checkpointed": (True,)}
 # Factor on the default number of micro-batches, and limit of ranks times micro-batches that are simulated.
 _MORE, _MOST_NODES = 4, 2048
@@ -135,13 +136,22 @@ class Schedule:
 
 
 def find_splits(
-    arguments: Namespace, job: Job, modes: Sequence[TrainingMode], *, every_split: bool = False
+    arguments: Namespace,
+    job: Job,
+    modes: Sequence[TrainingMode],
+    *,
+    every_split: bool = False,
+    left_out: Sequence[str] = (),
 ) -> tuple[list[PlannedSplit], list[str]]:
     """For each mode, find the fastest split that fits, or else the one that needs least memory, or all splits.
 
-    Splits that fit come first, the fastest at the top. Returns also lines on what was left out, and why.
+    Splits that fit come first, the fastest at the top. Returns also lines on what was left out, and why, those of the
+    caller first.
+
+    Raises:
+        ValueError: If there is no split at all.
     """
-    search, left_out = _Search(arguments, job), list[str]()
+    search, missing, advice = _Search(arguments, job), list[str](), dict[str, None]()
     found: list[PlannedSplit] = []
     for mode in modes:
         splits = list(splits_of(mode, job, most_stages=len(job.parts)))
@@ -153,17 +163,19 @@ def find_splits(
         elif of_mode:
             found.append(min(of_mode, key=lambda each: rank_of_row(each) if each.fits else (True, each.way.total)))
         if not of_mode:
-            why = f"{job.num_ranks} ranks cannot be divided so"
+            why, helps = f"{job.num_ranks} ranks cannot be divided so", "another number of ranks"
             if splits and all(split.data > job.rows for split in splits):
-                why = f"{job.rows} rows are too few for the data ranks of {job.num_ranks}"
+                why, helps = f"{job.rows} rows are too few for the data ranks of {job.num_ranks}", "a larger --rows"
             elif splits:
-                why = "no schedule takes these sizes"
+                why, helps = "no schedule takes these sizes", "other --schedules, --microbatches or --rows"
             elif mode == "pipeline":
                 why += f", into at most {len(job.parts)} stages"
-            left_out.append(f"{mode} is left out: {why}")
+            missing.append(f"{mode} is left out: {why}")
+            advice[helps] = None
+    lines = [*left_out, *search.left_out, *missing]
     if not found:
-        raise ValueError(f"{'; '.join([*search.left_out, *left_out])}; raise --ranks, --splits or --rows")
-    return sorted(found, key=rank_of_row), [*search.left_out, *left_out]
+        raise ValueError(f"{'; '.join(lines)}. Take {', or '.join(advice)}")
+    return sorted(found, key=rank_of_row), lines
 
 
 def rank_of_row(planned: PlannedSplit) -> tuple[bool, float]:
@@ -196,6 +208,14 @@ def splits_of(mode: TrainingMode, job: Job, *, most_stages: int) -> Iterator[Spl
 def unit_of(num_bytes: float) -> tuple[str, int]:
     """The unit in which to show sizes up to this one, and its bytes."""
     return ("GiB", GIB) if num_bytes >= GIB else ("MiB", _MIB)
+
+
+def size_text(num_bytes: float) -> str:
+    """A size in the largest unit of which it is a tenth or more."""
+    unit, size = next((each for each in _UNITS if num_bytes >= each[1] / 10), ("bytes", 1))
+    if size == 1:
+        return f"{num_bytes:.0f} bytes"
+    return f"{num_bytes / size:{',.1f' if num_bytes >= size else '.2f'}} {unit}"
 
 
 def pipeline_timeline(job: Job, way: Way) -> Timeline:

@@ -26,6 +26,7 @@ logger, checkpoints and early stopping. Prints the mean loss of the last tenth o
 them, and what to put into FILE."""
 # Callbacks that need what is turned off.
 _OFF = ("Checkpoint", "EarlyStopping", "Monitor", "ProgressBar", "ModelSummary")
+_SAID_BY_FIT = "lightning-muon fit: "  # In front of a message on a wrong file.
 _LEARNING_RATES = (("optimizer", "lr"), ("model", "lr"), ("model", "learning_rate"))
 _TRAINER: dict[str, Any] = {
     "logger": False,
@@ -112,7 +113,11 @@ def _fit(*words: str, result: Path | None = None) -> str:
     if result is not None and result.is_file():
         return result.read_text(encoding="utf-8")
     if result is not None or ended.returncode:
-        said = ended.stderr.splitlines()[-40 if "Traceback (most recent" in ended.stderr else -12 :]
+        _, is_ours, message = ended.stderr.rpartition(_SAID_BY_FIT)
+        has_traceback = "Traceback (most recent" in ended.stderr
+        if is_ours and not has_traceback:
+            raise ValueError(message.rstrip())
+        said = ended.stderr.splitlines()[-40 if has_traceback else -12 :]
         raise ValueError("\n".join([f"fit {' '.join(words)} ended with {ended.returncode}:", *said]))
     return ended.stdout
 

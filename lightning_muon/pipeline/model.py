@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, Self
 
@@ -38,7 +38,22 @@ class LanguageModel(StagedModel):
         return type(self)(copy.deepcopy(self.root, memo))
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Split a batch into its inputs and its labels."""
+        """Split a batch, arguments of the model by name, into its inputs and its labels.
+
+        Raises:
+            TypeError: If it is no mapping.
+            KeyError: If it has no labels.
+        """
+        name = type(self.root).__name__
+        if not isinstance(batch, Mapping):
+            tokens, labels = ("batch", "batch") if isinstance(batch, Tensor) else ("batch[0]", "batch[1]")
+            raise TypeError(
+                f"a batch is a {type(batch).__name__}, but a pipeline calls {name} itself, instead of training_step, "
+                'and takes a mapping of its arguments, such as {"input_ids": tokens, "labels": tokens}. Let the data '
+                "loader give one, or say in the module that is trained what to take of a batch:\n"
+                "    def pipeline_step(self, batch):  # the arguments of the model by name, and the labels\n"
+                f'        return {{"input_ids": {tokens}}}, {labels}'
+            )
         if "labels" not in batch:
             raise KeyError(f"the batch has no labels, only {sorted(batch)}; for language models they are the input_ids")
         return self._inputs_and_labels(dict(batch))

@@ -1,10 +1,15 @@
-"""The files, classes and functions that docs/architecture.md names exist."""
+"""What docs/architecture.md names exists, and the versions that pages name are those of pyproject.toml."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from itertools import chain
 from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "lightning_muon"
@@ -53,3 +58,40 @@ def test_no_two_things_have_one_name() -> None:
             if is_class or (isinstance(node, ast.FunctionDef) and (module, node.name) in imported):
                 places.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
+
+
+def _allowed() -> dict[str, tuple[str, str]]:
+    """Package -> lowest version, and the last minor version below the bound; Python is one of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
+    found: dict[str, tuple[str, str]] = {}
+    for line in [*lines, f"python{project['requires-python']}"]:
+        requirement = Requirement(line)
+        bounds = {each.operator: each.version for each in requirement.specifier}
+        major, _, minor = bounds.get("<", "").partition(".")
+        if ">=" in bounds:
+            found[requirement.name] = bounds[">="], f"{major}.{int(minor) - 1}" if minor else ""
+    return found
+
+
+def test_pages_name_the_versions_of_torch_that_are_allowed() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*"), *ROOT.glob("recipes/*/*.md"), *PACKAGE.glob("compat/*.py")]
+    ranges = {
+        str(page.relative_to(ROOT)): set(
+            re.findall(r"torch\s+(\d+\.\d+) to (\d+\.\d+)", page.read_text(encoding="utf-8"))
+        )
+        for page in pages
+        if page.is_file() and page.name != "CHANGELOG.md"
+    }
+    assert {name for name, found in ranges.items() if found - {_allowed()["torch"]}} == set()
+    assert {"README.md", "CONTRIBUTING.md", "docs/llms.txt", "lightning_muon/compat/torch.py"} <= {
+        name for name, found in ranges.items() if found
+    }
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/llms.txt"])
+def test_a_page_names_the_oldest_versions_of_frameworks(page: str) -> None:
+    allowed, text = _allowed(), " ".join((ROOT / page).read_text(encoding="utf-8").replace("\n>", "\n").split())
+    for package in ("Python", "Lightning", "Accelerate", "transformers"):
+        wanted = allowed[package.lower()][0]
+        assert re.search(rf"{package} {re.escape(wanted)}(?:\+| or later|,|\.(?!\d))", text), (package, wanted)

@@ -372,7 +372,7 @@ def test_a_frozen_stage_skips_what_was_accumulated_by_others(gloo: ProcessPool, 
 
 def _refused_on_one_rank(case: str) -> None:
     """The last rank has a model, or a batch, that a pipeline does not take."""
-    net: Any = chain(2)
+    net: Any = causal_lm("llama") if case == "no mapping" else chain(2)
     is_odd = dist.get_rank() == 1
     if is_odd and case == "ddp":
         net = DistributedDataParallel(net, process_group=dist.new_group([1], use_local_synchronization=True))
@@ -383,10 +383,10 @@ def _refused_on_one_rank(case: str) -> None:
     engine = None
     try:
         engine, _ = _engine(net, _sgd, optimizer="keep", pipeline_schedule="zb_v")
-        engine.run_pipeline(
-            {"input_ids": torch.tensor(1), "labels": torch.tensor(1)} if is_odd else batch_of(8, 5, seed=0)
-        )
-    except (ValueError, RuntimeError) as error:  # Other ranks are told which one has failed, and why.
+        number = torch.tensor(1)
+        odd = torch.ones(8, 5).long() if case == "no mapping" else {"input_ids": number, "labels": number}
+        engine.run_pipeline(odd if is_odd else batch_of(8, 5, seed=0))
+    except (ValueError, TypeError, RuntimeError) as error:  # Other ranks are told which one has failed, and why.
         raise ValueError(str(error)) from error
     finally:
         if engine is not None:
@@ -400,6 +400,7 @@ def _refused_on_one_rank(case: str) -> None:
         ("compiled", r"parts\.1 \(Layer\) is compiled; .* remove torch\.compile"),
         ("unknown", "(?s)a Linear is no model of transformers.*def pipeline_parts"),
         ("batch", "a batch of a pipeline needs a tensor with rows"),
+        ("no mapping", "(?s)a batch is a Tensor, but a pipeline calls LlamaForCausalLM itself.*def pipeline_step"),
     ],
 )
 def test_what_one_rank_cannot_run_is_an_error_on_all(gloo: ProcessPool, case: str, match: str) -> None:

@@ -74,11 +74,15 @@ def trained(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def test_any_trainer_reads_the_file(
-    trained: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: tuple[Path, dict[str, Any], float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, weights, value = trained
     file = tmp_path / "one.ckpt"
     main(["convert", str(directory), str(file)])
+    assert capsys.readouterr().out == f"wrote {file}, one file, without states of optimizers\n"
     assert [path.name for path in tmp_path.iterdir()] == ["one.ckpt"]
     content, metadata = (torch.load(path, weights_only=True) for path in (file, directory / "meta.pt"))
     assert content.keys() == {*metadata, "state_dict"}, "no states of optimizers"
@@ -168,6 +172,9 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     assert model.hparams["rate"] == Fraction(1, 100)
 
 
+_KINDS = {"safetensors": "a folder of safetensors", "file": "one file", "shards": "a directory of shards"}
+
+
 def test_weights_go_through_all_formats(
     trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -180,6 +187,7 @@ def test_weights_go_through_all_formats(
     kinds = ("safetensors", "file", "shards", "safetensors", "file")
     for source, target, kind in zip([directory, *places], places, kinds, strict=False):
         main(["convert", str(source), str(target), "--to", kind, "--prefix", ""])
+        assert capsys.readouterr().out.splitlines()[-1].startswith(f"wrote {target}, {_KINDS[kind]}")
         main(["verify", str(target)])
     content = torch.load(places[-1], weights_only=True)["state_dict"]
     assert content.keys() == weights.keys() - {"_extra_state"}
@@ -187,12 +195,19 @@ def test_weights_go_through_all_formats(
 
 
 def test_a_run_goes_on_from_one_file_and_from_shards_again(
-    gloo: ProcessPool, trained: tuple[Path, dict[str, Any], float], tmp_path: Path
+    gloo: ProcessPool,
+    trained: tuple[Path, dict[str, Any], float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, weights, _ = trained
     file, shards = tmp_path / "one.ckpt", tmp_path / "shards.ckpt"
     main(["convert", str(directory), str(file), "--optimizers"])
     main(["convert", str(file), str(shards), "--optimizers"])
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote {file}, one file, with the states of optimizers",
+        f"wrote {shards}, a directory of shards, with the states of optimizers",
+    ]
     before, after = (load_whole(path, "optimizer_0") for path in (directory, shards))
     assert before["param_groups"] == after["param_groups"] and before["state"].keys() == after["state"].keys()
     for name, state in before["state"].items():

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_muon import FlexDeMoConfig
+from lightning_muon.cli.convert_hf import Source, model_card
 from lightning_muon.cli.main import main
 from tests.distributed.pipeline.models import causal_lm, encoder_decoder
 from tests.integration.training import PACKAGES, dataset, load, strategy_class, trainer
@@ -50,14 +51,23 @@ def _train(folder: str) -> dict[str, dict[str, Tensor]]:
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 3)  # 0 behind the last one.
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    class Data(package.LightningDataModule):
+        def __init__(self, source_prefix: str) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            rows: Any = [{"input_ids": x, "labels": y} for x, y in dataset()]
+            return DataLoader(rows, batch_size=4)
 
     def note(name: str, model: nn.Module) -> None:
         state = model.state_dict()
         found[name] = {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()}
 
-    rows: Any = [{"input_ids": x, "labels": y} for x, y in dataset()]
-    batches = DataLoader(rows, batch_size=4)
     for name, (make, options) in RUNS.items():
         model = Wrapper(make())
         noting = package.callbacks.LambdaCallback(on_train_end=lambda _, model, name=name: note(name, model))
@@ -70,7 +80,7 @@ def _train(folder: str) -> dict[str, dict[str, Tensor]]:
             log_every_n_steps=1,
             callbacks=[noting],
         )
-        fitter.fit(model, batches)
+        fitter.fit(model, datamodule=Data("summarize: "))
         fitter.save_checkpoint(Path(folder, name, "checkpoints", "last.ckpt"))
     return found
 
@@ -131,7 +141,21 @@ def test_the_card_has_the_figures_of_the_run(trained: Any, tmp_path: Path) -> No
         "| `rate` | 0.01 |",
     ):
         assert line in lines, card.text
-    assert any(line.startswith("| `lr` | 0.0") for line in lines) and "| mesh | pipeline 2" in card.text
+    rates = {line.split(" | ")[0]: line.split(" | ")[1:] for line in lines if line.startswith("| `lr")}
+    assert {key: {cell.removesuffix(" |") for cell in row} for key, row in rates.items()} == {
+        "| `lr`": {"0.01"},
+        "| `lr at the checkpoint`": {"0"},
+    }
+    assert "| mesh | pipeline 2" in card.text and "initial_lr" not in card.text
+    assert '| `source_prefix` | "summarize: " |' in lines[lines.index("## Hyper-parameters of the data module") :]
+
+
+def test_a_card_has_one_rate_where_none_is_scheduled() -> None:
+    pytest.importorskip("huggingface_hub")
+    groups = [{"lr": 0.02, "momentum": 0.9}, {"initial_lr": 0.01, "lr": 0.01, "params": ["a"]}]
+    source = Source(path=Path("x"), name="x", param_groups=groups)
+    text = model_card("GPT2LMHeadModel", source, {}, base_model=None, datasets=[])
+    assert "| `lr` | 0.02 | 0.01 |\n| `momentum` | 0.9 |" in text and text.count("lr") == 1, text
 
 
 def test_shards_of_accelerate_have_a_key_and_no_more(tmp_path: Path) -> None:

@@ -131,6 +131,17 @@ def test_tune_names_the_best_factor_and_those_that_diverge(
     assert not list(project.glob("lightning_logs")) and len(list(project.glob("*.yaml"))) == 3
 
 
+def test_tune_says_what_is_wrong_with_the_file(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("jsonargparse")
+    pytest.importorskip("lightning.pytorch")
+    monkeypatch.setenv("PYTHONPATH", program_environment()["PYTHONPATH"])
+    monkeypatch.setattr(sys, "executable", warm_python())
+    Path("wrong.yaml").write_text(_CONFIG.replace("own.net.Net", "own.net.Nett"))
+    message, _, _ = ended("tune", "--config", "wrong.yaml")
+    assert message.startswith('lightning-muon tune: Parser key "model":') and "fit" not in message
+    assert "module 'own.net' has no attribute 'Nett'" in message
+
+
 _BLOCKED = """
 import runpy, sys
 
@@ -188,6 +199,13 @@ def test_a_missing_extra_is_one_line(project: Path, words: tuple[str, ...], bloc
     code, _, text = _command(project, *words, blocked=blocked)
     assert code == 2 and len(text.splitlines()) == 1
     assert f'pip install "lightning-muon[{extra}]"' in text
+
+
+def test_a_missing_package_without_an_extra_is_named_before_anything_is_read(project: Path) -> None:
+    pytest.importorskip("lightning.pytorch")
+    words = ("convert", "config.yaml", "out", "--to", "hf")  # No checkpoint, which a reading would find.
+    code, _, text = _command(project, *words, blocked=("transformers",))
+    assert (code, text) == (2, 'lightning-muon convert: transformers is not installed; pip install "transformers>=5"\n')
 
 
 def test_plan_needs_no_framework(tmp_path: Path) -> None:

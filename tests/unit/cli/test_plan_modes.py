@@ -104,7 +104,12 @@ def test_rows_are_ranked_and_the_excess_is_named(capsys: pytest.CaptureFixture[s
     flexdemo = _plan(capsys, *arguments, "--modes", "flexdemo", "none")
     assert not flexdemo["flexdemo"]["recommended"] and flexdemo["none"]["recommended"]
     assert _plan(capsys, *arguments, "--modes", "flexdemo", "--flexdemo")["flexdemo"]["recommended"]
-    with pytest.raises(SystemExit, match=r"nothing fits into 1e-06 GiB per rank; \w+ needs least, 0\.0 GiB"):
+    assert _plan(capsys, *arguments, "--modes", "flexdemo")["flexdemo"]["recommended"]
+    smallest = {mode: each["peak_bytes"] for mode, each in _plan(capsys, *arguments, "--rank-memory", "1e-6").items()}
+    least = min(smallest, key=lambda mode: smallest[mode])
+    needed, excess = (f"{size / 2**10:.1f} KiB" for size in (smallest[least], smallest[least] - 1e-6 * _GIB))
+    match = f"nothing fits into 1e-06 GiB per rank; {least} needs least, {needed} with .*, which is {excess} too much"
+    with pytest.raises(SystemExit, match=match):
         main([*arguments, "--rank-memory", "1e-6"])
     main([*arguments, "--machine", "cpu", "--modes", "hsdp", "none", "--ranks", "3"])
     out = capsys.readouterr().out
@@ -112,6 +117,65 @@ def test_rows_are_ranked_and_the_excess_is_named(capsys: pytest.CaptureFixture[s
     assert f" {share:.2f}".rstrip("0") in out and "hsdp is left out: 3 ranks cannot be divided so\n" in out
     with pytest.raises(SystemExit, match="--ranks goes without --shard-size"):
         main([*arguments, "--shard-size", "2"])
+
+
+def test_an_excess_below_the_digits_of_the_table_is_one(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    peak = _plan(capsys, *arguments, "--modes", "flexdemo")["flexdemo"]["peak_bytes"]
+    with pytest.raises(
+        SystemExit, match=r"flexdemo needs least, 16\.\d MiB with 1 x \d x \d, which is 1 bytes too much"
+    ):
+        main([*arguments, "--modes", "flexdemo", "--rank-memory", f"{(peak - 1) / _GIB:.17f}"])
+    assert re.search(r"^flexdemo +1 x \d x \d +\+<0\.1 .* 16\.\d$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_flexdemo_that_alone_fits_is_not_recommended_unasked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["plan", "--shapes", "llama3-8b", "--machine", "h100", "--ranks", "16", "--rows", "64", "--modes", "none"]
+    words += ["flexdemo", "--write-config", str(tmp_path / "out.yaml")]
+    match = "only flexdemo fits into 72 GiB per rank, .* Add --flexdemo to have it recommended, or take more ranks"
+    with pytest.raises(SystemExit, match=match):
+        main(words)
+    with pytest.raises(SystemExit, match=match):
+        main([*words, "--json"])
+    fits = {each["mode"]: each["fits"] for each in json.loads(capsys.readouterr().out.splitlines()[-1])["modes"]}
+    assert fits == {"flexdemo": True, "none": False} and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--write-config", "out.yaml"], "--write-config would be ignored without --ranks or --splits; add --ranks N$"),
+        (["--rows", "3", "--schedules", "zb_v"], "--rows, --schedules would be ignored without --ranks or --splits"),
+        (["--length", "4096", "--activations", "auto"], "--length, --activations would be ignored"),
+        (["--modes", "ddp"], "--modes would be ignored without --ranks; add --ranks N$"),
+        (["--microbatches", "2"], "--microbatches would be ignored without --ranks or --splits or --pipeline"),
+        (["--stage-costs", "1,1,1,0", "--ranks", "2"], "--stage-costs would be ignored without --pipeline; add"),
+        (["--splits", "4", "--modes", "ddp"], "--splits goes without --modes"),
+        (["--ranks", "4", "--compute-seconds", "1"], "--ranks goes without --compute-seconds"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_an_error(words: list[str], match: str) -> None:
+    with pytest.raises(SystemExit, match=match):
+        main(["plan", "--shapes", "llama3-8b", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (
+            ("--modes", "hsdp", "--ranks", "3"),
+            "plan: hsdp is left out: 3 ranks cannot be divided so. Take another number",
+        ),
+        (("--modes", "pipeline", "--ranks", "7"), "into at most 6 stages. Take another"),
+        (("--modes", "ddp", "--rows", "1"), "1 rows are too few for the data ranks of 4. Take a larger --rows"),
+    ],
+)
+def test_where_no_mode_is_left_the_advice_is_of_use(arguments: list[str], words: tuple[str, ...], match: str) -> None:
+    with pytest.raises(SystemExit, match=match):
+        main([*arguments, *words])
 
 
 @pytest.mark.parametrize("mode", _MODES)
@@ -215,6 +279,14 @@ def test_a_training_starts_with_the_file(
     words = ["--ranks", "2", "--modes", mode, "pipeline", "--length", "4", "--write-config", "out.yaml"]
     main(["plan", "--config", "own.yaml", *words, *(["--flexdemo"] if mode == "flexdemo" else [])])
     assert "pipeline is left out: Net cannot be cut into stages" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(
+        SystemExit, match=r"plan: Net cannot be cut into stages: it holds embed, layers, head, .*\n    def "
+    ):
+        main(["plan", "--config", "own.yaml", "--ranks", "2", "--modes", "pipeline", "--length", "4"])
+    with pytest.raises(
+        SystemExit, match=r"pipeline is left out: Net .* in which order they run; hsdp is left out: 2 ranks"
+    ):
+        main(["plan", "--config", "own.yaml", "--ranks", "2", "--modes", "pipeline", "hsdp", "--length", "4"])
     written = yaml.safe_load(Path("out.yaml").read_text())["trainer"]
     given = written["strategy"]["init_args"]
     assert (written["devices"], written["num_nodes"], written["max_steps"]) == (2, 1, 3)

@@ -84,6 +84,14 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert getattr(registry, name).package.name == "pytorch_lightning"
 
 
+@pytest.mark.parametrize("blocked", ["ray", "ray.train"])
+def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
+    monkeypatch.delitem(sys.modules, "lightning_muon.ray", raising=False)
+    monkeypatch.setitem(sys.modules, blocked, None)
+    with pytest.raises(ModuleNotFoundError, match=r'needs Ray Train .*pip install "lightning-muon\[ray\]"'):
+        importlib.import_module("lightning_muon.ray")
+
+
 def _fabric(package: str, **options: Any) -> Any:
     fabric = pytest.importorskip(package)
     return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
