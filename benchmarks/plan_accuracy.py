@@ -32,9 +32,8 @@ from plan_splits import GIVES_MEMORY_BACK, asked_of_plan, measured_flops, peak_b
 
 from lightning_muon.cli.plan_model import PlannedModel
 from lightning_muon.cli.plan_modes import strategy_options
-from lightning_muon.cli.split_rules import TRAINING_MODES, TrainingMode
-from lightning_muon.cli.split_search import PlannedSplit, Way, find_splits
-from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.cli.split_rules import TRAINING_MODES, Job
+from lightning_muon.cli.split_search import Way, find_splits
 from lightning_muon.monitor.calibrate import Comparison, calibrate, compare, run_on_ranks
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
@@ -168,7 +167,8 @@ def train_all(arguments: argparse.Namespace) -> None:
         cost = calibrate(planned.shapes, num_ranks=num_ranks)
         if dist.get_rank() == 0:
             print(cost, file=sys.stderr, flush=True)
-        for way in (each.way for each in find_plans(modes, planned, cost, flops_of_ranks(arguments), arguments)):
+        asked, job = job_of_plan(planned, cost, flops_of_ranks(arguments), arguments)
+        for way in (each.way for each in find_splits(asked, job, modes)[0]):
             name = f"{way.split.pipeline} x {way.split.replicate} x {way.split.shard}, {way.name}"
             found.setdefault(name, []).append(train(way, planned, cost, arguments))
     if dist.get_rank() == 0:
@@ -176,12 +176,10 @@ def train_all(arguments: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def find_plans(
-    modes: Sequence[TrainingMode], planned: PlannedModel, cost: CostModel, flops: float, arguments: argparse.Namespace
-) -> list[PlannedSplit]:
-    """The best split of each mode that these ranks can have."""
-    asked, job = asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=dist.get_world_size(), flops=flops)
-    return find_splits(asked, job, modes)[0]
+def job_of_plan(
+    planned: PlannedModel, cost: CostModel, flops: float, arguments: argparse.Namespace
+) -> tuple[argparse.Namespace, Job]:
+    return asked_of_plan(arguments, planned, cost, "1f1b", num_ranks=dist.get_world_size(), flops=flops)
 
 
 def train(way: Way, planned: PlannedModel, cost: CostModel, arguments: argparse.Namespace) -> tuple[Pair, Pair]:
@@ -189,18 +187,19 @@ def train(way: Way, planned: PlannedModel, cost: CostModel, arguments: argparse.
     before = flops_of_ranks(arguments)
     options = strategy_options(way)
     if way.split.mode == "flexdemo":
-        options["optimizer"] = FlexDeMoConfig()
+        options["optimizer"] = job_of_plan(planned, cost, before, arguments)[1].flexdemo
     training = Training(options, arguments, num_nodes=1)
     training.step()
     training.step()
     seconds = min(training.step() for _ in range(arguments.steps))
-    flops = (before + flops_of_ranks(arguments)) / 2
+    asked, job = job_of_plan(planned, cost, (before + flops_of_ranks(arguments)) / 2, arguments)
     most = torch.tensor([seconds, peak_bytes(training)], dtype=torch.float64)
     training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    plan = find_plans([way.split.mode], planned, cost, flops, arguments)[0]
+    plan = find_splits(asked, job, [way.split.mode])[0][0]
     if dist.get_rank() == 0:
-        print(f"{way.name}: {before / 1e9:.1f}, {flops / 1e9:.1f} GFLOP/s", file=sys.stderr, flush=True)
+        speeds = f"{before / 1e9:.1f} GFLOP/s before, {job.flops_per_second / 1e9:.1f} on average"
+        print(f"{way.name}: {speeds}; {plan.step_seconds:.3f} s planned, {seconds:.3f}", file=sys.stderr, flush=True)
     return (plan.step_seconds, float(most[0])), (plan.way.total, float(most[1]))
 
 

@@ -158,6 +158,7 @@ def measured_flops(arguments: Namespace) -> float:
         started = time.perf_counter()
         module(input_ids=tokens, labels=tokens).loss.backward()
         times.append(time.perf_counter() - started)
+        module.zero_grad()  # The plan counts the sums of several batches by themselves.
     return 3 * per_token * tokens.numel() / statistics.median(times[1:])
 
 
@@ -167,7 +168,8 @@ def peak_bytes(training: Training) -> int:
     The kernel counts the pages of the process. glibc gives freed ones back at once if ``MALLOC_MMAP_THRESHOLD_`` is in
     the environment, as :data:`GIVES_MEMORY_BACK` has it.
     """
-    gc.collect()
+    for _ in range(2):  # Finalizers of the training before, which run in the first, let go of more.
+        gc.collect()
     storages = dict[int, int]()
     for each in gc.get_objects():
         if isinstance(each, Tensor):

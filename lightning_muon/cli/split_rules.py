@@ -7,6 +7,7 @@ in words, beside measurements of real runs.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -222,10 +223,14 @@ def rows_of(job: Job, split: Split) -> int:
 
 def gather_weights(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
     """Traffic to gather the weights of some parts, each by itself; with ZeRO-2 their new values."""
-    if split.is_fsdp:
-        numel = sum(job.parts.numel[part] for part in some)
-        return _ring(job.cost, split.axes[0], job.gathered_itemsize * numel, len(some))
-    return _zero2(job, some, split, is_return=True) if split.sharding == "zero2" else SplitTraffic()
+    if not split.is_fsdp:
+        return _zero2(job, some, split, is_return=True) if split.sharding == "zero2" else SplitTraffic()
+    num_bytes = job.gathered_itemsize * sum(job.parts.numel[part] for part in some)
+    if split.shard == 1:
+        return SplitTraffic()
+    # Shards are copied into a buffer, and all of the buffer into the weights.
+    copies = 2 * num_bytes * (1 + 1 / split.shard) / job.cost.memory_bytes_per_second
+    return _ring(job.cost, split.axes[0], num_bytes, len(some)).plus(SplitTraffic(copies))
 
 
 def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
@@ -237,7 +242,11 @@ def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
     between = () if split.sharding == "flexdemo" else (sums, sums)
     if split.sharding == "zero2":
         return _zero2(job, some, split, is_return=False).plus(*between)
-    return _ring(job.cost, shards, num_bytes, len(some)).plus(*between)
+    scatter = _ring(job.cost, shards, num_bytes, len(some))
+    # gloo's reduce-scatter sends as much as its all-reduce. FSDP2 copies gradients into a buffer.
+    scatters = (scatter, scatter) if job.setting.is_cpu else (scatter,)
+    copies = 2 * num_bytes / job.cost.memory_bytes_per_second if split.is_fsdp else 0.0
+    return SplitTraffic(copies).plus(*scatters, *between)
 
 
 def _zero2(job: Job, some: Sequence[int], split: Split, *, is_return: bool) -> SplitTraffic:
@@ -319,22 +328,32 @@ def compute_seconds(job: Job, some: Iterable[int], rows: float, *, recompute: bo
     return Compute(scale * (products + scores), scale * (products + 2 * scores), scale * products, scale * again)
 
 
+def accumulation_seconds(job: Job, some: Iterable[int], split: Split) -> float:
+    """Seconds to add the gradients of a pass to those of earlier ones: two tensors are read, one is written."""
+    itemsize = job.reduced_itemsize if split.is_fsdp else job.itemsize
+    return 3 * itemsize * sum(job.parts.trained[part] for part in some) / job.cost.memory_bytes_per_second
+
+
 def seconds_without_pipeline(
     job: Job, split: Split, *, passes: int, recompute: bool, stays_whole: bool
 ) -> tuple[float, SplitTraffic]:
     """Seconds of all forwards and backwards, and traffic; with a FlexDeMo also between its nodes.
 
-    Transfers of a pass overlap with its compute, except the gather of the first part and the sum of its gradients.
+    Transfers of a pass overlap with its compute, except the gather of the first part and the sum of its gradients. The
+    cores of CPUs do both, so that nothing overlaps.
     """
     everything = range(len(job.parts))
     all_weights, sums = gather_weights(job, everything, split), reduce(job, everything, split)
     compute = compute_seconds(job, everything, rows_of(job, split) / passes, recompute=recompute)
     gathers_once = stays_whole or not split.is_fsdp
     later = 0.0 if gathers_once else all_weights.seconds  # Gathers of later forwards, and of every backward.
-    seconds = max(compute.forward, all_weights.seconds)
-    seconds += (passes - 1) * (max(compute.forward, later) + max(compute.backward, later))
-    seconds += max(compute.backward, later + sums.seconds)
-    seconds += gather_weights(job, [0], split).seconds + reduce(job, [0], split).seconds
+    both = operator.add if job.setting.is_cpu else max
+    seconds = both(compute.forward, all_weights.seconds)
+    seconds += (passes - 1) * (both(compute.forward, later) + both(compute.backward, later))
+    seconds += both(compute.backward, later + sums.seconds)
+    seconds += (passes - 1) * accumulation_seconds(job, everything, split)
+    if not job.setting.is_cpu:
+        seconds += gather_weights(job, [0], split).seconds + reduce(job, [0], split).seconds
     traffic = sums.plus(*[all_weights] * (1 if gathers_once else 2 * passes))
     if split.sharding != "flexdemo":
         return seconds, traffic
@@ -357,7 +376,8 @@ def stage_costs(
         forwards.append(compute.forward)
         inputs.append(0.0 if is_late else compute.backward_input + compute.again)
         again = compute.again if splits_backward else 0.0
-        weights.append(compute.backward if is_late else compute.backward_weight + again)
+        added = accumulation_seconds(job, some, split) * (number - 1) / number  # The first pass adds nothing.
+        weights.append(added + (compute.backward if is_late else compute.backward_weight + again))
     return StageCosts(
         forward=tuple(forwards),
         backward_input=tuple(inputs),
