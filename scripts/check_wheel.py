@@ -1,4 +1,4 @@
-"""Builds the wheel, installs it into an empty environment, and runs the quickstart there; takes minutes.
+"""Builds the wheel, installs it into an empty environment, and runs README and the quickstart there; takes minutes.
 
 Needs a package index: ``python -m scripts.check_wheel [--wheel FILE] [--out FOLDER] [-- ARGUMENTS FOR PIP]``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,9 +21,11 @@ from pathlib import Path
 from scripts.source_files import ROOT, report
 
 TOP_LEVEL = {"lightning_muon"}
+# Without an extra, then with [lightning].
+BASE_COMMANDS = ("torchrun --nproc_per_node 2 plain_loop.py", "lightning-muon doctor --help")
 COMMANDS = (
+    "python train.py",
     "lightning-muon plan --shapes t5-small --shard-size 2",
-    "lightning-muon doctor --help",
     "lightning-muon verify checkpoints",
 )
 
@@ -57,7 +60,7 @@ def complaints(wheel: Path) -> Iterator[str]:
 
 
 def try_out(wheel: Path, folder: Path, pip_arguments: list[str]) -> None:
-    """Install the wheel into an empty environment, and run what a reader of the quickstart runs.
+    """Install the wheel into an empty environment, and run what a reader of README and the quickstart runs.
 
     Raises:
         subprocess.CalledProcessError: If a command fails.
@@ -65,13 +68,15 @@ def try_out(wheel: Path, folder: Path, pip_arguments: list[str]) -> None:
     venv.create(folder / "environment", with_pip=True)
     commands = folder / "environment" / "bin"
     install = [commands / "python", "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *pip_arguments]
-    subprocess.run([*install, f"{wheel}[lightning]"], check=True)
     (folder / "train.py").write_text(quickstart(), encoding="utf-8")
+    shutil.copy(ROOT / "examples" / "plain_loop.py", folder)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    for line in ("python train.py", *COMMANDS):
-        print("+", line, flush=True)
-        program, *arguments = line.split()
-        subprocess.run([commands / program, *arguments], cwd=folder, env=environment, check=True)
+    for extra, lines in (("", BASE_COMMANDS), ("[lightning]", COMMANDS)):
+        subprocess.run([*install, f"{wheel}{extra}"], check=True)
+        for line in lines:
+            print("+", line, flush=True)
+            program, *arguments = line.split()
+            subprocess.run([commands / program, *arguments], cwd=folder, env=environment, check=True)
 
 
 def main() -> int:
