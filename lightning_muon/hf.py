@@ -230,7 +230,6 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
 
 def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -> None:
     """Let the first step raise unless all ranks have the same gradients; that step is collective over ``ranks``."""
-
     has_checked = False  # A hook that removes itself breaks the loop over the hooks.
 
     def check(*_: Any) -> None:
