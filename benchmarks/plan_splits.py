@@ -3,7 +3,7 @@
     python benchmarks/plan_splits.py --ranks-per-node 2 --rate 100mbit
 
 Two network namespaces are the nodes, as in pipeline_link.py, whose model is trained with Fabric and ParallelMuon, in
-float32 and one thread per rank. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
+float32 and one thread per rank. Times and memory are of two runs. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
 at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank,
 *MB* the most that tensors of a rank take in a step, by the pages of its process.
 """
@@ -17,6 +17,7 @@ import os
 import statistics
 import time
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -55,10 +56,13 @@ def main() -> None:
     if "RANK" in os.environ:
         work(arguments)
         return
-    os.environ |= GIVES_MEMORY_BACK
-    result = run_on_two_nodes(arguments.ranks_per_node)
-    if result is not None:
-        print(table(result))
+    times = run_on_two_nodes(arguments.ranks_per_node)
+    if times is None:
+        return
+    os.environ |= GIVES_MEMORY_BACK  # A process that gives freed memory back at once is slow.
+    flops, rows = times
+    sizes = {name: numbers[2:] for name, *numbers in run_on_two_nodes(arguments.ranks_per_node)[1]}
+    print(table(flops, [(name, *seconds[:2], *sizes[name]) for name, *seconds in rows]))
 
 
 def plan(arguments: Namespace, flops_per_second: float) -> list[PlannedSplit]:
@@ -187,9 +191,8 @@ def _pages(key: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
 
 
-def table(result: tuple[float, list[tuple[str, float, float, float, float]]]) -> str:
+def table(flops: float, rows: Sequence[tuple[str, float, float, float, float]]) -> str:
     """In the order of the plan; places are those of the measured times."""
-    flops, rows = result
     by_time = sorted(measured for _, _, measured, _, _ in rows)
     lines = [f"{flops / 1e9:.1f} GFLOP/s per rank", "| split | s, plan | s | place | MB, plan | MB | plan / real |"]
     lines.append(f"|{' --- |' * 7}")
