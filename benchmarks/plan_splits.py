@@ -3,9 +3,9 @@
     python benchmarks/plan_splits.py --ranks-per-node 2 --rate 100mbit
 
 Two network namespaces are the nodes, as in pipeline_link.py, whose model is trained with Fabric and ParallelMuon, in
-float32 and one thread per rank. Times and memory are of two runs. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
+float32 and one thread per rank. The plan gets the FLOP/s of forward and backward of the whole model, run on all ranks
 at once, and the rate of the link, which the ranks of a node share. *s* is the median of a step on the slowest rank,
-*MB* the most that tensors of a rank take in a step, by the pages of its process.
+*MB* the most that tensors of a rank take in a step, by the pages of its process. Times and memory are of two runs.
 """
 
 from __future__ import annotations
