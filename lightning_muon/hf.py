@@ -17,11 +17,18 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        f'lightning_muon.hf needs transformers ({error}): pip install "lightning-muon[accelerate]" "transformers>=5"',
+        name=error.name,
+    ) from error
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import State, save

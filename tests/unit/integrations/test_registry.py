@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -84,12 +85,20 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert getattr(registry, name).package.name == "pytorch_lightning"
 
 
-@pytest.mark.parametrize("blocked", ["ray", "ray.train"])
-def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, blocked: str) -> None:
-    monkeypatch.delitem(sys.modules, "lightning_muon.ray", raising=False)
+@pytest.mark.parametrize(
+    ("name", "blocked", "install"),
+    [
+        ("ray", "ray", '"lightning-muon[ray]"'),
+        ("ray", "ray.train", '"lightning-muon[ray]"'),
+        ("hf", "transformers", '"lightning-muon[accelerate]" "transformers>=5"'),
+        ("accelerate", "accelerate", '"lightning-muon[accelerate]"'),
+    ],
+)
+def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, name: str, blocked: str, install: str) -> None:
+    monkeypatch.delitem(sys.modules, f"lightning_muon.{name}", raising=False)
     monkeypatch.setitem(sys.modules, blocked, None)
-    with pytest.raises(ModuleNotFoundError, match=r'needs Ray Train .*pip install "lightning-muon\[ray\]"'):
-        importlib.import_module("lightning_muon.ray")
+    with pytest.raises(ModuleNotFoundError, match=rf"lightning_muon.{name} needs .*pip install {re.escape(install)}"):
+        importlib.import_module(f"lightning_muon.{name}")
 
 
 def _fabric(package: str, **options: Any) -> Any:
