@@ -1,8 +1,9 @@
-"""Sentences whose vowels are hidden: the summary lines of the docstrings on this machine."""
+"""Sentences whose vowels are hidden: the summary lines of docstrings of packages that are installed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypedDict
 
@@ -11,12 +12,14 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from recipes.t5_summarization.docstrings import in_validation, load_pairs
+from recipes.t5_summarization.docstrings import Pair, in_validation, load_pairs
 
 VOWELS = "aeiou"
 HIDDEN = "_"
 IGNORED_LABEL = -100  # torch's default ignore_index
 VOCABULARY = 128  # ASCII
+# Installed with the recipes, in the versions of constraints.txt: the same sentences on every machine.
+PACKAGES = ("matplotlib", "networkx", "numpy", "pandas", "sympy", "torch", "transformers")
 
 
 class Batch(TypedDict):
@@ -49,6 +52,12 @@ def collate(sentences: Sequence[str]) -> Batch:
     return Batch(characters=characters, vowels=vowels.where(vowels >= 0, IGNORED_LABEL))
 
 
+def folders_of(packages: Sequence[str]) -> list[Path]:
+    """Folders of the packages that are installed."""
+    specs = (find_spec(package) for package in packages)
+    return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+
+
 class VowelData(LightningDataModule):
     """Sentences of 24 to ``max_characters`` characters.
 
@@ -58,6 +67,7 @@ class VowelData(LightningDataModule):
         validation_rows: Sentences that are only measured, from files of which nothing is trained on.
         batch_size: Sentences per rank.
         cache_dir: Where the harvested docstrings are kept.
+        packages: Where the docstrings are taken from; a package that is not installed has none.
     """
 
     def __init__(
@@ -68,6 +78,7 @@ class VowelData(LightningDataModule):
         validation_rows: int = 512,
         batch_size: int = 16,
         cache_dir: str = "~/.cache/lightning_muon",
+        packages: Sequence[str] = PACKAGES,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -76,14 +87,14 @@ class VowelData(LightningDataModule):
 
     def prepare_data(self) -> None:
         """Harvest. Lightning calls it on one rank while the others wait."""
-        load_pairs(Path(self.hparams.cache_dir).expanduser())
+        self._load_pairs()
 
     def setup(self, stage: str) -> None:
         """Read the cache, on every rank."""
         options = self.hparams
         train: set[str] = set()
         validation: set[str] = set()
-        for pair in load_pairs(Path(options.cache_dir).expanduser()):
+        for pair in self._load_pairs():
             if 24 <= len(pair.target) <= options.max_characters and HIDDEN not in pair.target:
                 (validation if in_validation(pair.module, 0.1, 0) else train).add(pair.target)
         shuffled = torch.Generator().manual_seed(0)
@@ -94,6 +105,9 @@ class VowelData(LightningDataModule):
                 (sorted(validation - train), options.validation_rows),
             )
         )
+
+    def _load_pairs(self) -> list[Pair]:
+        return load_pairs(Path(self.hparams.cache_dir).expanduser(), folders_of(self.hparams.packages))
 
     def train_dataloader(self) -> DataLoader[str]:
         """Shuffled; Lightning gives each rank rows of its own."""

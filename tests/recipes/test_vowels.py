@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file, default_roots
-from recipes.vowels.data import IGNORED_LABEL, VowelData, collate, hide, sentence_of
+from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file
+from recipes.vowels.data import IGNORED_LABEL, PACKAGES, VowelData, collate, folders_of, hide, sentence_of
 from tests.support.programs import program_environment
 from tests.support.warm_python import warm_python
 
@@ -27,8 +27,8 @@ def test_a_batch_hides_the_vowels_and_only_those() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Sentences in the place of those that a harvest of this interpreter would find."""
-    path = cache_file(tmp_path, default_roots(), PairFilter())
+    """Sentences in the place of those that a harvest of the packages would find."""
+    path = cache_file(tmp_path, folders_of(PACKAGES), PairFilter())
     verbs, nouns = ("Return", "Remove", "Compute", "Replace"), ("number", "name", "value", "shape", "length")
     texts = [f"{verb} the {noun} of item number {n}." for verb in verbs for noun in nouns for n in range(10)]
     pairs = [Pair(module=f"file_{n % 37}.py", source="", target=text) for n, text in enumerate(texts)]
