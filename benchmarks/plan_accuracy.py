@@ -197,6 +197,7 @@ def train(way: Way, planned: PlannedModel, cost: CostModel, arguments: argparse.
     training.fabric.strategy.teardown()  # Or it would be in memory beside the next one.
     dist.all_reduce(most, dist.ReduceOp.MAX)
     plan = find_splits(asked, job, [way.split.mode])[0][0]
+    assert plan.way.name == way.name, "the plan is of another way, since the FLOP/s have changed; run it again"
     if dist.get_rank() == 0:
         speeds = f"{before / 1e9:.1f} GFLOP/s before, {job.flops_per_second / 1e9:.1f} on average"
         print(f"{way.name}: {speeds}; {plan.step_seconds:.3f} s planned, {seconds:.3f}", file=sys.stderr, flush=True)

@@ -306,12 +306,11 @@ def model_card(
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a param group; its learning rate is that with which schedules begin."""
+    """Options of a param group; its learning rate is that which schedules multiply."""
     found = {key: value for key, value in group.items() if key not in _NO_SETTINGS}
     begun = found.pop("initial_lr", found.get("lr"))
     if begun == found.get("lr"):
         return found
-    # Keep the place of `lr`, with the current one beside it.
     both = {"lr": begun, "lr at the checkpoint": found.pop("lr", None)}
     return {**both, **found}
 

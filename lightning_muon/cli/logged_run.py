@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shlex
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ class LoggedRun:
             found._read_monitor(lines)
         for name, curve in found.curves.items():
             found.curves[name] = sorted(dict(curve).items())
-        found.times = _without_restarts(sorted(dict(found.times).items()))
+        found.times = _continued(found.times)
         with reading(path := found.place / _SAMPLES):
             if path.exists():
                 found.samples = list(map(dict, json.loads(path.read_text(encoding="utf-8"))))
@@ -127,6 +128,12 @@ def is_run(folder: Path) -> bool:
     return (folder / FOLDER).exists() or _metrics_of(folder) is not None
 
 
+def _has_content(folder: Path) -> bool:
+    """Whether something is logged in the folder of a run: a monitor makes its folder at once."""
+    paths = (_metrics_of(folder), folder / FOLDER / LINES)
+    return any(path is not None and path.exists() and path.stat().st_size > 0 for path in paths)
+
+
 def _newest(folder: Path) -> tuple[Path, list[str]]:
     """The folder with the files of the newest run, and what to say about other runs beside it."""
     if is_run(folder):
@@ -137,10 +144,12 @@ def _newest(folder: Path) -> tuple[Path, list[str]]:
         if len(named) > 1:
             raise FileNotFoundError(
                 f"{folder} has runs in several folders; name those to compare: lightning-muon report "
-                f"{' '.join(map(str, named))}"
+                f"{shlex.join(map(str, named))}"
             )
         versions = _versions(named[0]) if named else versions
     runs = [path for path in versions if is_run(path)]
+    begun = [path for path in runs if _has_content(path)]
+    runs = begun or runs
     if not runs:
         raise FileNotFoundError(
             f"{folder} has no {_METRICS}, {_HISTORY}, {FOLDER}, nor folders version_0, ... or checkpoint-N with them; "
@@ -151,7 +160,7 @@ def _newest(folder: Path) -> tuple[Path, list[str]]:
     if left_out:
         notes.append(
             f"{newest} is the newest run in {newest.parent}; left out: {join_names([each.name for each in left_out])}. "
-            f"To draw runs in the same pictures, name them: lightning-muon report {left_out[-1]} {newest}"
+            f"To draw runs in the same pictures, name them: lightning-muon report {shlex.join([str(left_out[-1]), str(newest)])}"
         )
     if later := [path.name for path in versions[versions.index(newest) + 1 :]]:
         notes.append(f"{join_names(later)} in {newest.parent}: nothing that can be drawn has been written there yet")
@@ -174,9 +183,20 @@ def _metrics_of(folder: Path) -> Path | None:
     A Trainer of transformers writes one into each checkpoint, with all that it has logged; into the folder itself only
     if the program calls ``save_state``.
     """
+    if (folder / _METRICS).exists():
+        return folder / _METRICS
     checkpoints = (path / _HISTORY for path in reversed(_numbered(folder, _CHECKPOINT)))
-    paths = (folder / _METRICS, folder / _HISTORY, *checkpoints)
-    return next((path for path in paths if path.exists()), None)
+    newest = next((path for path in checkpoints if path.exists()), None)
+    own = folder / _HISTORY
+    if newest is None or not own.exists():
+        return newest or (own if own.exists() else None)
+    return max(own, newest, key=_last_step)
+
+
+def _last_step(path: Path) -> int:
+    with reading(path):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return max([content.get("global_step", 0), *(row["step"] for row in content["log_history"] if "step" in row)])
 
 
 def _csv_rows(path: Path) -> tuple[list[Mapping[str, Any]], str]:
@@ -223,13 +243,15 @@ def _about_resuming(path: Path, curves: Iterable[Curve]) -> str:
     return ""
 
 
-def _without_restarts(times: Sequence[tuple[float, float]]) -> Curve:
-    """Times that go on where the clock began anew, since the run was resumed."""
+def _continued(times: Sequence[tuple[float, float]]) -> Curve:
+    """Times by step: where the clock of a resumed run began anew it goes on, and steps that it repeats count once."""
     found: Curve = []
-    begun = last = 0.0
+    begun = last = before = 0.0
     for step, seconds in times:
-        if begun + seconds < last:
+        if seconds < before:
             begun = last
-        last = begun + seconds
+        before, last = seconds, begun + seconds
+        while found and found[-1][0] >= step:
+            found.pop()
         found.append((step, last))
     return found

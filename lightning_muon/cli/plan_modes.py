@@ -148,7 +148,7 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
     """
     precision, every_split = arguments.precision or planned.precision or "bf16-mixed", arguments.splits is not None
     num_ranks, left_out = arguments.splits or arguments.ranks, list[str]()
-    modes = list(SPLIT_MODES if every_split else arguments.modes)
+    modes = list(SPLIT_MODES if every_split else dict.fromkeys(arguments.modes))
     if arguments.rank_memory is None:
         share = memory_of_host() / min(arguments.node_ranks or NODE_RANKS, num_ranks)
         arguments.rank_memory = round(share / GIB, 2) if setting.is_cpu else _GPU_MEMORY_GIB
@@ -164,7 +164,7 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
             reason = str(error).partition("\n")[0].removesuffix(". Write in it:")
             left_out.append(f"pipeline is left out: {reason}")
     found, others = find_splits(arguments, job, modes, every_split=every_split, left_out=left_out)
-    takes_flexdemo = planned.flexdemo is not None or set(modes) == {"flexdemo"}
+    takes_flexdemo = planned.flexdemo is not None or (not every_split and set(arguments.modes) == {"flexdemo"})
     may_be_best = [each for each in found if each.fits and (takes_flexdemo or each.way.split.mode != "flexdemo")]
     return RankedSplits(
         job=job,

@@ -257,8 +257,8 @@ class _Search:
     def left_out(self) -> Iterator[str]:
         """Lines on splits and schedules that do not take these sizes."""
         if self._num_short:
-            rows = self._job.rows
-            yield f"{self._num_short} splits are left out: {rows} rows are too few for their data ranks"
+            rows, splits = self._job.rows, "1 split is" if self._num_short == 1 else f"{self._num_short} splits are"
+            yield f"{splits} left out: {rows} rows are too few for their data ranks"
         for name in self._asked.schedules:
             if refused := [size for other, size in self._refused if other == name]:
                 why = self._refused[name, refused[0]]

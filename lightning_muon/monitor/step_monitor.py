@@ -118,12 +118,13 @@ class StepMonitor:
         groups = len(self.optimizer.param_groups)
         require_equal([("every_n_steps", str(every_n_steps)), ("param groups", str(groups))], None, "StepMonitor")
         self._folder = None if folder is None else Path(folder, FOLDER)
+        self._seconds = 0.0  # Of the intervals that are measured, since the run began.
         together(self._begin_files)
         self._measured: _Measured | None = None
         self._values: dict[str, float] = {}
         self._num_measured, self._tokens = 0, 0.0
         self._since: float | None = None  # Begin of the current interval, moved on by pauses.
-        self._steps_since, self._seconds = 0, 0.0
+        self._steps_since = 0
         self._paused_at: float | None = None
         self._hooks = [
             self.optimizer.register_step_pre_hook(self._before_step),
@@ -165,9 +166,12 @@ class StepMonitor:
         if self._rank == 0:
             lines = self._folder / LINES
             old = lines.read_text(encoding="utf-8", errors="replace").split("\n") if lines.exists() else []
+            kept = [each for each in old if _is_taken(each, self.num_steps)]
             draft = lines.with_suffix(".draft")
-            draft.write_text("".join(f"{each}\n" for each in old if _is_taken(each, self.num_steps)), "utf-8")
+            draft.write_text("".join(f"{each}\n" for each in kept), "utf-8")
             draft.replace(lines)
+            if kept:  # The clock of the run goes on.
+                self._seconds = float(json.loads(kept[-1]).get("seconds", 0.0))
 
     @property
     def _device(self) -> torch.device:

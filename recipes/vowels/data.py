@@ -53,9 +53,16 @@ def collate(sentences: Sequence[str]) -> Batch:
 
 
 def folders_of(packages: Sequence[str]) -> list[Path]:
-    """Folders of the packages that are installed."""
+    """Folders of the packages that are installed.
+
+    Raises:
+        ValueError: None of them is.
+    """
     specs = (find_spec(package) for package in packages)
-    return [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+    found = [Path(spec.origin).parent for spec in specs if spec is not None and spec.origin is not None]
+    if not found:
+        raise ValueError(f"packages: none of {', '.join(packages)} is installed")
+    return found
 
 
 class VowelData(LightningDataModule):

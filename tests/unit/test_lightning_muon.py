@@ -1,6 +1,7 @@
 """The public face of the package."""
 
 import inspect
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,23 @@ def test_the_import_is_light() -> None:
     )
     output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
     assert output.strip() == "[]"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_import_starts_no_threads() -> None:
+    """A fork, as of ``notebook_launcher``, has the locks of OpenMP's threads and not the threads."""
+    pytest.importorskip("accelerate")
+    script = (
+        "import os, torch, accelerate\n"
+        "def count(): return len(os.listdir('/proc/self/task'))\n"
+        "before = count()\n"
+        "import lightning_muon.accelerate, lightning_muon.cli.main\n"
+        "lightning_muon.FlexDeMoConfig(replicator=lightning_muon.DCTTopK(top_k=8)), lightning_muon.FlexDeMo\n"
+        "print(before - count())"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout == "0\n"
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ def test_rows_are_ranked_and_the_excess_is_named(capsys: pytest.CaptureFixture[s
     assert not flexdemo["flexdemo"]["recommended"] and flexdemo["none"]["recommended"]
     assert _plan(capsys, *arguments, "--modes", "flexdemo", "--flexdemo")["flexdemo"]["recommended"]
     assert _plan(capsys, *arguments, "--modes", "flexdemo")["flexdemo"]["recommended"]
+    main([*arguments, "--modes", "none", "none", "--json"])
+    assert len(json.loads(capsys.readouterr().out)["modes"]) == 1
     smallest = {mode: each["peak_bytes"] for mode, each in _plan(capsys, *arguments, "--rank-memory", "1e-6").items()}
     least = min(smallest, key=lambda mode: smallest[mode])
     needed, excess = (f"{size / 2**10:.1f} KiB" for size in (smallest[least], smallest[least] - 1e-6 * _GIB))

@@ -211,11 +211,40 @@ def test_the_later_row_of_a_step_wins(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "metrics.csv").write_text("\n".join(rows))
     run = LoggedRun.read(tmp_path)
     assert run.curves["loss"] == [(1.0, 5.0), (2.0, 2.5), (3.0, 2.0), (4.0, 9.0)]
+    assert run.times == [(1.0, 1.0), (2.0, 5.0), (3.0, 6.0)], "four seconds had gone when it was resumed"
     main.main(["report", str(tmp_path)])
     said = f"{tmp_path / 'metrics.csv'} goes back from step 4 to step 2, as that of a resumed run does; of steps "
     said += "that are there twice the later values are drawn, and those after step 3 are of the run before"
     assert capsys.readouterr().out == f"{said}\nwrote {tmp_path / 'report.html'}\n"
     assert f"<h2>Notes</h2><p>{said}</p>" in (tmp_path / "report.html").read_text()
+
+
+def test_a_clock_that_went_on_is_taken_as_it_is(tmp_path: Path) -> None:
+    rows = ["step,loss,seconds", "1,5,1", "2,4,2", "3,3,3", "2,2.5,4", "3,2,5"]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    assert LoggedRun.read(tmp_path).times == [(1.0, 1.0), (2.0, 4.0), (3.0, 5.0)]
+
+
+def test_the_history_with_the_latest_step_counts(tmp_path: Path) -> None:
+    for folder, step in ((tmp_path, 3), (tmp_path / "checkpoint-4", 4)):
+        folder.mkdir(exist_ok=True)
+        history = [{"step": number, "loss": 1.0} for number in range(1, step + 1)]
+        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step, "log_history": history}))
+    assert LoggedRun.read(tmp_path).curves["loss"][-1] == (4.0, 1.0)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 5, "log_history": history[:1]}))
+    assert LoggedRun.read(tmp_path).curves["loss"] == [(1.0, 1.0)]
+
+
+@pytest.mark.parametrize("file", ["metrics.csv", "muon_monitor/steps.jsonl"])
+def test_a_version_that_has_just_begun_hides_no_other(tmp_path: Path, file: str) -> None:
+    for version in (0, 1):
+        (tmp_path / f"version_{version}/muon_monitor").mkdir(parents=True)
+    (tmp_path / "version_0/metrics.csv").write_text("step,loss\n1,2\n")
+    (tmp_path / "version_1" / file).touch()
+    run = LoggedRun.read(tmp_path)
+    assert run.folder.name == "version_0"
+    assert "version_1" in run.notes[0]
+    assert "nothing that can be drawn has been written there yet" in run.notes[0]
 
 
 def test_the_clock_of_a_resumed_monitor_goes_on(tmp_path: Path) -> None:
