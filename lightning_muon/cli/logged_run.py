@@ -158,9 +158,10 @@ def _newest(folder: Path) -> tuple[Path, list[str]]:
     *left_out, newest = runs
     notes: list[str] = []
     if left_out:
+        both = shlex.join(map(str, (left_out[-1], newest)))
         notes.append(
             f"{newest} is the newest run in {newest.parent}; left out: {join_names([each.name for each in left_out])}. "
-            f"To draw runs in the same pictures, name them: lightning-muon report {shlex.join([str(left_out[-1]), str(newest)])}"
+            f"To draw runs in the same pictures, name them: lightning-muon report {both}"
         )
     if later := [path.name for path in versions[versions.index(newest) + 1 :]]:
         notes.append(f"{join_names(later)} in {newest.parent}: nothing that can be drawn has been written there yet")

@@ -116,7 +116,7 @@ Points = Sequence[tuple[float, float]]
 
 def curves(title: str, series: Mapping[str, Points], x_axis: str) -> str:
     """A picture of curves by name, with its legend; empty if none has a finite point."""
-    finite = {name: [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)] for name, points in series.items()}
+    finite = {name: [point for point in points if all(map(math.isfinite, point))] for name, points in series.items()}
     finite = {name: points[:: -(-len(points) // _MOST_POINTS)] for name, points in finite.items() if points}
     if not finite:
         return ""
