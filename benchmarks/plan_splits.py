@@ -151,7 +151,7 @@ def work(arguments: Namespace) -> None:
 
 
 def measured_flops(arguments: Namespace) -> float:
-    """FLOP/s of forward and backward of the whole model, a row at a time, with all ranks at work."""
+    """FLOP/s of a rank in forward and backward of the whole model, from the begin until the last rank is done."""
     module = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB_SIZE, **MODEL))
     tokens = torch.randint(VOCAB_SIZE, (4, arguments.length))
     per_token = 2 * sum(p.numel() for name, p in module.named_parameters() if p.ndim == 2 and "embed" not in name)
@@ -161,6 +161,7 @@ def measured_flops(arguments: Namespace) -> float:
         dist.barrier()
         started = time.perf_counter()
         module(input_ids=tokens, labels=tokens).loss.backward()
+        dist.barrier()  # Ranks that share a core do not get equal parts of it.
         times.append(time.perf_counter() - started)
         module.zero_grad()  # The plan counts the sums of several batches by themselves.
     return 3 * per_token * tokens.numel() / statistics.median(times[1:])
