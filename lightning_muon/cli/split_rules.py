@@ -339,8 +339,8 @@ def seconds_without_pipeline(
 ) -> tuple[float, SplitTraffic]:
     """Seconds of all forwards and backwards, and traffic; with a FlexDeMo also between its nodes.
 
-    Transfers of a pass overlap with its compute, except the gather of the first part and the sum of its gradients. The
-    cores of CPUs do both, so that nothing overlaps.
+    Transfers of a pass overlap with its compute, except the gather of the first part and the sum of its gradients; on
+    CPUs, whose cores do both, they do not.
     """
     everything = range(len(job.parts))
     all_weights, sums = gather_weights(job, everything, split), reduce(job, everything, split)
