@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wrapt import register_post_import_hook
 
 from lightning_muon.config import VERSION
+from lightning_muon.removed import removed
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
@@ -150,6 +151,10 @@ def __getattr__(name: str) -> Any:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
         return importlib.import_module(f"{__name__}.{name}")
+    gone = removed(name)
+    if gone is not None:
+        # Of an AttributeError `from lightning_muon import name` would not show the text.
+        raise ImportError(gone)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

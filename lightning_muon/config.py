@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
-VERSION = "0.1.0"
+from lightning_muon.removed import removed
+
+VERSION = "0.2.0"
 T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw", "spectral_mup"]
@@ -51,10 +53,13 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
 
 
 def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
-    """Text for an option that does not exist: the nearest one, the place where it belongs, or all of ``names``.
+    """Text for an option that does not exist: why it went, the nearest one, where it belongs, or all of ``names``.
 
     ``elsewhere`` maps another place, such as ``"under optimizer:"``, to its options.
     """
+    gone = removed(str(key))
+    if gone is not None:
+        return gone
     places = {name: f"belongs {place}" for place, others in (elsewhere or {}).items() for name in others}
     found = nearest(str(key), [*names, *places])
     if found is None:
@@ -392,7 +397,8 @@ def check_whole(key: str, value: object, *, at_least: int, other: str = "") -> N
 def check_one_of(key: str, value: object, allowed: Sequence[object]) -> None:
     """Raise ``ValueError`` for a value that is not in ``allowed``."""
     if value not in allowed:
-        raise ValueError(f"{key} must be one of {allowed}, got {value!r}")
+        gone = removed(f"{key}={value!r}")
+        raise ValueError(gone or f"{key} must be one of {allowed}, got {value!r}")
 
 
 def join_names(names: Collection[str], most: int = 5, *, separator: str = ", ") -> str:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from lightning_muon import __version__
 from lightning_muon.config import nearest
 from lightning_muon.errors import DamagedCheckpointError, UnknownOptionError
+from lightning_muon.removed import removed
 
 _PROG = "lightning-muon"
 _LIGHTNING = {
@@ -76,6 +77,9 @@ def main(args: Sequence[str] | None = None) -> None:
     elif name.startswith("-") or not name:
         parser.parse_args(words)
     else:
+        gone = removed(f"{_PROG} {name}")
+        if gone is not None:
+            parser.error(gone)
         meant = nearest(name, list(parsers))
         hint = f"did you mean {meant!r}?" if meant else f"the commands are {', '.join(parsers)}"
         parser.error(f"there is no command {name!r}; {hint}")
@@ -101,7 +105,7 @@ def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
     """End the process at a wrong option first: argparse would instead complain of a missing one."""
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
         if option not in parser._option_string_actions:
-            parser.error(f"unrecognized arguments: {option}")
+            parser.error(removed(f"{parser.prog} {option}") or f"unrecognized arguments: {option}")
 
 
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
