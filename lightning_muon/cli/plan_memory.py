@@ -20,7 +20,6 @@ from lightning_muon.cli.split_rules import (
     held_by_parts,
     rows_of,
     zero2_elements,
-    zero2_exchange,
     zero2_packed_bytes,
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
@@ -114,7 +113,6 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
     trained = job.parts.trained
     bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
     if split.sharding == "zero2":
-        bucket = zero2_exchange(job, split).bucket_bytes
         # A bucket as it arrives, as it is sent, and the shares of the other ranks.
         copies = 2 + (split.shard - 1) / split.shard
         own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.

@@ -1,4 +1,4 @@
-"""Process groups over axes, private ones and those along nodes; messages, sums and questions between ranks; buffers."""
+"""Process groups over axes and private ones, nodes; messages, sums and questions between ranks; buffers."""
 
 import datetime
 import gc
@@ -28,7 +28,6 @@ from lightning_muon.comm.groups import (
     axis_group,
     backends,
     host_group,
-    make_hops,
     nodes_of,
 )
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
@@ -239,22 +238,6 @@ def test_host_names_and_torchrun_agents_tell_nodes_apart(gloo: ProcessPool) -> N
     assert nodes_of(ALONE) == [0]
 
 
-def _hops() -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
-    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
-    hops = make_hops(group, [[0, 2], [1, 3]])
-    again = make_hops(group, [[0, 2], [1, 3]])
-    assert all(one.group.group is not other.group.group for one, other in zip(hops, again, strict=True))
-    assert all(hop.group.group is not None and hop.group.rank == hop.group.group.rank() for hop in hops)
-    return [(dist.get_process_group_ranks(hop.group.group), hop.parts) for hop in hops]
-
-
-def test_hops_add_up_inside_a_node_and_then_across(gloo: ProcessPool) -> None:
-    first, second, *_ = gloo.run(_hops)
-    # What stays on the node comes last.
-    assert first == [([0, 2], ((1, 0), (3, 2))), ([0, 1], ((0,), (1,)))]
-    assert second == [([1, 3], ((0, 1), (2, 3))), ([0, 1], ((0,), (1,)))]
-
-
 def _tell() -> list[list[float]]:
     """Each rank tells all higher ranks its number, from one piece of memory; the last one has nothing to tell."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -290,8 +273,8 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    hops, side = [(group, counts)], SideStream(torch.device("cpu"))
-    return PendingSum(parts[group.rank].clone(), others, hops, replicate=ALONE, side=side)
+    side = SideStream(torch.device("cpu"))
+    return PendingSum(parts[group.rank].clone(), others, counts, group, replicate=ALONE, side=side)
 
 
 def _sum_in_order() -> Tensor:
