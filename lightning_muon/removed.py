@@ -9,6 +9,8 @@ REMOVED: dict[str, str] = {
     # values of these options
     # options of strategies
     # names
+    "context_attention": "it only passed its arguments on; use torch.distributed.tensor.experimental.context_parallel",
+    "pad_to_multiple": "pad the sequences with torch.nn.functional.pad, or in the collate_fn of the data loader",
     # commands, and options of commands
 }
 
