@@ -7,7 +7,7 @@ limits each direction to the rate; it adds no delay. torchrun starts the ranks, 
 million parameters from random weights on generated text (forward, backward, optimizer). One contender at a time:
 
 - HSDP (FSDP2 on a 2-D mesh) with AdamW, gradients in fp32 or bf16 on the wire, and with ParallelMuon,
-- FlexDeMo with its base optimizers, numbers of components and value formats (FSDP2 within the node),
+- FlexDeMo with its base optimizers, and numbers of components (FSDP2 within the node),
 - DeToNATION, the code of the FlexDeMo paper's authors, with ``--detonation FOLDER``: it is installed there from PyPI,
   with nothing but what it imports, and used from there as it is,
 - *no exchange*: nodes that do not talk to each other, which no exchange can beat in time.

@@ -168,8 +168,6 @@ CONTENDERS: dict[str, Callable[[DeviceMesh, float, Job], Contender]] = {
     "HSDP + ParallelMuon": parallel_muon,
     "FlexDeMo sgd, k=32": partial(flexdemo, top_k=32),
     "FlexDeMo sgd, k=8": partial(flexdemo, top_k=8),
-    "FlexDeMo sgd, k=32, int8": partial(flexdemo, top_k=32, value_format="int8"),
-    "FlexDeMo sgd, k=32, delay=1": partial(flexdemo, top_k=32, delay=1),
     "FlexDeMo adamw, k=32": partial(flexdemo, top_k=32, base="adamw"),
     "FlexDeMo muon, k=32": partial(flexdemo, top_k=32, base="muon"),
     "DeToNATION 0.5.2 sgd, k=4": partial(detonation, top_k=4),

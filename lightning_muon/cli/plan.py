@@ -82,7 +82,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
     ("buckets", "d", lambda found: found["num_buckets"]),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
-_WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
+_WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=fp32 base=adamw"
 _CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
 _PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
 _MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"

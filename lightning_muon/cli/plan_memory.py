@@ -80,7 +80,7 @@ def memory_without_pipeline(
         gradients = job.itemsize * zero2_elements(job, split)[0]
     elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
         kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
-        working += STATE_ITEMSIZE * trained + job.flexdemo.chunk_bytes  # Updates, and the bucket that is decoded.
+        working += STATE_ITEMSIZE * trained + job.flexdemo.bucket_bytes  # Updates, and the bucket that is decoded.
     moments = _sharded_backward if split.is_fsdp else _whole_backward
     return _memory(
         job.itemsize * every,

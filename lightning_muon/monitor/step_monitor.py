@@ -46,7 +46,7 @@ PARTS = {
     "update": (OpKind.UPDATE,),
     "adamw": (OpKind.ADAMW,),
     "weights": (OpKind.ALL_GATHER,),
-    "nodes": (OpKind.EXCHANGE, OpKind.EARLY_EXCHANGE, OpKind.SETTLE, OpKind.DECODE),
+    "nodes": (OpKind.EXCHANGE, OpKind.DECODE),
     "check": (OpKind.CHECK,),
 }
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "other")

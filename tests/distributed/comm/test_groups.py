@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lightning_muon import FlexDeMo, Full, ParallelMuon
+from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import BufferPool, start_all_reduce_sum, start_messages, start_reading
 from lightning_muon.comm.groups import (
@@ -143,32 +142,6 @@ def _owners() -> tuple[bool, bool, bool]:
 
 def test_a_group_has_one_owner_on_all_ranks_which_keeps_it(gloo: ProcessPool) -> None:
     assert gloo.run(_owners, world_size=2) == [(True, True, False)] * 2
-
-
-def _throw_away_between_backward_and_step(num_rounds: int) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    losses: list[float] = []
-    for _ in range(num_rounds):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        fully_shard(model, mesh=mesh["shard"])
-        optimizer = FlexDeMo(model, lr=1e-2, mesh=mesh, replicator=Full(), chunk_bytes=1500)
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = model(torch.randn(4, 16)).square().mean()
-            loss.backward()
-            if step < 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(loss.item())
-        del optimizer, model
-        gc.collect()
-    return losses
-
-
-def test_optimizers_may_be_thrown_away_between_backward_and_step(gloo: ProcessPool) -> None:
-    for losses in gloo.run(_throw_away_between_backward_and_step, 4, world_size=3):
-        assert len(set(losses)) == 1
 
 
 def _backends_follow_the_mesh() -> list[dict[str, str]]:
