@@ -1,7 +1,7 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
     python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --no-rates                    # two minutes on one core
+    python benchmarks/newton_schulz.py --all --no-rates                    # three minutes on one core
     python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
     python benchmarks/newton_schulz.py --coefficients                      # those of math/coefficients.py
 
