@@ -18,8 +18,8 @@ from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.shapes import read_shapes
+from tests.reference.muon import newton_schulz_flops
 from tests.support.browser import BROWSER, PHONE, probe_page
 from tests.support.programs import program_environment, run_program
 from tests.support.warm_python import warm_python

@@ -19,8 +19,6 @@ from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
-from lightning_muon.optim import planned_optimizer
-from lightning_muon.optim.executor import StreamExecutor
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
@@ -38,14 +36,11 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
         SMALL, NUM_RANKS, overlap="backward", clip=True, lr_on_device=True
     ),
     "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
-    "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
-    "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
+    "fsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, normuon=True, overlap="backward"),
+    "hsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", normuon=True, overlap="step"),
     "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
-    "fsdp, step, 8 bits": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step", momentum_dtype="int8"),
-    "fsdp, step, on the host": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1, **ON_HOST),
-    "fsdp, clip, 8 bits on the host": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
-    ),
+    "fsdp, a bucket at a time": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1),
+    "fsdp, clip, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", clip=True, chunk_bytes=1),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
     "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
@@ -62,13 +57,6 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
 }
 SMALL = shapes_of("small")
-ON_HOST: dict[str, Any] = {"offload": "momentum"}
-
-
-def _rescaled(**options: Any) -> tuple[Simulation, Any]:
-    """With NorMuon and Hyperball, which refuses weights that are zero, as all are on a fake device."""
-    with mock.patch.object(planned_optimizer, "require_norms"):
-        return run_fsdp(SMALL, NUM_RANKS, normuon=True, hyperball=True, weight_decay=0.0, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,31 +78,6 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
     assert not simulation.found
     assert _places(simulation) <= ALLOWED
     assert simulation.syncs.total() == simulation.num_steps
-
-
-@pytest.mark.parametrize("op", ["fetch", "store", "update"])
-def test_copies_of_momenta_that_do_not_wait_are_races(op: str) -> None:
-    waits = StreamExecutor.wait
-
-    def forget(executor: StreamExecutor, name: str) -> None:
-        if not name.startswith(op):
-            waits(executor, name)
-
-    with mock.patch.object(StreamExecutor, "wait", forget):
-        simulation, _ = run_fsdp(SMALL, 2, overlap="off", chunk_bytes=1, **ON_HOST)
-    assert any(what.startswith("RACE") and "momentum.py" in what for what in simulation.found)
-
-
-def test_a_state_on_the_host_is_read_when_it_is_there(device: Simulation) -> None:
-    parameter = nn.Parameter(torch.zeros(4, 6, device="cuda"))
-    optimizer = ParallelMuon([parameter], algorithm="muon", error_if_nonfinite=False, **ON_HOST)
-    for _ in range(2):
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    assert not device.syncs
-    saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
-    assert saved.device.type == "cpu"
-    assert device.syncs and not device.found
 
 
 def test_without_a_check_nothing_is_waited_for() -> None:
