@@ -7,6 +7,10 @@ from __future__ import annotations
 REMOVED: dict[str, str] = {
     # options of optimizers
     # values of these options
+    "pipeline_schedule='auto'": "import examples/schedules.py of the repository, which registers it",
+    "pipeline_schedule='dual_pipe_v'": (
+        "import examples/schedules.py of the repository, which registers it, and set pipeline_stages_per_rank=2"
+    ),
     # options of strategies
     # names
     # commands, and options of commands

@@ -50,7 +50,7 @@ def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -
         if held > pipeline.memory_limit:
             raise ValueError(
                 f"rank {rank} holds {held} activations, memory_limit={pipeline.memory_limit}; raise it, or take "
-                "v_min, v_half or auto, which need less"
+                "v_min or v_half, which need less"
             )
     play_order(order, pipeline, rank_of)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,15 +65,15 @@ def encoder_decoder(num_layers: int, *, kind: str = "t5", tied: bool = True) -> 
 
 def cut_by_hand(num_layers: int) -> nn.Module:
     """The T5 of examples/pipeline_t5.py."""
-    return load_example().Reverser(num_layers)
+    return load_example("pipeline_t5").Reverser(num_layers)
 
 
-def load_example() -> Any:
-    """The example, as a module."""
-    path = Path(__file__).parents[3] / "examples" / "pipeline_t5.py"
+def load_example(name: str) -> Any:
+    """A program of examples/, as a module."""
+    path = Path(__file__).parents[3] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # Where dataclasses look.
     spec.loader.exec_module(module)
     return module
 

@@ -93,7 +93,7 @@ def _rows(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     return {key: value[rank::size].contiguous() for key, value in batch.items()}
 
 
-def _alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor | None]]]:
+def alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor | None]]]:
     """Loss of data rank 0 and all gradients of each step."""
     net, steps = case.net(), list[tuple[float, dict[str, Tensor | None]]]()
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
@@ -114,7 +114,7 @@ def _take_step(optimizer: Any, closure: Any = None) -> None:
     optimizer.step()
 
 
-def _in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
+def in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
     """The same, on this rank."""
     net = case.net()
     optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
@@ -165,11 +165,11 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
 
 def _compare(gloo: ProcessPool, case: Case, world_size: int) -> None:
     num_data_ranks = world_size // case.options.get("pipeline_size", world_size)
-    expected = _alone(case, num_data_ranks)
-    _require_equal(case, expected, gloo.run(_in_pipeline, case, world_size=world_size))
+    expected = alone(case, num_data_ranks)
+    require_equal(case, expected, gloo.run(in_pipeline, case, world_size=world_size))
 
 
-def _require_equal(case: Case, expected: Sequence[Any], results: Sequence[Any]) -> None:
+def require_equal(case: Case, expected: Sequence[Any], results: Sequence[Any]) -> None:
     tied = case.arguments.get("tied", case.make is cut_by_hand)
     for step, (loss, gradients) in enumerate(expected):
         names = {name for result in results for name in result[step][1]}
@@ -193,7 +193,7 @@ _BOTH = {"pipeline_size": 2, "shard_size": 2, "replicate_size": 2}
 
 
 def _one_after_the_other(cases: list[Case]) -> list[list[tuple[float, dict[str, Tensor | None]]]]:
-    return [_in_pipeline(case) for case in cases]
+    return [in_pipeline(case) for case in cases]
 
 
 def _cut(schedule: str, **options: Any) -> dict[str, Any]:
@@ -209,33 +209,30 @@ def _scheduled(case: Case, name: str) -> Case:
     return replace(case, options=case.options | options | {"pipeline_microbatches": 4})
 
 
-_SCHEDULES = ("auto", *BUILT_IN)
-
-
 # As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("world_size", "cases"),
     [
-        (2, [Case(options=_cut(name)) for name in _SCHEDULES]),
-        (4, [Case(options=_cut(name, pipeline_microbatches=8), batches=((9, 5),)) for name in _SCHEDULES]),
+        (2, [Case(options=_cut(name)) for name in BUILT_IN]),
+        (4, [Case(options=_cut(name, pipeline_microbatches=8), batches=((9, 5),)) for name in BUILT_IN]),
         (
             4,
             [
                 _scheduled(Case(**_TIED, is_checkpointed=True, options=_SHARDED, batches=((19, 5),)), name)
-                for name in _SCHEDULES[1::2]
+                for name in BUILT_IN[::2]
             ],
         ),
         # With replicas, the other schedules.
-        (8, [_scheduled(Case(num_layers=2, options=_BOTH, batches=((19, 5),)), name) for name in _SCHEDULES[::2]]),
+        (8, [_scheduled(Case(num_layers=2, options=_BOTH, batches=((19, 5),)), name) for name in BUILT_IN[1::2]]),
     ],
     ids=["2 ranks", "4 ranks", "4 ranks, tied and checkpointed", "8 ranks"],
 )
 def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, world_size: int, cases: list[Case]) -> None:
-    expected = _alone(cases[0], world_size // cases[0].options.get("pipeline_size", world_size))
+    expected = alone(cases[0], world_size // cases[0].options.get("pipeline_size", world_size))
     results = gloo.run(_one_after_the_other, cases, world_size=world_size, timeout=120.0)
     for case, *of_ranks in zip(cases, *results, strict=True):
-        _require_equal(case, expected, of_ranks)
+        require_equal(case, expected, of_ranks)
 
 
 _REPLICATED = {"pipeline_size": 2, "replicate_size": 2}
@@ -270,7 +267,7 @@ CASES: dict[str, tuple[int, Case]] = {
         Case(options=_cut("interleaved_1f1b", **_AUTO), batches=((13, 5), (5, 5), (13, 5))),
     ),
     "fewer rows than ranks": (4, Case(options=_cut("1f1b", **_AUTO), batches=((3, 5), (13, 5), (2, 5)))),
-    "fewer rows than ranks, V": (4, Case(options=_cut("dual_pipe_v", **_AUTO), batches=((3, 5), (13, 5), (1, 5)))),
+    "fewer rows than ranks, V": (4, Case(options=_cut("v_half", **_AUTO), batches=((3, 5), (13, 5), (1, 5)))),
     "means of the ranks": (4, Case(options=_cut("1f1b", **_SHARDED), loss_scaling="mean", batches=((11, 5),))),
     "other numbers of rows": (4, Case(options=_cut("zb_v", **_REPLICATED, **_AUTO), batches=((9, 5), (7, 5), (18, 5)))),
     "frozen": (2, Case(options=_cut("1f1b"), frozen=["parts.0", "parts.1", "parts.5"])),
@@ -292,7 +289,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "many ways, split backward": (2, Case(make=meshes, options=_cut("zb_v"))),
     "many ways, no shards, 3 ranks": (
         3,
-        Case(make=meshes, num_layers=7, options=_cut("dual_pipe_v", sharding="none", **_AUTO)),
+        Case(make=meshes, num_layers=7, options=_cut("zb_v", sharding="none", **_AUTO)),
     ),
     "many ways, sharded": (4, Case(make=meshes, options=_cut("zb_1p", **_SHARDED))),
     "many ways, whole backward": (2, Case(make=meshes, options=_cut("1f1b", sharding="none"))),
@@ -332,7 +329,7 @@ def _sum_of_microbatches(case: Case) -> dict[str, Tensor]:
 def test_bfloat16_gradients_are_summed_in_float32(gloo: ProcessPool, schedule: str) -> None:
     case = Case(options=_cut(schedule, pipeline_microbatches=64), precision="bf16-mixed", batches=((64, 5),))
     expected = _sum_of_microbatches(case)
-    for ((_, gradients),) in gloo.run(_in_pipeline, case, world_size=2):
+    for ((_, gradients),) in gloo.run(in_pipeline, case, world_size=2):
         for name, gradient in gradients.items():
             wanted = expected[name]
             # Sums in bfloat16 of runs of weight parts were wrong by 1.3e-4.

@@ -134,7 +134,7 @@ def test_stages_of_an_encoder_decoder_compute_what_it_does(kind: str, num_stages
 
 
 def test_the_encoder_decoder_example_computes_what_a_t5_does() -> None:
-    example = load_example()
+    example = load_example("pipeline_t5")
     batch = torch.utils.data.default_collate(example.samples(6))
     expected = example.make_t5(2)(**batch)
     model = find_staged_model(example.Reverser(2))

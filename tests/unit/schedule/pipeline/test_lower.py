@@ -199,7 +199,7 @@ def test_too_many_activations_or_a_missing_step_are_refused() -> None:
         validate_pipeline(_without(program, 1, "optimizer[1+2]"), pipeline)
 
 
-@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p", "auto"])
+@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p"])
 @pytest.mark.parametrize(
     "zeros", [("backward_weight",), ("backward_weight", "optimizer"), ("forward", "backward_input")]
 )
