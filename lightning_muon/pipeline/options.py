@@ -25,7 +25,8 @@ class PipelineOptions:
         pipeline_microbatches: Micro-batches of each batch. ``"auto"``: four for each rank of the pipeline. Rows that do
             not divide make some larger by one; a batch of fewer rows has one of each row. Losses are summed, so both
             are exact.
-        pipeline_split: Names of the first part of each stage. ``None``: stages of about equal FLOPs.
+        pipeline_split: Names of the first part of each stage. ``None``: about as many elements of matrices in
+            each.
         pipeline_stages_per_rank: ``"auto"``: what the schedule needs, 2 for those that visit a rank twice, else 1.
     """
 

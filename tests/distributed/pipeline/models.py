@@ -50,19 +50,6 @@ def causal_lm(
     return AutoModelForCausalLM.from_config(config)
 
 
-def encoder_decoder(num_layers: int, *, kind: str = "t5", tied: bool = True) -> nn.Module:
-    """A T5 of so many blocks on each side, without dropout."""
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_heads": 2, "relative_attention_num_buckets": 8}
-    sizes |= {"num_layers": num_layers, "num_decoder_layers": num_layers}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=tied, **sizes
-    )
-    return AutoModelForSeq2SeqLM.from_config(config)
-
-
 def cut_by_hand(num_layers: int) -> nn.Module:
     """The T5 of examples/pipeline_t5.py."""
     return load_example("pipeline_t5").Reverser(num_layers)
@@ -225,10 +212,6 @@ def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
         for part in methods.pipeline_parts():
             values = part(*values) if isinstance(values, tuple) else part(values)
         return methods.pipeline_loss(values, labels)
-    if hasattr(net, "encoder"):
-        logits, labels = net(**batch).logits, batch["labels"]
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-        return total, (labels != -100).sum()
     logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     return total, (labels != -100).sum()

@@ -164,12 +164,9 @@ class _Waited:
         self._work.wait()
 
 
-def _collectives(calls_backward: bool, **options: Any) -> list[str]:
+def _collectives(**options: Any) -> list[str]:
     """Those of a second step of training, ``async`` ones marked, and waits for these; not point-to-point messages."""
     engine, optimizer = _engine(_model(), _adamw, **options)
-    assert engine.pipeline is not None
-    loss_of_batch = engine.pipeline.loss_of_batch()
-    assert loss_of_batch is not None
     calls: list[str] = []
     names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier")
 
@@ -188,24 +185,19 @@ def _collectives(calls_backward: bool, **options: Any) -> list[str]:
         with ExitStack() as stack:
             for name in names if step == 1 else ():
                 stack.enter_context(patch.object(dist, name, counted(name)))
-            if calls_backward:
-                loss_of_batch(batch_of(8, 5, seed=step), None).backward()
-            else:
-                engine.run_pipeline(batch_of(8, 5, seed=step))
+            engine.run_pipeline(batch_of(8, 5, seed=step))
             engine.step(optimizer, _take_step)
     engine.close()
     return calls
 
 
-@pytest.mark.parametrize("calls_backward", [False, True])
 @pytest.mark.parametrize(("world_size", "options", "agreement"), [(2, {}, []), (4, {"shard_size": 2}, ["all_reduce"])])
 def test_at_most_one_collective_of_a_step_blocks(
-    gloo: ProcessPool, world_size: int, options: dict[str, Any], agreement: list[str], calls_backward: bool
+    gloo: ProcessPool, world_size: int, options: dict[str, Any], agreement: list[str]
 ) -> None:
-    # The comparison of batches travels beside the first forward; no step waits for that of derivatives; the last one is
-    # the agreement within a stage.
-    expected = ["async all_reduce", "wait", *["async all_reduce"] * calls_backward, *agreement]
-    assert gloo.run(_collectives, calls_backward, world_size=world_size, **options) == [expected] * world_size
+    # The comparison of batches travels beside the first forward; the last one is the agreement within a stage.
+    expected = ["async all_reduce", "wait", *agreement]
+    assert gloo.run(_collectives, world_size=world_size, **options) == [expected] * world_size
 
 
 def _permuted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -297,6 +289,22 @@ def _fails_together(num_before: int) -> None:
         raise ValueError(str(error)) from error
 
 
+def _call_in_training(kind: str) -> None:
+    net: Any = causal_lm("llama") if kind == "llama" else chain(2)
+    engine, _ = _engine(net, _sgd, optimizer="keep")
+    try:
+        batch = batch_of(8, 5, seed=0)
+        net(**batch) if kind == "llama" else net(batch["input_ids"])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "chain"])
+def test_a_call_of_the_model_in_training_is_refused(gloo: ProcessPool, kind: str) -> None:
+    match = r"lightning_muon.forward_backward\(model, batch\)"
+    gloo.expect_error_on_all_ranks(_call_in_training, kind, match=match, exception=RuntimeError, world_size=2)
+
+
 def _twice(frozen: int) -> None:
     """Only the ranks of stages that train have gradients left."""
     net = chain(2)
@@ -316,58 +324,6 @@ def test_two_batches_before_a_step_are_refused(gloo: ProcessPool, frozen: int) -
     gloo.expect_error_on_all_ranks(
         _twice, frozen, match="still has the gradient of an earlier batch", exception=RuntimeError, world_size=2
     )
-
-
-def _end(engine: TrainingEngine, optimizer: Any, before: dict[str, Tensor]) -> tuple[int, bool]:
-    """Skipped steps, and whether weights have changed."""
-    has_changed = any(not torch.equal(each, before[name]) for name, each in _local(engine.module).items())
-    result = engine.finite_check(optimizer).skipped_steps, has_changed
-    engine.close()
-    return result
-
-
-def _leave_out() -> tuple[int, bool]:
-    """A batch, and one with a NaN whose loss has no backward: skipped steps, and whether weights change."""
-    net: Any = _model()
-    engine, optimizer = _engine(net, _adamw)
-    assert engine.pipeline is not None
-    compute = engine.pipeline.loss_of_batch()
-    assert compute is not None
-    before = _local(net)
-    for step, has_nan in enumerate((False, True)):
-        net.has_nan = has_nan
-        loss = compute(batch_of(8, 5, seed=step), None)
-        assert bool(loss.isnan()) == has_nan
-        if not has_nan:
-            loss.backward()
-    engine.step(optimizer, _take_step)
-    return _end(engine, optimizer, before)
-
-
-def test_a_batch_that_is_left_out_skips_nothing(gloo: ProcessPool) -> None:
-    assert gloo.run(_leave_out, world_size=2) == [(0, True)] * 2
-
-
-def _accumulate_with_nan(choice: str) -> tuple[int, bool]:
-    """Two batches, of which the first is NaN, where the first stage is frozen: skipped steps, and a change."""
-    net: Any = _model()
-    for part in list(net.parts)[:3]:
-        part.requires_grad_(False)
-    engine, optimizer = _engine(net, _adamw, optimizer=choice, pipeline_split=["parts.0", "parts.3"])
-    assert engine.pipeline is not None
-    compute = engine.pipeline.loss_of_batch()
-    assert compute is not None
-    before = _local(net)
-    for step, has_nan in enumerate((True, False)):
-        net.has_nan = has_nan
-        (compute(batch_of(8, 5, seed=step), None) / 2).backward()
-    engine.step(optimizer, _take_step)
-    return _end(engine, optimizer, before)
-
-
-@pytest.mark.parametrize("choice", ["auto", "keep"])
-def test_a_frozen_stage_skips_what_was_accumulated_by_others(gloo: ProcessPool, choice: str) -> None:
-    assert gloo.run(_accumulate_with_nan, choice, world_size=2) == _ALL_SKIP
 
 
 def _refused_on_one_rank(case: str) -> None:
