@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_muon.compat.torch import is_compiled
-from lightning_muon.pipeline.model import CausalLM
+from lightning_muon.pipeline.model import CausalLM, next_token_loss
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
 from lightning_muon.pipeline.pp_plan import PPPlanModel
 
@@ -69,10 +69,7 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
-    """Indices at which runs of parts begin, none of them empty, whose largest sum of costs is the lowest.
-
-    Of several such cuts, take the one with the shortest first runs.
-    """
+    """Indices at which runs of parts begin, none of them empty, whose largest sum of costs is the lowest."""
     total = [0, *accumulate(costs)]
     # (cost of the largest run, starts) of the first parts, for each number of these, in a growing number of runs.
     best: list[tuple[float, list[int]]] = [(-math.inf, []), *[(math.inf, list[int]())] * len(costs)]
@@ -153,7 +150,7 @@ def _difference(model: PPPlanModel, inputs: Any) -> str:
         whole = model.root(**inputs, use_cache=False)
         expected = whole.logits
         inputs, target = CausalLM.split(model, inputs)
-        total, count = CausalLM.loss(model, expected, target)
+        total, count = next_token_loss(expected, target)
         if not _are_close(total / count, whole.loss.float()):
             return "its loss is not the cross-entropy of its labels alone, as without output_router_logits"
     else:

@@ -21,6 +21,10 @@ _IGNORED = -100  # The label of a token that is not predicted, as everywhere in 
 class CausalLM(PPPlanModel):
     """A causal language model of transformers: its batches, its loss, and the arguments and results of its calls."""
 
+    def __init__(self, root: Any) -> None:
+        super().__init__(root)
+        self.loss = next_token_loss
+
     @property
     def is_known(self) -> bool:
         """See the base class; ``False`` for a subclass, or a loss, of the user."""
@@ -59,27 +63,30 @@ class CausalLM(PPPlanModel):
         args, kwargs = arguments_in(inputs)
         return _inputs_and_labels(bound(self.root, args, kwargs))[0], target
 
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Sum of the cross-entropy of all predicted tokens, and their number."""
-        labels = target[..., 1:].flatten()
-        logits = output[..., : output.shape[-2] - 1, :].flatten(0, -2).float()
-        total = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
-        return total, (labels != _IGNORED).sum()
-
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""
         return _inputs_and_labels(bound(self.root, args, kwargs))
 
     def result_of_call(self, output: Carry, target: Any) -> Any:
         """See the base class."""
-        total, count = (None, 1) if target is None else CausalLM.loss(self, output, target)
-        return self._result(loss=None if total is None else total / count, logits=output)
+        if target is None:
+            return self._result(loss=None, logits=output)
+        total, count = next_token_loss(output, target)
+        return self._result(loss=total / count, logits=output)
 
     def take_calls(self, run: Callable[..., Any]) -> None:
         """See the base class."""
         super().take_calls(run)
         if hasattr(self.root, "generate"):
             self.root.generate = MethodType(partial(type(self.root).generate, use_cache=False), self.root)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor) -> Loss:
+    """Sum of the cross-entropy of all predicted tokens, and their number."""
+    labels = labels[..., 1:].flatten()
+    logits = logits[..., : logits.shape[-2] - 1, :].flatten(0, -2).float()
+    total = F.cross_entropy(logits, labels, ignore_index=_IGNORED, reduction="sum")
+    return total, (labels != _IGNORED).sum()
 
 
 def _inputs_and_labels(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
@@ -98,32 +105,31 @@ def find_staged_model(module: nn.Module) -> StagedModel:
         ValueError: If it is none of them; the message shows the methods to write.
     """
     methods: Any = module
-    split, loss = getattr(module, "pipeline_step", None), getattr(module, "pipeline_loss", None)
-    if hasattr(module, "pipeline_parts"):
-        if loss is None:
-            raise missing_methods(module, "it has pipeline_parts, but no pipeline_loss", "pipeline_loss")
-        return Chain(module, methods.pipeline_parts(), split, loss)
     holders = [child for child in module.children() if next(child.parameters(), None) is not None]
     # The model itself, or all that a LightningModule holds.
-    root: Any = holders[0] if len(holders) == 1 and not _is_known(module) else module
-    if isinstance(root, nn.Sequential) and type(root).forward is nn.Sequential.forward:
-        if loss is None:
-            raise missing_methods(module, f"a {type(root).__name__} does not say its loss", "pipeline_loss")
-        return Chain(root, list(root), split, loss)
+    is_held = len(holders) == 1 and not _is_known(module) and not hasattr(module, "pipeline_parts")
+    root: Any = holders[0] if is_held else module
     try:
-        model = CausalLM(root) if _is_causal_lm(root) else PPPlanModel(root)
+        if hasattr(module, "pipeline_parts"):
+            model: StagedModel = Chain(root, methods.pipeline_parts())
+        elif isinstance(root, nn.Sequential) and type(root).forward is nn.Sequential.forward:
+            model = Chain(root, list(root))
+        elif _is_causal_lm(root):
+            model = CausalLM(root)
+        else:
+            model = PPPlanModel(root)
+            model.example = getattr(module, "example_input_array", None)  # Lightning's name for it.
     except LookupError as error:
         names = ", ".join(name for name, child in module.named_children() if child in holders)
         held = f"it holds {names}, and does not say in which order they run" if len(holders) > 1 else error.args[0]
         raise missing_methods(module, error.args[0] if _is_known(root) else held) from error
-    if not isinstance(model, CausalLM):
-        if loss is None:
-            raise missing_methods(module, f"a {type(root).__name__} does not say its loss", "pipeline_loss")
-        model.example = getattr(module, "example_input_array", None)  # Lightning's name for it.
-    if loss is not None:
-        model.loss = loss
-    if split is not None:
-        model.split = partial(model.split_by, split) if isinstance(model, CausalLM) else split
+    if hasattr(module, "pipeline_loss"):
+        model.loss = methods.pipeline_loss
+    elif not isinstance(model, CausalLM):
+        raise missing_methods(module, f"a {type(root).__name__} does not say its loss", "pipeline_loss")
+    if hasattr(module, "pipeline_step"):
+        step = methods.pipeline_step
+        model.split = partial(model.split_by, step) if isinstance(model, CausalLM) else step
     return model
 
 

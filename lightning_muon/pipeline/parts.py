@@ -48,7 +48,8 @@ class StagedModel(ABC):
 
     parts: Sequence[Part]
     # The module that users call: during an evaluation its forward is that of the whole pipeline.
-    root: nn.Module
+    root: Any
+    loss: Callable[[Carry, Any], Loss]  # Of the output and the targets of a micro-batch.
 
     @abstractmethod
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
@@ -61,10 +62,6 @@ class StagedModel(ABC):
                 f"a batch is a {type(batch).__name__}, no pair (inputs, targets); define\n{_METHODS['pipeline_step']}"
             )
         return batch[0], batch[1]
-
-    @abstractmethod
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Sum and number of the losses of a micro-batch."""
 
     @abstractmethod
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -90,14 +87,8 @@ class StagedModel(ABC):
 class Chain(StagedModel):
     """Modules each of which takes the output of the previous one."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Sequence[nn.Module],
-        split: Callable[[Any], tuple[Any, Any]] | None,
-        loss: Callable[[Carry, Any], Loss],
-    ) -> None:
-        self.root, self._split, self._loss = root, split, loss
+    def __init__(self, root: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self.root = root
         places = {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
         names = {child: name for name, child in root.named_modules()}
         for module in modules:
@@ -117,14 +108,6 @@ class Chain(StagedModel):
             (module,) = part.modules
             values = module(*values) if isinstance(values, tuple) else module(values)
         return values
-
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """Split a batch by ``pipeline_step``; without it a batch is a pair."""
-        return super().split(batch) if self._split is None else self._split(batch)
-
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """The loss by ``pipeline_loss``."""
-        return self._loss(output, target)
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.pipeline.parts import Carry, Loss, Part, StagedModel
+from lightning_muon.pipeline.parts import Carry, Part, StagedModel
 
 _Place = tuple[nn.Module, str]
 _PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
@@ -32,7 +32,7 @@ class PPPlanModel(StagedModel):
     example: Any = None  # Inputs of its forward, if the user gives some.
 
     def __init__(self, root: Any) -> None:
-        self.root: Any = root
+        self.root = root
         self.parts = _named_parts(root, _planned_places(root))
         self._forward: Callable[..., Any] = root.forward
         self._result: Any = None  # Class of the result of its forward, and the name of the output in it.
@@ -70,10 +70,6 @@ class PPPlanModel(StagedModel):
                 f"the forward of {type(self.root).__name__} does not come to the part after {parts[-1].name}"
             )
         return passed_on[0]
-
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Raise: :func:`find_staged_model` replaces this method by ``pipeline_loss``."""
-        raise TypeError(f"a {type(self.root).__name__} does not say its loss; define pipeline_loss")
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""

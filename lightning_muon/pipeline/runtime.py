@@ -66,7 +66,6 @@ class PipelineRuntime:
         self.group = group = axis_group(mesh, (0,))
         self.model, self.device, self._options = model, mesh_device(mesh), options
         self._num_microbatches = options.num_microbatches(group.size)
-        self.root: Any = model.root  # The module that users call.
         # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
         self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
         self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
@@ -199,9 +198,9 @@ class PipelineRuntime:
         """
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a "
-                "loss could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead of "
-                "the model and of backward, and evaluate under torch.no_grad()"
+                f"{type(self.model.root).__name__} is divided over the ranks of a pipeline, and returns no output that "
+                "a loss could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead "
+                "of the model and of backward, and evaluate under torch.no_grad()"
             )
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
@@ -231,11 +230,10 @@ class PipelineRuntime:
             described: list[Any] = [[(each.shape, each.dtype) for each in whole], isinstance(outputs[0], tuple)]
         else:
             whole, described = [], [None, None]
-        if self.group.group is not None:
-            dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.device)
-            whole = whole or [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
-            for each in whole:
-                dist.broadcast(each, group=self.group.group, group_src=source)
+        dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.device)
+        whole = whole or [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
+        for each in whole:
+            dist.broadcast(each, group=self.group.group, group_src=source)
         return tuple(whole) if described[1] else whole[0]
 
     def _split(self, value: Any) -> list[Any]:
@@ -309,8 +307,7 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
 
     ``model`` was set up by Fabric with ``pipeline_size`` of 2 or more. Gradients are ready for clipping and the step
     when it returns; the loss, the mean over the batch of this data rank, is the same on all ranks of the pipeline and
-    has no graph. Collective over all ranks; every rank must call it, and ranks of one
-    pipeline with the same batch.
+    has no graph. Collective over all ranks; every rank must call it, and ranks of one pipeline with the same batch.
 
     Example::
 

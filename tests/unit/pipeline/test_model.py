@@ -170,9 +170,7 @@ def test_wrong_methods_are_named() -> None:
     with pytest.raises(ValueError, match="a Tanh that is no submodule"):
         find_staged_model(net)
     holder = _holder(net, pipeline_parts=lambda self: [self.net])
-    with pytest.raises(
-        ValueError, match=r"it has pipeline_parts, but no pipeline_loss. Write in it:\n    def pipeline_loss\(self"
-    ):
+    with pytest.raises(ValueError, match=r"a Holder does not say its loss. Write in it:\n    def pipeline_loss\(self"):
         find_staged_model(holder)
 
 
