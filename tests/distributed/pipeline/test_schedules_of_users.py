@@ -54,7 +54,7 @@ def test_bubble_and_memory_of_dual_pipe_v_are_those_of_the_formula(num_ranks: in
         order = make_order("dual_pipe_v", pipeline)
         assert idle_seconds(timeline(order, pipeline)) == pytest.approx((num_ranks - 1) * (f + i - w))
         assert max(map(peak_activations, order)) == 2 * num_ranks + 1
-        assert order == order_of_torch(ScheduleDualPipeV, pipeline)[0]
+        assert order == order_of_torch(ScheduleDualPipeV, pipeline)
 
 
 @pytest.mark.parametrize("sizes", [(4, 8, 1), (4, 7, 2)])
