@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_muon import Options
+from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.training import TrainingEngine
 
 VOCABULARY, WIDTH = 29, 16
 # What makes the difference between kinds, at values that count: factors and bounds of logits, windows, experts.
@@ -215,3 +222,25 @@ def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
     logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     return total, (labels != -100).sum()
+
+
+def start(
+    net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], *, precision: Any = "32-true", **chosen: Any
+) -> tuple[TrainingEngine, Any]:
+    """An engine over the stages of the net, two if nothing else is chosen, and its optimizer."""
+    optimizer = make(net.parameters())
+    options = Options(**({"pipeline_size": 2} | chosen))
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    policy = mixed_precision_policy(precision, net)
+    modes = replace(options.mode_options, wait_for_parameters=True, mp_policy=policy)
+    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
+    engine.shard(torch.device("cpu"))
+    if precision == "bf16-mixed":
+        assert engine.pipeline is not None
+        engine.pipeline.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
+    return engine, engine.attach([optimizer], source="the test")[0]
+
+
+def take_step(optimizer: Any, closure: Any = None) -> None:
+    """What ``TrainingEngine.step`` calls."""
+    optimizer.step()

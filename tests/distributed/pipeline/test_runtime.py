@@ -16,8 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_muon import Options
-from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.pipeline.options import PipelineOptions
 from tests.distributed.pipeline.models import (
@@ -29,7 +27,9 @@ from tests.distributed.pipeline.models import (
     chain,
     cut_by_hand,
     meshes,
+    start,
     sum_and_count,
+    take_step,
     tuples,
 )
 from tests.support.processes import ProcessPool
@@ -87,6 +87,9 @@ class Case:
         return batch | {"attention_mask": (batch["input_ids"] > 3).long()} if self.make is cut_by_hand else batch
 
 
+_sgd = partial(torch.optim.SGD, lr=_LR)
+
+
 def _rows(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
     return {key: value[rank::size].contiguous() for key, value in batch.items()}
 
@@ -94,7 +97,7 @@ def _rows(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
 def alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor | None]]]:
     """Loss of data rank 0 and all gradients of each step."""
     net, steps = case.net(), list[tuple[float, dict[str, Tensor | None]]]()
-    optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
+    optimizer = _sgd(net.parameters())
     for step in range(len(case.batches)):
         optimizer.zero_grad()
         case.begin_step(net, step)
@@ -108,35 +111,21 @@ def alone(case: Case, num_data_ranks: int) -> list[tuple[float, dict[str, Tensor
     return steps
 
 
-def _take_step(optimizer: Any, closure: Any = None) -> None:
-    optimizer.step()
-
-
 def in_pipeline(case: Case) -> list[tuple[float, dict[str, Tensor | None]]]:
     """The same, on this rank."""
     net = case.net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=_LR)
     chosen = {"pipeline_size": dist.get_world_size(), "optimizer": "keep", "loss_scaling": case.loss_scaling}
-    options = Options(**(chosen | case.options))
-    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    policy = mixed_precision_policy(case.precision, net)
-    modes = replace(options.mode_options, wait_for_parameters=True, mp_policy=policy)
-    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
-    engine.shard(torch.device("cpu"))
-    if case.precision == "bf16-mixed":
-        assert engine.pipeline is not None
-        engine.pipeline.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
-    (attached,) = engine.attach([optimizer], source="the test")
+    engine, attached = start(net, _sgd, precision=case.precision, **(chosen | case.options))
     steps = []
     for step in range(len(case.batches)):
         attached.zero_grad()
         case.begin_step(net, step)
-        batch = _rows(case.batch(step), meshes.data_rank, meshes.num_data_ranks)
+        batch = _rows(case.batch(step), engine.meshes.data_rank, engine.meshes.num_data_ranks)
         loss = engine.run_pipeline(batch)
         gradients = {name: p.grad for name, p in net.named_parameters()}
         found = wholes({name: gradient for name, gradient in gradients.items() if gradient is not None})
         steps.append((float(loss), gradients | found))
-        engine.step(attached, _take_step)
+        engine.step(attached, take_step)
         if step == 0:
             _check_evaluation(case, net, engine)
     engine.end_training()
@@ -348,19 +337,7 @@ def _with_dropout(schedule: str) -> list[list[Tensor]]:
     torch.manual_seed(0)
     net = Chain([nn.Embedding(VOCABULARY, WIDTH), *(_Noisy() for _ in range(4)), nn.Linear(WIDTH, VOCABULARY)])
     firsts = ["parts.0", "parts.3"] if schedule == "1f1b" else ["parts.0", "parts.2", "parts.3", "parts.4"]
-    options = Options(
-        pipeline_size=2,
-        optimizer="keep",
-        pipeline_schedule=schedule,
-        pipeline_microbatches=4,
-        pipeline_split=firsts,
-    )
-    meshes = options.make("cpu", num_nodes=1, num_processes=2)
-    engine = TrainingEngine(
-        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
-    )
-    engine.shard(torch.device("cpu"))
-    engine.attach([torch.optim.SGD(net.parameters(), lr=_LR)], source="the test")
+    engine, _ = start(net, _sgd, optimizer="keep", **_cut(schedule, pipeline_split=firsts))
     states: dict[int, Tensor] = {}
     for step in (0, 1, 1):
         torch.set_rng_state(states.setdefault(step, torch.get_rng_state()))
