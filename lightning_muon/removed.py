@@ -18,6 +18,10 @@ REMOVED: dict[str, str] = {
         f"ns_coefficients={name!r}": "pass its triples as ns_coefficients=((a, b, c), ...)"
         for name in ("you", "cans", "cubic", "deepseek_v4")
     },
+    "pipeline_schedule='auto'": "import examples/schedules.py of the repository, which registers it",
+    "pipeline_schedule='dual_pipe_v'": (
+        "import examples/schedules.py of the repository, which registers it, and set pipeline_stages_per_rank=2"
+    ),
     # options of strategies
     # names
     # commands, and options of commands
