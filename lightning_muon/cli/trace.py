@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from lightning_muon.cli import trace_pipeline
-from lightning_muon.cli.plan_model import add_model_arguments, count, memory_of_host, read_model
+from lightning_muon.cli.plan_model import add_model_arguments, read_model
+from lightning_muon.cli.table import count, memory_of_host
 from lightning_muon.monitor.calibrate import ARITHMETIC, compare, run_on_ranks
 
 # Weight, gradient and two moments of AdamW in float32; matrices have one tensor less, their momentum.

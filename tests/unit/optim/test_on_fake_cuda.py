@@ -10,16 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import DiLoCo, Full, ModeOptions, ParallelMuon, StepMonitor, Striding, make_mode
+from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
-from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
 from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shapes_of
@@ -122,43 +119,6 @@ def test_gradients_of_another_optimizer_are_looked_at_once(device: Simulation) -
 
     assert find_nonfinite(parameters, {parameter: str(index) for index, parameter in enumerate(parameters)}) == []
     assert _places(device) <= ALLOWED and device.syncs.total() == 1
-
-
-class _Pair(nn.Sequential):
-    """Two parts of a pipeline."""
-
-    def pipeline_loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return (output - target).sum(), target.numel()
-
-
-def test_derivatives_in_a_pipeline_make_no_step_wait() -> None:
-    with world(2) as simulation, Tracker():
-        mesh = init_device_mesh("cuda", (2, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
-        net = _Pair(nn.Linear(4, 4, device="cuda"), nn.Linear(4, 4, device="cuda"))
-        training = PipelineTraining(net, PipelineOptions(), mesh)
-        engine = _Engine(training, net)
-        training.take_calls(make_mode("none", mesh["shard"], ModeOptions(roots=[])), engine.run_pipeline)
-        num_waits: list[int] = []
-        simulation.begin_step(on=True)
-        for _ in range(4):
-            loss: Any = training.loss_with_backward(None, None)
-            loss.grad_fn.add(torch.ones((), device="cuda"))  # Its backward: autograd runs on no fake device.
-            num_waits.append(simulation.syncs.total())
-        assert num_waits == [0, 0, 1, 2], "the third batch reads what the first one has sent"
-        assert _places(simulation) <= ALLOWED and not simulation.found
-
-
-class _Engine:
-    """What runs a batch, as far as :class:`.PipelineTraining` knows."""
-
-    def __init__(self, training: PipelineTraining, net: nn.Module) -> None:
-        self._training, self._net = training, net
-
-    def run_pipeline(self, _batch: Any, _num_losses: Any) -> torch.Tensor:
-        for parameter in self._net.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._training._skip_step_if(torch.zeros((), dtype=torch.bool, device="cuda"))
-        return torch.zeros((), device="cuda")
 
 
 def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:
