@@ -10,6 +10,20 @@ REMOVED: dict[str, str] = {
     # options of strategies
     # names
     # commands, and options of commands
+    "lightning-muon report": "curves are drawn by TensorBoard, by Weights & Biases, or of metrics.csv by pandas",
+    "lightning-muon config": "start from examples/accelerate.yaml, which has every option, see docs/options.md",
+    "lightning-muon tune": "a loop over `lightning-muon fit` does it, see docs/learning-rates.md",
+    "lightning-muon convert --to": "it follows from SOURCE and TARGET; for transformers see docs/checkpoints.md",
+    "lightning-muon convert --optimizers": "the strategies go on from SOURCE itself, with any number of ranks",
+    "lightning-muon convert --key": "the weights keep the keys of SOURCE",
+    "lightning-muon convert --prefix": "names of weights stay; lines that change them are in docs/checkpoints.md",
+    "lightning-muon convert --config": "the model writes its own config, see docs/checkpoints.md",
+    "lightning-muon convert --config-from": "transformers writes the folder, see docs/checkpoints.md",
+    "lightning-muon convert --tokenizer-from": "transformers writes the folder, see docs/checkpoints.md",
+    "lightning-muon convert --run-dir": "there are no model cards any more; write README.md by hand",
+    "lightning-muon doctor --ranks": "torchrun starts the ranks: torchrun --nproc-per-node N -m lightning_muon doctor",
+    "lightning-muon doctor --seconds": "one exchange is tried on each axis, under torchrun",
+    "lightning-muon plan --html": "the timelines are drawn by --draw",
 }
 
 

@@ -29,7 +29,6 @@ from lightning_muon.checkpoint.manifest import describe
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_groups
-from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
@@ -76,10 +75,8 @@ class Checkpoint:
         is_sharded = together(look)
 
         def read() -> dict[str, Any]:
-            if not is_sharded and not isinstance(path, UrlPath):
-                return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-            with (path / metadata_name if is_sharded else path).open("rb") as file:
-                return torch.load(file, map_location="cpu", weights_only=weights_only)
+            file = path / metadata_name if is_sharded else path
+            return torch.load(file, mmap=not is_sharded, map_location="cpu", weights_only=weights_only)
 
         content = together(read)
         if not isinstance(content, dict):

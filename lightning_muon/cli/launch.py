@@ -22,8 +22,8 @@ RUNNER = "lightning_muon.cli.launch"
 _HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]
 
 Starts an unchanged script of Accelerate, or of the transformers Trainer, in which accelerate.Accelerator is
-lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a section `lightning_muon:` for our options;
-`lightning-muon config` writes one. Everything else is as in `accelerate launch`:
+lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a section `lightning_muon:` for our options,
+such as examples/accelerate.yaml. Everything else is as in `accelerate launch`:
 """
 
 

@@ -137,7 +137,7 @@ class T5Summarizer(LightningModule):
             )
 
     def on_train_start(self) -> None:
-        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        """Keep the tokenizer with the run."""
         save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def on_validation_epoch_start(self) -> None:
@@ -155,7 +155,7 @@ class T5Summarizer(LightningModule):
             self.summaries += summaries
 
     def on_validation_epoch_end(self) -> None:
-        """Log the first summaries, and write them to ``samples.json``, which ``lightning-muon report`` shows."""
+        """Log the first summaries, and write them to ``samples.json``."""
         if not self.summaries or not self.trainer.is_global_zero:
             return
         first = [{"step": self.trainer.global_step, **each._asdict()} for each in self.summaries[:_NUM_SAMPLES]]

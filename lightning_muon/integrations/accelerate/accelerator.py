@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.checkpoint.urls import is_url
+from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
 from lightning_muon.config import join_names
@@ -326,14 +326,14 @@ class Accelerator(accelerate.Accelerator):
         Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
         ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
         """
-        _require_path("save_state", output_dir)
+        local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]
         return stock() if self._engine is None else save_state(self, self._engine, stock)
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """Also from other ranks, and another way of sharding. Collective over all ranks; every rank must call it."""
-        _require_path("load_state", input_dir)
+        local_path(input_dir or "")
         stock = partial(super().load_state, input_dir, *args, **kwargs)
         if self._engine is None:
             stock()
@@ -450,15 +450,6 @@ def _with_process_group(handlers: Sequence[Any] | None, options: OptionsLike) ->
             f"{' and '.join(ours)} of lightning_muon, and an InitProcessGroupKwargs; give only one of them"
         )
     return [*given, InitProcessGroupKwargs(**ours)] if ours else given
-
-
-def _require_path(what: str, directory: str | os.PathLike[str] | None) -> None:
-    """Raise ``ValueError`` for a URL, which Accelerate would take for a folder of that name; local."""
-    if directory is not None and is_url(directory):
-        raise ValueError(
-            f"{what}({str(directory)!r}): Accelerate's own files go to folders, not to URLs; give a folder, and copy "
-            "it as a whole, as fsspec's put and get do, when all ranks have left save_state"
-        )
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
