@@ -6,7 +6,22 @@ from __future__ import annotations
 # names that the package exported; commands, and their options as `lightning-muon COMMAND --option`.
 REMOVED: dict[str, str] = {
     # options of optimizers
+    "momentum_dtype": "momenta have the dtype of their parameters; those of bfloat16 parameters have half of the bytes",
+    "offload": "momenta are where the parameters are; shard over more ranks, or use CPUOffloadPolicy of FSDP2",
+    "hyperball": "it gained nothing in our runs; use weight_decay",
+    "muon_eq": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
+    "muon_plus": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
+    "ns_costs": "measured costs chose what FLOPs choose; leave it out",
     # values of these options
+    "ns_quality=(0.95, 1.05)": "there is 'fast', and for a narrower band ns_coefficients='polar_express'",
+    **{
+        f"ns_coefficients={name!r}": "pass its triples as ns_coefficients=((a, b, c), ...)"
+        for name in ("you", "cans", "cubic", "deepseek_v4")
+    },
+    "pipeline_schedule='auto'": "import examples/schedules.py of the repository, which registers it",
+    "pipeline_schedule='dual_pipe_v'": (
+        "import examples/schedules.py of the repository, which registers it, and set pipeline_stages_per_rank=2"
+    ),
     # options of strategies
     # names
     # commands, and options of commands

@@ -123,9 +123,6 @@ def replace_accelerator() -> None:
 
     def in_trainer(module: Any) -> None:
         module.Accelerator = importlib.import_module(ours).TrainerAccelerator
-        checkpoints = importlib.import_module("lightning_muon.integrations.accelerate.checkpoints")
-        for name in checkpoints.TRAINER_FUNCTIONS:
-            setattr(module, name, checkpoints.for_stages(getattr(module, name)))
 
     register_post_import_hook(in_accelerate, "accelerate")
     register_post_import_hook(in_trainer, "transformers.trainer")

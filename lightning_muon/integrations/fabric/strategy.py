@@ -136,7 +136,7 @@ class FabricStrategy(MuonStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
-        if self._tokens is not None and self.options.pipeline_size == 1:  # A pipeline counts them itself.
+        if self._tokens is not None:
             self._tokens.begin_backward()
             last = [engine for engine in self._engines if engine.is_last_micro_batch]
             if last and any(engine.is_accumulating for engine in self._engines):

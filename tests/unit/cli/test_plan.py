@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.multiprocessing import start_processes
 
 from lightning_muon.cli import plan as plan_module
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.math.product_costs import Variant, read_costs
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import read_shapes
 
@@ -294,8 +292,6 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
     picture = (out / "timeline.svg").read_text()
     assert "measured" in picture and "predicted" in picture and "Net (config.yaml) on 1 x 2 ranks" in picture
     assert CostModel.from_dict(json.loads((out / "cost.json").read_text())).flops_per_second > 0
-    costs = read_costs(str(out / "ns_costs.json"), "cpu")
-    assert set(costs.seconds) == {(8, 8)} and costs.of(8, 8, Variant(torch.float32))
     report = capsys.readouterr().out
     assert "measured" in report and "predicted" in report and "of measured" in report
 
