@@ -18,7 +18,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_muon import ParallelMuon
-from lightning_muon.monitor.calibrate import this_device
+from lightning_muon.cli.doctor import this_device
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_muon.monitor.calibrate import run_on_ranks, this_device
+from lightning_muon.cli.doctor import run_on_ranks, this_device
 
 
 class Wire(TorchDispatchMode):

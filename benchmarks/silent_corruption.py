@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
+from lightning_muon.cli.doctor import run_on_ranks
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.monitor.calibrate import run_on_ranks
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.weights import names_of

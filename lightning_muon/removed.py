@@ -10,6 +10,14 @@ REMOVED: dict[str, str] = {
     # options of strategies
     # names
     # commands, and options of commands
+    "lightning-muon plan --calibrate": (
+        "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as "
+        "--cost"
+    ),
+    "lightning-muon trace": (
+        "each op of a step is a range of torch.profiler, see docs/traces.md; benchmarks/plan_accuracy.py draws a step "
+        "above its prediction"
+    ),
 }
 
 

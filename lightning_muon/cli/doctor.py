@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import platform
 import resource
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
@@ -27,8 +33,7 @@ from lightning_muon import __version__
 from lightning_muon.cli.plan_model import count, memory_of_host, table
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
-from lightning_muon.monitor.calibrate import run_on_ranks, this_device
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, let_gloo_finish_at_exit
 
 _DESCRIPTION = """Say which versions, devices, backends and network interfaces there are, let ranks exchange known
 numbers for a few seconds, on each axis of the mesh that they make, and list what will not work, and why. Starts gloo
@@ -36,6 +41,7 @@ processes on this machine; under torchrun the ranks are those that it has starte
 if something is broken, and with 0 if there are notes only."""
 _PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "accelerate", "transformers", "jsonargparse")
 _MESSAGE_BYTES = 8 * 2**20
+_TIMEOUT = timedelta(minutes=10)
 # Ranks need descriptors for their connections, DataLoader workers and files; the default of Linux is 1024.
 _LEAST_DESCRIPTORS, _LEAST_SHARED_BYTES = 1024, 2**30
 
@@ -176,6 +182,54 @@ def describe_network(findings: Findings) -> tuple[str, Rows]:
             "NCCL_SOCKET_IFNAME to the interface between them"
         )
     return "network", [*rows, ("host", f"{host}, {address}")]
+
+
+def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:
+    """Call ``function(*args)`` on ``num_ranks`` ranks of a default process group, and return what rank 0 returns.
+
+    Inside a process group, or under a launcher that sets ``RANK`` and ``WORLD_SIZE`` (torchrun), every rank must call
+    it with the same arguments; the group must have ``num_ranks`` ranks, and each rank gets its own result. Otherwise
+    gloo processes are started on this machine, and share its cores; then everything must be picklable.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+    is_launched = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not dist.is_initialized() and not is_launched:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(_run_spawned, args=(num_ranks, folder, function, args), nprocs=num_ranks)
+            return pickle.loads(Path(folder, "result").read_bytes())
+    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    if size != num_ranks:
+        raise ValueError(f"there is a process group of {size} ranks, but {num_ranks} were asked for; ask for {size}")
+    if dist.is_initialized():
+        return function(*args)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    try:
+        return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_spawned(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
+    let_gloo_finish_at_exit()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=_TIMEOUT
+    )
+    result = function(*args)
+    dist.barrier()
+    if rank == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+    dist.destroy_process_group()
+
+
+def this_device() -> torch.device:
+    """CUDA device of this rank if the default process group uses NCCL, else the CPU."""
+    if dist.get_backend() != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def measure_links(replicate_size: int, seconds: float) -> list[MeasuredLink]:

@@ -31,8 +31,6 @@ _LIGHTNING = {
 # Each is a module of this folder, with `add_arguments` and `run`.
 _COMMANDS = {
     "plan": "predict owners, bytes and time of a step, without a GPU",
-    "trace": "record real steps, drawn above their prediction",
-    "report": "one HTML page of a run: curves, parts of a step, timeline",
     "tune": "short trainings with several learning rates of Muon",
     "convert": "make one file of a checkpoint, or a folder for transformers",
     "doctor": "say what is installed here, and what will not work",

@@ -52,7 +52,7 @@ _DECIDED = (
 )
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 # Options that --ranks and --splits would ignore, and those that only some ways of planning read.
-_REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size", "compute_seconds")
+_REFUSED = ("pipeline", "draw", "replicate_size", "shard_size", "compute_seconds")
 _ONLY_WITH = {
     ("ranks",): ("modes",),
     ("ranks", "splits"): (

@@ -65,7 +65,6 @@ class PipelineRuntime:
         self.root: Any = model.root  # The module that users call.
         # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
         self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
-        self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
         # Methods of the engine that trains it: forward and backward of a batch; the same for a loss with a backward.
         self.run_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
         self.loss_of_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.multiprocessing import start_processes
 
 from lightning_muon.cli import doctor
 from lightning_muon.cli import main as command
@@ -81,3 +84,35 @@ def test_a_self_test_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_ranks_must_be_a_multiple_of_the_replicas() -> None:
     assert "3 ranks are no multiple of --replicate-size 2" in str(_doctor("--ranks", "3", "--replicate-size", "2"))
+
+
+def rank_sum(start: int) -> tuple[int, int]:
+    """This rank and ``start`` plus the sum of all ranks."""
+    total = torch.tensor(dist.get_rank())
+    dist.all_reduce(total)
+    return dist.get_rank(), start + int(total)
+
+
+def _inside(num_ranks: int) -> tuple[int, int]:
+    assert doctor.this_device() == torch.device("cpu")
+    return doctor.run_on_ranks(rank_sum, 10, num_ranks=num_ranks)
+
+
+def test_inside_a_process_group_each_rank_gets_its_own_result(gloo: ProcessPool) -> None:
+    assert gloo.run(_inside, 3, world_size=3) == [(0, 13), (1, 13), (2, 13)]
+
+
+def test_elsewhere_processes_are_started_and_rank_0_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    # Started as mp.spawn starts them, from a process that has imported torch.
+    monkeypatch.setattr(doctor.mp, "spawn", partial(start_processes, start_method="forkserver"))
+    assert doctor.run_on_ranks(rank_sum, 20, num_ranks=2) == (0, 21)
+
+
+def test_a_launcher_with_another_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="process group of 4 ranks, but 2"):
+        doctor.run_on_ranks(rank_sum, 20, num_ranks=2)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        doctor.run_on_ranks(rank_sum, 20, num_ranks=0)
