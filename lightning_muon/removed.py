@@ -11,8 +11,7 @@ REMOVED: dict[str, str] = {
     # names
     # commands, and options of commands
     "lightning-muon plan --calibrate": (
-        "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as "
-        "--cost"
+        "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as --cost"
     ),
     "lightning-muon trace": (
         "each op of a step is a range of torch.profiler, see docs/traces.md; benchmarks/plan_accuracy.py draws a step "
