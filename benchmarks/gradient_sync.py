@@ -48,8 +48,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.ranks import run_on_ranks, this_device
 from lightning_muon import ParallelMuon
-from lightning_muon.cli.doctor import run_on_ranks, this_device
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode

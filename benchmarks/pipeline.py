@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.ranks import run_on_ranks
 from benchmarks.timelines import host_order
 from lightning_muon import ModeOptions, Options
-from lightning_muon.cli.doctor import run_on_ranks
 from lightning_muon.comm.agreement import gather
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.schedule.draw import draw_timelines

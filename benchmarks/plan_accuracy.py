@@ -1,7 +1,7 @@
 """How well a calibrated plan predicts a real optimizer step, on gloo processes of this machine, or under torchrun.
 
-    python benchmarks/plan_accuracy.py --ranks 2 4
-    python benchmarks/plan_accuracy.py --ranks 2 --shapes t5-small --rounds 1 --out trace
+    python -m benchmarks.plan_accuracy --ranks 2 4
+    python -m benchmarks.plan_accuracy --ranks 2 --shapes t5-small --rounds 1 --out trace
 
 Each round calibrates (a measurement on a sample of the matrices, with all ranks at work) and then records steps of the
 whole model on random weights, serial and with overlap, in the same processes. The fastest step counts, in the
@@ -18,7 +18,6 @@ import argparse
 import json
 import math
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,21 +26,20 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, empty
 
+from benchmarks.ranks import run_on_ranks, this_device
 from benchmarks.timelines import Recording, predict, record_step, write
-from lightning_muon.cli.doctor import run_on_ranks, this_device
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.math.coefficients import JORDAN
+from lightning_muon.math.newton_schulz import NewtonSchulz
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import CostModel
@@ -179,7 +177,8 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
     cut: Counter[tuple[int, int]] = Counter()
     for (rows, cols), count in counts.items():
         cut[min(rows, side), min(cols, side)] += count
-    work = {shape: count * newton_schulz_flops(*shape, MuonConfig.ns_steps) for shape, count in cut.items()}
+    newton_schulz = NewtonSchulz((JORDAN,) * MuonConfig.ns_steps, torch.float32)
+    work = {shape: count * newton_schulz.flops(*shape) for shape, count in cut.items()}
     chosen = sorted(work, key=lambda shape: (-work[shape], shape))[:_MOST_SHAPES]
     total = sum(cut[shape] for shape in chosen)
     mean_flops = sum(work[shape] for shape in chosen) / total

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.ranks import run_on_ranks
 from lightning_muon import FlexDeMoConfig, Full, MuonConfig, Options, ParallelMuon, full_state_dict
-from lightning_muon.cli.doctor import run_on_ranks
 from lightning_muon.engine.training import TrainingEngine, parameters_of
 
 NUM_STEPS = 3

@@ -83,7 +83,7 @@ def test_ranges_are_the_program_op_by_op(
 ) -> None:
     for ranges, listed in gloo.run(_profiled, {**_MICRO, **options}, tied=tied, clips=clips, world_size=world_size):
         assert [name for name, *_ in ranges if not name.startswith(("wait", "agree"))] == listed
-        waits = [each for each in ranges if each[0].startswith("wait[")]
+        waits = [each for each in ranges if each[0].startswith("wait[") and each[0] != "wait[batch]"]
         assert waits, "a rank of a pipeline waits for messages"
         for _, begin, end in waits:
             assert any(low <= begin and end <= high for name, low, high in ranges if name in listed)
