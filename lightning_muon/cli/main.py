@@ -30,7 +30,6 @@ _LIGHTNING = {
 # Each is a module of this folder, with `add_arguments` and `run`; `launch` has the options of Accelerate.
 _COMMANDS = {
     "plan": "predict owners, bytes and time of a step, without a GPU",
-    "trace": "record real steps, drawn above their prediction",
     "convert": "make one file of a checkpoint of shards, or safetensors",
     "doctor": "say what is installed here, and what will not work",
     "verify": "find damage to checkpoints by the hashes of their files",

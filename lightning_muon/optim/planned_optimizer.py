@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
 from lightning_muon.comm.groups import PrivateGroups, require_backend
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
@@ -201,7 +201,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         Collective as :meth:`step` is; every rank must call it.
         """
         planned = self._planned or self._make_plan()
-        agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+        with profiled("agree", "gradients"):
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
         if agreed is None:
             planned = self._make_plan()
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)

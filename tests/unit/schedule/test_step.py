@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_muon.monitor.timeline import host_order
+from benchmarks.timelines import host_order
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
     COMPUTE,
