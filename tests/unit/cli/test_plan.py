@@ -234,7 +234,7 @@ def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.Capture
         (("--shapes", "10b", "--shard-size", "0"), "--shard-size/--shard: must be at least 1, got 0"),
         (("--shapes", "10b", "--shard-size", "512", "--replicate-size", "9"), "4608 ranks are more than 4096"),
         (("--shapes", "10b", "--flops", "inf"), "--flops: must be finite and above 0, got inf"),
-        (("--shapes", "10b", "--draw", "plan.txt"), "Format 'txt' is not supported"),
+        (("--shapes", "10b", "--draw", "plan.txt"), "plan.txt: a picture is a .png, .svg or .pdf"),
         (("--config", "nothing.yaml"), "there is no file nothing.yaml; --config takes one"),
         (("--shapes", "10b", "--flexdemo", "--draw", "plan.png"), "which FlexDeMo has with base=muon only"),
         (("--shapes", "10b", "--cost", "wrong.json"), "wrong.json: CostModel: there is no option 'flops_per_secnd'"),
