@@ -1,4 +1,4 @@
-"""CPU seconds of Python in the plan, the hooks of backward and the step of ParallelMuon, on any number of ranks.
+"""CPU seconds of Python in the plan and the step of ParallelMuon, on any number of ranks.
 
     python benchmarks/python_time.py --shapes deepseek-v3 --ranks 64
 
@@ -44,15 +44,11 @@ class Seconds:
     Attributes:
         plan: Making the plan, once in a training.
         first: The first step after it.
-        second: The second one, with the hooks of its backward pass.
-        hooks: Hooks of a backward pass, median of all but the first two.
         step: The median of the steps that follow.
     """
 
     plan: float
     first: float
-    second: float
-    hooks: float
     step: float
 
 
@@ -60,41 +56,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="llama3-8b", help="a model that `lightning-muon plan --shapes` knows")
     parser.add_argument("--ranks", type=int, nargs="+", default=[64])
-    parser.add_argument("--overlap", choices=get_args(Overlap), default="backward")
+    parser.add_argument("--overlap", choices=get_args(Overlap), default="step")
     parser.add_argument("--steps", type=int, default=7)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print("| shapes | ranks | plan s | first step ms | second step ms | hooks ms | step ms |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print("| shapes | ranks | plan s | first step ms | step ms |")
+    print("| --- | ---: | ---: | ---: | ---: |")
     for ranks in arguments.ranks:
         with rank_of(ranks):
             found = weights(read_shapes(arguments.shapes).parameters, init_device_mesh("cpu", (ranks,)))
             seconds = measure(found, arguments.overlap, arguments.steps)
-        row = [seconds.first, seconds.second, seconds.hooks, seconds.step]
-        cells = " | ".join(f"{1000 * each:.0f}" for each in row)
+        cells = " | ".join(f"{1000 * each:.0f}" for each in (seconds.first, seconds.step))
         print(f"| {arguments.shapes} | {ranks} | {seconds.plan:.2f} | {cells} |")
 
 
 def measure(found: Found, overlap: str, num_steps: int) -> Seconds:
-    """Time ``num_steps`` steps, at least three, inside of :func:`rank_of`."""
+    """Time ``num_steps`` steps, at least two, inside of :func:`rank_of`."""
     optimizer = optimizer_of(found, overlap)
     gradients = [torch.zeros_like(tensor) for _, tensor in found]
-    hooks: list[float] = []
-    steps: list[float] = []
+    plan, steps = _seconds(optimizer._make_plan), list[float]()
     for _ in range(num_steps):
-        hooks.append(_seconds(lambda: backward(found, gradients)))
-        if not steps:
-            # As in training: the first backward pass is over, so hooks have their first call in the second.
-            plan = _seconds(optimizer._make_plan)
+        for (_, tensor), gradient in zip(found, gradients, strict=True):
+            tensor.grad = gradient
         steps.append(_seconds(optimizer.step))
         optimizer.zero_grad()
-    return Seconds(
-        plan=plan,
-        first=steps[0],
-        second=hooks[1] + steps[1],
-        hooks=statistics.median(hooks[2:]),
-        step=statistics.median(steps[2:]),
-    )
+    return Seconds(plan=plan, first=steps[0], step=statistics.median(steps[1:]))
 
 
 def _seconds(action: Callable[[], object]) -> float:
@@ -135,7 +121,6 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.planned_optimizer.adamw_step_": nothing,
         f"{package}.optim.transfer.start_all_to_all": lambda *_, **__: [],
         f"{package}.optim.transfer.start_messages": lambda *_: [],
-        f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.math.methods.orthogonalize": no_matrix,
         f"{package}.compat.foreach.norm": lambda tensors, *_, **__: [norm] * len(tensors),
         f"{package}.compat.foreach.lerp": first,
@@ -181,15 +166,6 @@ def optimizer_of(found: Found, overlap: str) -> ParallelMuon:
     return ParallelMuon(
         [group for group in groups if group["params"]], fused=fused, overlap=overlap, compute_dtype="bfloat16"
     )
-
-
-@torch.no_grad()
-def backward(found: Found, gradients: Sequence[Tensor]) -> None:
-    """Give every parameter its gradient and call its hooks, the last parameter first, as FSDP2 does."""
-    for (_, tensor), gradient in zip(reversed(found), reversed(gradients), strict=True):
-        tensor.grad = gradient
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(tensor)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,8 @@ FOLDER = "muon_monitor"
 LINES = "steps.jsonl"
 # Part of a step -> kinds of its ops.
 PARTS = {
-    "momentum": (OpKind.MOMENTUM, OpKind.EARLY_MOMENTUM, OpKind.FETCH, OpKind.STORE),
-    "gather": (OpKind.GATHER, OpKind.EARLY_GATHER),
+    "momentum": (OpKind.MOMENTUM, OpKind.FETCH, OpKind.STORE),
+    "gather": (OpKind.GATHER,),
     "newton_schulz": (OpKind.NEWTON_SCHULZ,),
     "scatter": (OpKind.SCATTER,),
     "sums": (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS),

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, maxima_over, require_equal, together
+from lightning_muon.comm.agreement import maxima_over, require_equal, together
 from lightning_muon.comm.collectives import start_reading
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
+from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group
 from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
-from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.step import step_program, with_momenta_on_host
@@ -62,9 +59,6 @@ class ExchangeGroup:
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]  # Matrices.
     plan: MuonPlan  # Owners and buckets.
-    sends_early: bool  # Whether gathers start during backward; equal on all ranks of the mesh.
-    # What `overlap="auto"` has decided by; `None` if nothing is gathered or the user has decided.
-    estimate: PrefetchEstimate | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,14 +175,10 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     part = make_part(done, reads)
 
-    # Gradients must be sharded by the time that a bucket is sent during backward.
-    gathered = [buckets[op.key] for op in matrices if op.kind == OpKind.GATHER]
-    sharded = [each for each in gathered if all(isinstance(tensor, DTensor) for tensor in each.tensors)]
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=look_ahead,
-        early=[each.key for each in sharded if each.group.sends_early],
         is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
@@ -255,11 +245,8 @@ def _exchange_groups(
     planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
     axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]
     private = private_groups.of(axes_of)
-    estimates = _estimates(planned, meshes, options) if options.overlap == "auto" else {}
     groups: list[ExchangeGroup] = []
-    for number, ((_, each), axes) in enumerate(zip(planned, private, strict=True)):
-        estimate = estimates.get(number)
-        sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
+    for (_, each), axes in zip(planned, private, strict=True):
         jobs = tuple(
             MatrixJob(
                 matrices[placed.parameter],
@@ -269,42 +256,8 @@ def _exchange_groups(
             )
             for placed in each.matrices
         )
-        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan, sends_early, estimate))
+        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan))
     return tuple(groups)
-
-
-def _estimates(
-    planned: Sequence[tuple[DeviceMesh | None, exchange.PlannedExchange]],
-    meshes: Sequence[MeshMembers],
-    options: exchange.PlanOptions,
-) -> dict[int, PrefetchEstimate | None]:
-    """Estimate by number of the exchange group, with the slowest links.
-
-    Collective over ``meshes``; every rank must call it.
-    """
-    found: dict[int, PrefetchEstimate | None] = {}
-    for members in meshes:
-        nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
-        own: dict[int, RankSeconds] = {}
-        for number, (mesh, each) in enumerate(planned):
-            if mesh == members.mesh:
-                between = (_spans_nodes(nodes, each.ranks.sharded), _spans_nodes(nodes, each.ranks.mesh_axes))
-                machine = machine_of(options.arithmetic.device_type, is_between_machines=between)
-                own[number] = rank_seconds(each.plan.program[each.ranks.rank], machine)
-        # On ranks that also belong to other meshes, groups have other numbers.
-        by_group = zip(*(each.values() for each in gather(own, members.host)), strict=True)
-        found.update(zip(own, map(estimate_prefetch, by_group), strict=True))
-    return found
-
-
-def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[int]) -> bool:
-    """Whether, anywhere on the mesh, ranks that differ only along ``axes`` are on several nodes."""
-    node_of: dict[exchange.Coordinate, int] = {}
-    for coordinate, node in node_at.items():
-        others = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
-        if node_of.setdefault(others, node) != node:
-            return True
-    return False
 
 
 def require_norms(plan: StepPlan) -> None:

@@ -4,13 +4,11 @@ import time
 from collections import Counter
 from unittest import mock
 
-import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.python_time import Found, backward, measure, optimizer_of, rank_of, weights
+from benchmarks.python_time import measure, optimizer_of, rank_of, weights
 from lightning_muon.optim.step_plan import MatrixJob
-from lightning_muon.optim.transfer import Leg
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 
 NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
@@ -23,10 +21,6 @@ MODEL = [
         ParameterShape(name=f"{layer}.norm", shape=(64,), kind="elementwise"),
     )
 ]
-
-
-def _found() -> Found:
-    return weights(MODEL, init_device_mesh("cpu", (NUM_RANKS,)))
 
 
 def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
@@ -42,11 +36,10 @@ def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
     assert list(group.plan.program) == [0]
 
 
-@pytest.mark.parametrize("overlap", ["step", "backward"])
-def test_a_step_looks_at_the_pieces_of_the_calling_rank_only(overlap: str) -> None:
+def test_a_step_looks_at_the_pieces_of_the_calling_rank_only() -> None:
     with rank_of(NUM_RANKS):
-        found = _found()
-        optimizer = optimizer_of(found, overlap)
+        found = weights(MODEL, init_device_mesh("cpu", (NUM_RANKS,)))
+        optimizer = optimizer_of(found, "step")
         calls: Counter[MatrixJob] = Counter()
         view = MatrixJob.local_view
 
@@ -55,37 +48,18 @@ def test_a_step_looks_at_the_pieces_of_the_calling_rank_only(overlap: str) -> No
             return view(job, local)  # type: ignore[arg-type]
 
         for _ in range(3):
-            backward(found, [torch.zeros_like(tensor) for _, tensor in found])
+            for _, tensor in found:
+                tensor.grad = torch.zeros_like(tensor)
             calls.clear()
             with mock.patch.object(MatrixJob, "local_view", count):
                 optimizer.step()
     held = NUM_LAYERS * (NUM_EXPERTS // NUM_RANKS + 1)
     assert len(calls) == held
-    # Gradient, momentum and weight; gradient and momentum again, where what was sent early is compared.
+    # Gradient, momentum and weight; gradient and momentum again, after the deferred check.
     assert calls.total() <= 5 * held
-
-
-def test_early_buckets_use_the_layout_of_the_first_step() -> None:
-    with rank_of(NUM_RANKS):
-        found = _found()
-        optimizer = optimizer_of(found, "backward")
-        made: list[str] = []
-        make = Leg.__init__
-
-        def count(leg: Leg, name: str, *args: object, **options: object) -> None:
-            made.append(name)
-            make(leg, name, *args, **options)  # type: ignore[arg-type]
-
-        with mock.patch.object(Leg, "__init__", count):
-            for _ in range(4):
-                backward(found, [torch.zeros_like(tensor) for _, tensor in found])
-                optimizer.step()
-        assert optimizer._planned is not None
-        num_chunks = len(optimizer._planned.plan.buckets)
-        assert sorted(made) == ["gather"] * num_chunks + ["scatter"] * num_chunks
 
 
 def test_every_part_is_measured() -> None:
     with rank_of(4):
-        seconds = measure(weights(MODEL, init_device_mesh("cpu", (4,))), "backward", 3)
-    assert min(seconds.plan, seconds.first, seconds.second, seconds.hooks, seconds.step) > 0
+        seconds = measure(weights(MODEL, init_device_mesh("cpu", (4,))), "step", 3)
+    assert min(seconds.plan, seconds.first, seconds.step) > 0

@@ -124,16 +124,6 @@ def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> No
     assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
 
 
-def test_what_auto_comes_to_is_said_of_the_machine(shown: Any) -> None:
-    def said(bandwidth: str, replicate: int) -> list[str]:
-        text = " ".join(shown("t5-base", replicate, 8, "--bandwidth", bandwidth).split())
-        return re.findall(r"overlap=auto on this machine, ([^:]*): (gathers start [a-z ]*);", text)
-
-    in_step, early = "gathers start in the step", "gathers start during backward"
-    assert said("1e12", 1) == [("lpt+pipeline", in_step)]
-    assert said("1e8", 2) == [("lpt+pipeline", early), ("lpt+pipeline, owner grid", early)]
-
-
 def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
     few = shown("t5-small", 1, 4).partition("Owners (lpt+pipeline)")[2].splitlines()
     rows = [line.split() for line in few[3:7]]

@@ -32,19 +32,17 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 ALLOWED = {"event.synchronize @ comm/collectives.py read"}
 NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
-    "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
-    "fsdp, step": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step"),
-    "fsdp, backward, clip, lr on the device": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, lr_on_device=True
-    ),
-    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
-    "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
-    "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
-    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
-    "fsdp, step, 8 bits": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step", momentum_dtype="int8"),
-    "fsdp, step, on the host": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1, **ON_HOST),
+    "fsdp": lambda: run_fsdp(SMALL, NUM_RANKS),
+    "fsdp, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, look_ahead=1, chunk_bytes=1),
+    "fsdp, clip, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, lr_on_device=True),
+    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, dtype=torch.bfloat16),
+    "fsdp, rescaled updates": lambda: _rescaled(),
+    "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always"),
+    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always"),
+    "fsdp, step, 8 bits": lambda: run_fsdp(SMALL, NUM_RANKS, momentum_dtype="int8"),
+    "fsdp, step, on the host": lambda: run_fsdp(SMALL, 2, look_ahead=1, chunk_bytes=1, **ON_HOST),
     "fsdp, clip, 8 bits on the host": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
+        SMALL, NUM_RANKS, clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
     ),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
@@ -118,7 +116,7 @@ def test_a_state_on_the_host_is_read_when_it_is_there(device: Simulation) -> Non
 
 
 def test_without_a_check_nothing_is_waited_for() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", error_if_nonfinite=False)
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, error_if_nonfinite=False)
 
     assert not simulation.syncs and not simulation.found
 
@@ -133,7 +131,7 @@ def test_flexdemo_looks_at_a_buffer_at_once() -> None:
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", compute_dtype="bfloat16", wire_dtype="bfloat16")
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, compute_dtype="bfloat16", wire_dtype="bfloat16")
 
     assert not [name for name in simulation.ops if "one by one" in name]
 
