@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import maxima_over, require_equal, together
 from lightning_muon.comm.collectives import start_reading
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
@@ -54,7 +54,7 @@ class NeuronValues:
 class ExchangeGroup:
     """The jobs whose pieces lie on the same ranks, and their plan."""
 
-    axes: AxisGroup  # Ranks that communicate, over a process group of this exchange group alone.
+    axes: AxisGroup  # Ranks that communicate.
     # Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]  # Matrices.
@@ -142,7 +142,6 @@ class StepPlan:
 def make_step_plan(
     parameters: Sequence[RoutedParameter],
     meshes: tuple[MeshMembers, ...],
-    private_groups: PrivateGroups,
     *,
     options: exchange.PlanOptions,
     make_part: Callable[[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]], StepPart],
@@ -153,7 +152,7 @@ def make_step_plan(
     Collective over ``meshes``; every rank must call it.
     """
     layout = parameters[0].layout
-    groups = _exchange_groups(parameters, meshes, private_groups, options)
+    groups = _exchange_groups(parameters, meshes, options)
     buckets = {
         f"{number}.{index}": MatrixBucket(f"{number}.{index}", group, taken)
         for number, group in enumerate(groups)
@@ -185,14 +184,28 @@ def make_step_plan(
     if options.offloads_momentum:
         ops = with_momenta_on_host(ops, look_ahead)
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
-    for group in groups:
-        owners = zip(group.jobs, group.plan.owners, strict=True)
-        lines = [(job.matrix.name, f"is owned by {ranks}") for job, ranks in owners]
-        own = {key: each for key, each in buckets.items() if each.group is group}
-        lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
-        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
-        require_equal(lines, group.axes, "the plan of ParallelMuon")
+    _require_equal_plans(groups, buckets, ops)
     return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
+
+
+def _require_equal_plans(
+    groups: Sequence[ExchangeGroup], buckets: Mapping[str, MatrixBucket], ops: Sequence[Op]
+) -> None:
+    """Raise on all ranks unless those of each process group have the same owners, buckets and order of communications.
+
+    Collective over the axes of ``groups``; every rank must call it.
+    """
+    for process_group, axes in {group.axes.group: group.axes for group in groups}.items():
+        own = [group for group in groups if group.axes.group is process_group]
+        taken = {key: each.taken for key, each in buckets.items() if each.group in own}
+        lines = [
+            (job.matrix.name, f"is owned by {ranks}")
+            for group in own
+            for job, ranks in zip(group.jobs, group.plan.owners, strict=True)
+        ]
+        lines += [(f"bucket {key}", str(indices)) for key, indices in taken.items()]
+        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in taken]
+        require_equal(lines, axes, "the plan of ParallelMuon")
 
 
 def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
@@ -215,7 +228,6 @@ def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[
 def _exchange_groups(
     parameters: Sequence[RoutedParameter],
     meshes: Sequence[MeshMembers],
-    private_groups: PrivateGroups,
     options: exchange.PlanOptions,
 ) -> tuple[ExchangeGroup, ...]:
     """Plan the exchange groups. Collective over ``meshes``; every rank of them must call it."""
@@ -243,10 +255,9 @@ def _exchange_groups(
         )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
     planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
-    axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]
-    private = private_groups.of(axes_of)
     groups: list[ExchangeGroup] = []
-    for (_, each), axes in zip(planned, private, strict=True):
+    for mesh, each in planned:
+        axes = axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE
         jobs = tuple(
             MatrixJob(
                 matrices[placed.parameter],

@@ -68,6 +68,20 @@ def test_plain_tensors_that_are_no_replicas_are_refused(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(_plain_that_differ, match="w1", exception=RuntimeError, world_size=2)
 
 
+def _orders_that_differ() -> None:
+    """Between two exchange groups over the same ranks, each rank has another number of matrices of its own."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    tensors = [distribute_tensor(torch.ones(4, 4), mesh, [each, Shard(1)]) for each in (Shard(0), Replicate())]
+    own = [torch.ones(4, 4) for _ in range(1 + 3 * dist.get_rank())]
+    plan_for([*tensors, *own], chunk_bytes=1, look_ahead=3)
+
+
+def test_an_order_of_messages_that_differs_is_refused(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _orders_that_differ, match="the plan of ParallelMuon differs", exception=RuntimeError
+    )
+
+
 def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     """Owners that ``lightning-muon plan`` finds from shapes, beside those of the optimizer on the same mesh."""
     shapes = [(13, 7), (64, 32), (1, 9), (6, 6)]
