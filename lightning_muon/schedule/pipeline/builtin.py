@@ -1,4 +1,4 @@
-"""Schedules from papers, each with its bubble and its memory.
+"""Schedules by name: those from papers, each with its bubble and its memory, and those that users add.
 
 In the formulas: p ranks, v stages per rank, m micro-batches; f, i, w seconds of the forward and of the two parts of the
 backward of one stage, equal for all stages, and messages that take no time. The *idle time* is that of the rank with
@@ -13,10 +13,64 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations, product
 
+from lightning_muon.config import nearest
+from lightning_muon.removed import removed
+from lightning_muon.schedule.pipeline.checks import check_order
 from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
 from lightning_muon.schedule.pipeline.play import Run, deepest_first, fill_weights
 from lightning_muon.schedule.pipeline.problem import Pipeline
-from lightning_muon.schedule.pipeline.registry import register_schedule
+
+Schedule = Callable[[Pipeline], Order]
+"""Lists what each rank of a pipeline does: ``F`` and either ``B`` or ``I`` and ``W`` of each stage and micro-batch."""
+
+SCHEDULES: dict[str, Schedule] = {}
+"""All schedules by name."""
+
+
+def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Register a schedule by name; use it as a decorator.
+
+    Example:
+        >>> @register_schedule("one_at_a_time")
+        ... def one_at_a_time(pipeline):
+        ...     micro_batches = range(pipeline.num_microbatches)
+        ...     return [[node for each in micro_batches for node in (F(rank, each), B(rank, each))]
+        ...             for rank in range(pipeline.num_ranks)]
+    """
+
+    def register(schedule: Schedule) -> Schedule:
+        if SCHEDULES.setdefault(name, schedule) is not schedule:
+            raise ValueError(f"there is a schedule {name!r} already; choose another name")
+        return schedule
+
+    return register
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of this name; a ``ValueError`` names the one that was probably meant."""
+    if name not in SCHEDULES:
+        if (gone := removed(f"pipeline_schedule={name!r}")) is not None:
+            raise ValueError(gone)
+        hint = nearest(name, list(SCHEDULES))
+        meant = f"did you mean {hint!r}?" if hint else f"there are {', '.join(SCHEDULES)}"
+        raise ValueError(f"there is no schedule {name!r}; {meant}")
+    return SCHEDULES[name]
+
+
+def make_order(name: str, pipeline: Pipeline) -> Order:
+    """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
+    schedule = find_schedule(name)
+    try:
+        order = [[Node(*node) for node in nodes] for nodes in schedule(pipeline)]
+        check_order(order, pipeline)
+    except ValueError as error:
+        raise ValueError(f"schedule {name!r}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"schedule {name!r} fails with {type(error).__name__}: {error}; "
+            "it takes a Pipeline and returns a list of F, B, I and W for each rank"
+        ) from error
+    return order
 
 
 @register_schedule("gpipe")
@@ -121,7 +175,7 @@ def zb_v(pipeline: Pipeline) -> Order:
     for rank in range(p):
         # With too few micro-batches to fill the pipeline, take the order for more, and leave out the others.
         later = max(m, 2 * p - 1) - p
-        nodes = _phases(
+        nodes = phases(
             pipeline.v_stages(rank),
             (2 * (p - rank) - 1, "F0"),
             (rank, "F1 F0"),
@@ -159,39 +213,6 @@ def v_min(pipeline: Pipeline) -> Order:
     """
     _need_stages_per_rank(pipeline, "v_min", 2, "zb_1p")
     return _from_building_block(pipeline, (1, 1, 1, 1))
-
-
-@register_schedule("dual_pipe_v")
-def dual_pipe_v(pipeline: Pipeline) -> Order:
-    """Stages run to the last rank and back; in the steady phase each forward is next to a backward of the other stage.
-
-    A runtime may run such a pair as one, so that messages of one hide behind arithmetic of the other; here they run one
-    after the other. Idle time: (p-1)(f+i-w) if w <= i <= f. Memory: 1+1/(2p).
-
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; the V form: github.com/deepseek-ai/DualPipe.
-    """
-    _need_stages_per_rank(pipeline, "dual_pipe_v", 2, "interleaved_1f1b")
-    _need_microbatches(pipeline, "dual_pipe_v", 2 * pipeline.num_ranks)
-    p, m = pipeline.num_ranks, pipeline.num_microbatches
-    order: Order = []
-    for rank in range(p):
-        # The last backwards take turns between the stages; the second half of them is split.
-        turns = ["B1", "B0"] * (rank + 1)
-        split = [turn.replace("B", "I") for turn in turns[rank + 1 :]]
-        order.append(
-            _phases(
-                pipeline.v_stages(rank),
-                (2 * (p - 1 - rank), "F0"),
-                (rank + 1, "F0 F1"),
-                (p - 1 - rank, "I1 W F1"),
-                (m - 2 * p + rank + 1, "F0 B1 F1 B0"),
-                (p - 1 - rank, "B1 F1 B0"),
-                (1, " ".join(turns[: rank + 1] + split)),
-                (p - 1 - rank, "W I0"),
-                (rank + 1, "W"),
-            )
-        )
-    return order
 
 
 def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
@@ -277,14 +298,16 @@ def _delay_weights(nodes: Sequence[Node], delay: int) -> list[Node]:
     return [*delayed, *weights]
 
 
-def _phases(stages: Sequence[int], *phases: tuple[int, str]) -> list[Node]:
-    """Nodes of a rank, phase by phase: ``(3, "F0 B1")`` is three times a forward of its first stage and a backward of
-    its second one, each of the next micro-batch. ``W`` without a stage belongs to the oldest ``I`` without one.
-    """  # noqa: D205
+def phases(stages: Sequence[int], *repeated: tuple[int, str]) -> list[Node]:
+    """Nodes of a rank with these stages, phase by phase.
+
+    ``(3, "F0 B1")`` is three times a forward of its first stage and a backward of its second one, each of the next
+    micro-batch. A ``W`` without a number belongs to the oldest ``I`` that has none.
+    """
     counts = {(chunk, kind): 0 for chunk in range(len(stages)) for kind in "FB"}
     weights: deque[Node] = deque()
     nodes: list[Node] = []
-    for number, names in phases:
+    for number, names in repeated:
         for name in names.split() * number:
             if name == PipelineKind.BACKWARD_WEIGHT:
                 nodes.append(weights.popleft())
