@@ -26,7 +26,7 @@ from lightning_muon.cli.plan_model import (
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.plan_strategies import PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
@@ -331,11 +331,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
         f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
         "most expensive matrix in 16 bits.",
     ]
-    for outcome in outcomes:
-        if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
-            caption.append(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.")
-        if outcome.numbers["note"]:
-            caption.append(f"{outcome.name}: {outcome.numbers['note']}.")
+    caption += [f"{each.name}: {each.numbers['note']}." for each in outcomes if each.numbers["note"]]
     if last["load"]["ranks_without_matrix"]:
         caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
     if choice is not None:

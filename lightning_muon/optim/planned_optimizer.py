@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
-from lightning_muon.comm.groups import PrivateGroups, require_backend
+from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
@@ -73,7 +73,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
-        self._private_groups = PrivateGroups()
         self._layout = self._own_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
@@ -382,7 +381,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
-        plan = make_step_plan(routed, meshes, self._private_groups, options=options, make_part=self._step_part)
+        plan = make_step_plan(routed, meshes, options=options, make_part=self._step_part)
         step = MatrixStep(
             plan,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,
