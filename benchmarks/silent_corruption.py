@@ -26,9 +26,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.ranks import run_on_ranks
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.monitor.calibrate import run_on_ranks
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.weights import names_of

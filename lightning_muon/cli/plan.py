@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
@@ -17,23 +16,18 @@ from rich.console import Console, RenderableType
 
 from lightning_muon.cli import plan_modes, plan_pipeline
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
-from lightning_muon.cli.plan_html import step_section, table_section
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
     add_model_arguments,
     config_from_words,
-    count,
-    positive,
     read_model,
-    table,
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.plan_strategies import PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.monitor import html
-from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
@@ -68,7 +62,6 @@ _OPTIONS = (
     ("--bandwidth", "X", positive, "bytes/s of a rank's link (within a replica)"),
     ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
-    ("--html", "FILE.html", Path, "a page with the timeline, its matrices under the pointer, and the table"),
     ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
 # Columns of the timelines: title, format, and function from the numbers of a strategy to the value.
@@ -83,7 +76,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=fp32 base=adamw"
-_CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
 _PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
 _MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
 
@@ -99,7 +91,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--json", action="store_true", help="print everything as JSON instead of text")
     add("--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf")
     add("--machine", choices=sorted(PRESETS), help=_MACHINE_HELP)
-    add("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     for name, metavar, kind, text in _OPTIONS:
         add(name, metavar=metavar, type=kind, help=text)
 
@@ -150,8 +141,6 @@ def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig |
     title = f"{model.name} on {mesh.replicate} x {mesh.shard}"
     for path in arguments.draw:
         draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
-    if arguments.html is not None:
-        _write_page(arguments.html, f"{title} ranks", setting, outcomes, choice)
     if arguments.json:
         sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links)) + "\n")
         return
@@ -215,16 +204,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
     asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
     config = replace(planned.optimizer, **{key: value for key, value in asked.items() if value is not None})
     cost = PRESETS[machine]
-    if arguments.calibrate:
-        machine, num_cores = "measured", os.cpu_count() or 1
-        if mesh.size > 4 * num_cores:
-            raise ValueError(
-                f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
-                "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
-            )
-        options = {key: getattr(config, key) for key in ARITHMETIC}
-        cost = calibrate(planned.shapes, num_ranks=mesh.size, num_replicas=mesh.replicate, **options)
-    elif arguments.cost is not None:
+    if arguments.cost is not None:
         machine = str(arguments.cost)
         cost = CostModel.read(arguments.cost)
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
@@ -236,7 +216,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
         config=config,
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
         machine=machine,
-        is_cpu=arguments.calibrate or (arguments.machine or planned.machine) == "cpu",
+        is_cpu=(arguments.machine or planned.machine) == "cpu",
         cost=replace(
             cost,
             flops_per_second=arguments.flops or cost.flops_per_second,
@@ -327,11 +307,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
         f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
         "most expensive matrix in 16 bits.",
     ]
-    for outcome in outcomes:
-        if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
-            caption.append(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.")
-        if outcome.numbers["note"]:
-            caption.append(f"{outcome.name}: {outcome.numbers['note']}.")
+    caption += [f"{each.name}: {each.numbers['note']}." for each in outcomes if each.numbers["note"]]
     if last["load"]["ranks_without_matrix"]:
         caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
     if choice is not None:
@@ -344,23 +320,3 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
             f"({shared}): {row}."
         )
     return [table(columns, rows), *caption]
-
-
-def _write_page(
-    path: Path, title: str, setting: Setting, outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None
-) -> None:
-    """Write a page with the timeline of the config's strategy, or else of lpt+pipeline, and the table of all."""
-    if not outcomes:
-        raise ValueError("--html shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
-    names = [outcome.name for outcome in outcomes]
-    asked = choice["row"] if choice is not None else PIPELINE
-    shown = outcomes[names.index(asked if asked is not None else PIPELINE)]
-    columns = {"strategy": "", **{title: form for title, form, _ in _COLUMNS}}
-    rows = [(each.name, *(value(each.numbers) for *_, value in _COLUMNS)) for each in outcomes]
-    chosen = None if asked is None else names.index(asked)
-    head = list(map(str, _head(setting, outcomes[names.index(PIPELINE)])))
-    sections = [
-        table_section("Strategies", columns, rows, chosen, head),
-        step_section(f"Predicted optimizer step: {shown.name}", shown),
-    ]
-    path.write_text(html.page(title, sections), encoding="utf-8")

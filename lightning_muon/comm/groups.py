@@ -1,10 +1,8 @@
-"""Process groups: over axes of a device mesh, private to one owner, and on the host; the node of each rank."""
+"""Process groups: over axes of a device mesh, private to one owner, and on the host."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -290,14 +288,3 @@ class PrivateGroups:
         ranks = tuple(range(dist.get_world_size()))
         shared = _made().share(ranks, "gloo")
         return self.of([AxisGroup(shared, dist.get_rank(), tuple((rank,) for rank in ranks))])[0]
-
-
-def nodes_of(group: AxisGroup) -> list[int]:
-    """The number of the node of each rank of ``group``: ranks with the same host name and the same torchrun agent.
-
-    Collective over ``group``; every rank must call it.
-    """
-    # Machines may have the same name ("localhost"); torchrun numbers its agents, one for each machine.
-    name = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-    names = gather(name, host_group(group))
-    return [names.index(each) for each in names]

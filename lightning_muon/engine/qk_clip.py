@@ -48,7 +48,7 @@ class QKClipper:
     """Observes attention in the training forward passes of an engine's module, and clips after its steps.
 
     The engine's module is sharded, and has no pipeline. Raises ``ValueError`` for attention modules whose projections
-    cannot be told or are on Hyperball, on every rank, since all have the same modules.
+    cannot be told, on every rank, since all have the same modules.
 
     Args:
         engine: The engine of the training.
@@ -71,8 +71,6 @@ class QKClipper:
         tensor = engine.meshes.tensor
         ranks = (0, 1) if tensor is None else (tensor.get_local_rank(), tensor.size())
         self._watched = {each.name: _Watched(each, *ranks) for each in find_attentions(engine.module, names)}
-        if threshold < math.inf:
-            self._refuse_hyperball()
         self._running: list[_Watched] = []  # Modules whose forward is running, the innermost one last.
         self._mode = _Observer(self._running)
         self._scaling: _Scaling | None = None  # `None` until the ranks have told each other what they have.
@@ -87,16 +85,6 @@ class QKClipper:
             self._hooks.enter_context(module.register_forward_pre_hook(begin))
             self._hooks.enter_context(module.register_forward_hook(end, always_call=True))
         engine.after_step.append(self.step_has_ended)
-
-    def _refuse_hyperball(self) -> None:
-        groups = [group for optimizer in self._engine.optimizers for group in optimizer.param_groups]
-        keep_norm = {each for group in groups if group.get("hyperball") for each in group["params"]}
-        for name, watched in self._watched.items():
-            if not keep_norm.isdisjoint({watched.attention.query.weight, watched.attention.key.weight}):
-                raise ValueError(
-                    f"QKClip does not work with hyperball=True for the queries and keys of {name}: each step would "
-                    "give them back the norm that was clipped; give them a param group with hyperball=False"
-                )
 
     def close(self) -> None:
         """Stop observing and clipping; local."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,8 @@ from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.config import join_names
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
-from lightning_muon.math.methods import NewtonSchulz
+from lightning_muon.math.newton_schulz import NewtonSchulz
 from lightning_muon.optim.matrix_step import BatchSample, OrthogonalizedBatch
-from lightning_muon.optim.momentum import StoredMomentum
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import local_tensor, replicated_axes
 from lightning_muon.sharding.base import ShardingMode
@@ -78,10 +76,9 @@ class ReplicaCheck:
                 copies.setdefault(place, []).append((name, parameter))
             state = {} if self._mode.options.decoupled_nodes else optimizer.state.get(parameter, {})
             for key, value in state.items():
-                for each in value.tensors() if isinstance(value, StoredMomentum) else [value]:
-                    if isinstance(each, Tensor) and each.ndim:
-                        place = self._ranks_of_state(parameter), each.device
-                        copies.setdefault(place, []).append((f"{key} of {name}", each))
+                if isinstance(value, Tensor) and value.ndim:
+                    place = self._ranks_of_state(parameter), value.device
+                    copies.setdefault(place, []).append((f"{key} of {name}", value))
         found: list[str] = []
         for ((mesh, axes), _), named in copies.items():
             if axes:
@@ -118,7 +115,7 @@ class ReplicaCheck:
             work.wait()
         if task is None or task.machine != _machine(task.device_type):
             return []
-        updates = task.newton_schulz.orthogonalize(received.to(task.device_type), **task.options)
+        updates = task.newton_schulz.orthogonalize(received.to(task.device_type), eps=task.eps)
         return [
             f"Newton-Schulz of {name} (between its owner, rank {owner}, and rank {rank})"
             for name, there, here in zip(task.names, task.sums, checksums(updates.unbind()).tolist(), strict=True)
@@ -146,7 +143,7 @@ class _Task:
 
     names: Sequence[str]
     newton_schulz: NewtonSchulz
-    options: Mapping[str, Any]
+    eps: float
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
@@ -160,7 +157,7 @@ class _Task:
         return cls(
             names=[job.matrix.name for job in batch.jobs],
             newton_schulz=batch.newton_schulz,
-            options=batch.options,
+            eps=batch.eps,
             shape=tuple(batch.matrices.shape),
             dtype=batch.matrices.dtype,
             device_type=device_type,

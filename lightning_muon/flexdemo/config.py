@@ -28,7 +28,7 @@ ValueFormat = Literal["fp32", "bf16"]
 # Where options belong that FlexDeMo does not have -> the options.
 ELSEWHERE = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
-    "to ParallelMuon": ("normuon", "normuon_beta2", "hyperball"),
+    "to ParallelMuon": ("normuon", "normuon_beta2"),
     "to ParallelMuon; nodes exchange their momenta in the step": ("overlap",),
 }
 

@@ -13,6 +13,7 @@ from lightning_muon.comm.collectives import start_messages
 from lightning_muon.comm.groups import AxisGroup, PrivateGroups
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
+from lightning_muon.compat.torch import profiled
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
 
@@ -89,7 +90,8 @@ class ParameterAllGather:
         if not self._to_leave.keys().isdisjoint(indices):
             raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
         for index in sorted(self.travelling.keys() & set(indices)):
-            self.travelling.pop(index).arrive()
+            with profiled("wait_values", f"parameters.{index}"):
+                self.travelling.pop(index).arrive()
 
     def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> None:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}

@@ -213,10 +213,6 @@ def _fit(strategy: Any, **options: Any) -> None:
         ({"context_size": 2}, "QKClip does not work with context_size=2: a rank sees"),
         ({"early_all_gather": True}, "QKClip does not work with early_all_gather=True: the next forward"),
         ("flexdemo", "QKClip does not work with FlexDeMo"),
-        (
-            {"optimizer": lightning_muon.MuonConfig(hyperball=True)},
-            "QKClip does not work with hyperball=True for the queries",
-        ),
         ("ddp", "QKClip needs strategy='parallel_muon'"),
     ],
 )

@@ -10,6 +10,8 @@ from lightning_muon import DCTTopK, Full, Random, Slicing, Striding
 from lightning_muon.flexdemo.replicators import ExchangeStep
 from tests.distributed.flexdemo.setup import MATRICES, SHAPES, Case, assert_close, assert_mostly_close, reference, train
 from tests.reference.flexdemo import Choice, ReferenceFlexDeMo, Rules
+from tests.reference.muon import muon_plus
+from tests.support import family
 from tests.support.processes import ProcessPool
 
 # float32 against float64: a coefficient is a sum of up to 64 products of size 3, off by 64 * 3 * 2^-24 = 1e-5 at most
@@ -17,7 +19,7 @@ from tests.support.processes import ProcessPool
 EXACT = 1e-5
 PERIOD = 4
 OF_CASE = ("missing", "missing_from", "frozen", "dtype", "plain", "num_steps", "seed")
-OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr", "muon_eq", "muon_plus")
+OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr")
 
 
 def _drawn(numel: int, step: int, part: int) -> list[int]:
@@ -48,6 +50,7 @@ def _reference(case: Case) -> ReferenceFlexDeMo:
     rules = {key: options[key] for key in OF_RULES if key in options}
     num_nodes, ranks_per_node = case.mesh_shape
     rules |= {"num_nodes": num_nodes, "ranks_per_node": ranks_per_node, "dense_below": 16}
+    rules |= {"orthogonalization": muon_plus} if "orthogonalize" in options else {}
     choice = CHOICES.get(options["replicator"])
     rules |= {"choose": choice} if choice else vars(options["replicator"])
     # Those that are not dense, in the order in which backward finishes them: in one bucket, or each in its own.
@@ -87,7 +90,7 @@ MESHES = zip([(2, 1), (2, 2), (4, 1), (3, 1), (1, 2), (1, 1)], cycle(["contribut
         ((2, 2), {"merge": "contributors", "missing": MISSING, "missing_from": 1}),
         ((2, 2), MUON),
         ((3, 1), MUON),
-        ((2, 2), {"muon_eq": "R", "muon_plus": "col"} | MUON),
+        ((2, 2), {"orthogonalize": family.muon_plus} | MUON),
         # bfloat16: values; values that are summed on the way; weights.
         ((2, 2), {"value_format": "bf16"}),
         ((3, 1), {"value_format": "bf16", "replicator": Full(), "decay": 1.0}),

@@ -16,9 +16,9 @@ from lightning_muon.cli.plan_strategies import (
     compare_strategies,
 )
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from tests.reference.muon import newton_schulz_flops
 
 _CONFIG = MuonConfig(chunk_bytes=2**16)
 _MODULE = "lightning_muon.cli.plan_strategies"
@@ -131,7 +131,7 @@ def test_costs_are_those_of_newton_schulz_and_adamw() -> None:
     assert adamw == [28 * 4, 28 * 3, 28 * 3, 28]
 
 
-# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/estimates.py).
+# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/assign.py).
 _LARGE, _SMALL = 4096, 64
 
 
