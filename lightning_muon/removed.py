@@ -9,6 +9,7 @@ REMOVED: dict[str, str] = {
     # values of these options
     # options of strategies
     # names
+    "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
     # commands, and options of commands
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, start_all_to_all
 from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, MuonPlus
-from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.methods import NewtonSchulzOptions
 from lightning_muon.math.newton_schulz import lr_scale, worth_batching
 from lightning_muon.math.normalize import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
@@ -46,32 +45,6 @@ class AgreedGradients:
     # Whether this rank knows that the deferred check will raise. It may lack state or have a wrong hyper-parameter, so
     # it communicates with whatever is in the buffers.
     is_given_up: bool = False
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OrthogonalizedBatch:
-    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and the result."""
-
-    jobs: Sequence[MatrixJob]
-    newton_schulz: NewtonSchulz
-    options: Mapping[str, Any]  # Keyword arguments of `NewtonSchulz.orthogonalize`.
-    matrices: Tensor  # (jobs, rows, cols), as `updates`.
-    updates: Tensor
-
-
-class BatchSample:
-    """Keeps one batch of a step, drawn with a probability proportional to its number of matrices."""
-
-    def __init__(self) -> None:
-        self.batch: OrthogonalizedBatch | None = None
-        # A generator of its own, so that the random numbers of the program do not depend on it.
-        self._draw, self._num_seen = random.Random(), 0
-
-    def offer(self, batch: OrthogonalizedBatch) -> None:
-        """Keep this batch instead of the one before, or not, by chance; local."""
-        self._num_seen += len(batch.jobs)
-        if self._draw.randrange(self._num_seen) < len(batch.jobs):
-            self.batch = batch
 
 
 class MatrixStep:
@@ -109,7 +82,6 @@ class MatrixStep:
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
-        self._sample: BatchSample | None = None
         # Updates that have arrived, of the buckets whose sums are being exchanged.
         self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
@@ -161,12 +133,12 @@ class MatrixStep:
             return torch.zeros((), dtype=torch.bool, device=self._pool.device)
         return torch.stack(same).all().logical_not()
 
-    def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
-        """Update all parameters with gradients; ``sample`` is offered each orthogonalized batch.
+    def run(self, agreed: AgreedGradients, states: States) -> None:
+        """Update all parameters with gradients.
 
         Collective over the axes of each exchange group; every rank must call it.
         """
-        self._agreed, self._states, self._sample = agreed, states, sample
+        self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part: set[str] = set()
@@ -201,7 +173,7 @@ class MatrixStep:
         self._momenta.end_step()
         # The check refers to the gradients, which would live until the next step.
         self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
-        self._states, self._sample = {}, None
+        self._states = {}
         self._arrived.clear()
 
     @contextmanager
@@ -323,14 +295,7 @@ class MatrixStep:
         for jobs, stack in batches:
             matrix, group = jobs[0].matrix, jobs[0].parameter.group
             whole, newton_schulz = stack.view(len(jobs), matrix.rows, matrix.cols), self.plan.newton_schulz(jobs[0])
-            how = {"eps": group["eps"], "is_transposed": matrix.is_transposed}
-            update = newton_schulz.orthogonalize(whole, **how)
-            if self._sample is not None:
-                self._sample.offer(
-                    OrthogonalizedBatch(
-                        jobs=jobs, newton_schulz=newton_schulz, options=how, matrices=whole, updates=update
-                    )
-                )
+            update = newton_schulz.orthogonalize(whole, eps=group["eps"], is_transposed=matrix.is_transposed)
             for job, each in zip(jobs, update.unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(job, each)

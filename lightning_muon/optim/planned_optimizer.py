@@ -24,7 +24,7 @@ from lightning_muon.optim import gradients, momentum, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
-from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
@@ -86,7 +86,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
-        self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -155,7 +154,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_done = False
             while not is_done:
                 try:
-                    planned.matrix_step.run(self._received(agreed), self.state, self.sample)
+                    planned.matrix_step.run(self._received(agreed), self.state)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
