@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         Replicator,
         Slicing,
         Striding,
-        Turn,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
@@ -95,7 +94,6 @@ __all__ = [
     "Replicator",
     "Slicing",
     "Striding",
-    "Turn",
     # loops of your own
     "StepMonitor",
     "StopSignals",
@@ -122,7 +120,7 @@ _MODULES = {
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
-        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
+        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
     "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
     "monitor.signals": "StopSignals",

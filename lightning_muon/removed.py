@@ -9,9 +9,12 @@ REMOVED: dict[str, str] = {
     # values of these options
     # options of strategies
     # names
+    "Turn": "it is called ExchangeStep",
     "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
     # commands, and options of commands
 }
+# Entry of the state of a parameter in a checkpoint -> the option above that needed it.
+STATE_OF: dict[str, str] = {}
 
 
 def removed(name: str) -> str | None:

@@ -32,11 +32,11 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
-from lightning_muon.optim.foreign_states import take_moments_as_momenta_, translated
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.momentum import MomentumCompletion
 from lightning_muon.optim.parameters import StateCompletion
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.saved_states import take_moments_as_momenta_
 from lightning_muon.optim.step_plan import StepPlan
 
 _log = logging.getLogger(__name__)
@@ -130,14 +130,9 @@ class ParallelMuon(PlannedOptimizer):
         """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
         return "\n".join([super().summary(), *(_decisions(self._planned.plan) if self._planned is not None else ())])
 
-    def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a state of another optimizer; see :func:`~lightning_muon.optim.foreign_states.translated`. Local."""
-        routed = iter(self._routed_parameters())
-        return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(dict(self.translated(state_dict)))
+        super().load_state_dict(state_dict)
         take_moments_as_momenta_(self._routed_parameters(), self._existing_state)
 
     @override

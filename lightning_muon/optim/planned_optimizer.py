@@ -26,6 +26,7 @@ from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import RoutedParameter
+from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
@@ -267,6 +268,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
+        state_dict = understood(state_dict)
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
         kept, others = parameters.divided(state_dict["state"], self._completion.kept_as_saved)
