@@ -365,8 +365,9 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
 
     @override
     def load_weights(self, folder: Path) -> None:
-        free_unsharded(self.model)
-        self._open(folder).load_weights(_MODEL, self.model, strict=True)
+        model: Any = self.model
+        free_unsharded(model)
+        self._open(folder).load_weights(_MODEL, model, strict=True)
 
     @override
     def load_states(self, folder: Path) -> None:

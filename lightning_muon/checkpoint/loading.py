@@ -40,7 +40,7 @@ from lightning_muon.optim.parameters import (
     warn_of_new_neuron_state,
 )
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.optim.saved_states import are_ours, leave_out_removed_, understood
+from lightning_muon.optim.saved_states import are_ours, understood
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.removed import STATE_OF
@@ -217,9 +217,9 @@ class Checkpoint:
         own: Any = get_optimizer_state_dict(module, optimizer)
         saved, saved_groups = self._optimizer_in_shards(key)
         sizes = {name: {k: size for k, size in entries.items() if k not in STATE_OF} for name, entries in saved.items()}
-        groups = own["param_groups"]
-        if len(saved_groups) != len(groups):
-            raise ValueError(f"{len(saved_groups)} param groups in the checkpoint, {len(groups)} here")
+        own_groups = own["param_groups"]
+        if len(saved_groups) != len(own_groups):
+            raise ValueError(f"{len(saved_groups)} param groups in the checkpoint, {len(own_groups)} here")
         # A copy of a parameter of another stage takes the state of that one, if the checkpoint has no copies.
         originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
         of_now: dict[str, dict[str, Any]] = own["state"]
@@ -234,18 +234,21 @@ class Checkpoint:
                 size = sizes[name][entry]
                 if size[0] != state[entry].shape[0]:
                     state[entry] = zeros_of_nodes(state[entry], size)
-        # The names of a group are those of one stage.
-        names_of_groups = [group.pop("params") for group in groups]
-        if isinstance(optimizer, PlannedOptimizer):  # It completes what was saved, maybe by another optimizer.
+        # Not the names of parameters, which are those of one stage.
+        groups = [{k: value for k, value in group.items() if k != "params"} for group in own_groups]
+        is_planned = isinstance(optimizer, PlannedOptimizer)
+        if is_planned:  # All that was saved, maybe by another optimizer.
             for number, group in enumerate(groups):
-                options = saved_groups[str(number)]
-                groups[number] = {k: group.get(k) for k, size in options.items() if k in group or size is None}
+                options = saved_groups[str(number)].items()
+                groups[number] = {k: group.get(k) for k, size in options if k in group or size is None}
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         planner = DefaultLoadPlanner(allow_partial_load=True)
         load({key: {"state": states, "param_groups": groups}}, checkpoint_id=self.path, planner=planner)
-        leave_out_removed_(groups, saved)
-        for group, names in zip(groups, names_of_groups, strict=True):
-            group["params"] = names
+        if is_planned:
+            gone = {name: {k: entries[k] for k in entries if k in STATE_OF} for name, entries in saved.items()}
+            groups = understood({"state": gone, "param_groups": groups})["param_groups"]
+        both = zip(own_groups, groups, strict=True)
+        own["param_groups"] = [{**mine, **group, "params": mine["params"]} for mine, group in both]
         for name in to_muon:
             states[name] = {"momentum_buffer": states[name]["exp_avg"]}
         for name in of_now:

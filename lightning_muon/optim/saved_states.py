@@ -26,7 +26,7 @@ def understood(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """
     groups = [*map(dict, state_dict["param_groups"])]
     states = {key: dict(state) for key, state in state_dict["state"].items()}
-    leave_out_removed_(groups, states)
+    _leave_out_removed_(groups, states)
     if not are_ours(groups):
         for group in groups:
             _rename_(group)
@@ -46,7 +46,7 @@ def is_removed(key: str, value: object) -> bool:
     return key in REMOVED or f"{key}={value!r}" in REMOVED
 
 
-def leave_out_removed_(groups: Sequence[ParamGroup], states: Mapping[Any, dict[str, Any]]) -> None:
+def _leave_out_removed_(groups: Sequence[ParamGroup], states: Mapping[Any, dict[str, Any]]) -> None:
     """Drop entries of options that are gone; rank 0 warns once. Momenta and moments of the same matrices stay."""
     found, used = dict[str, None](), dict[str, str]()
     for group in groups:
@@ -83,7 +83,7 @@ def _rename_(group: ParamGroup) -> None:
                 "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in "
                 "the checkpoint, or load only weights"
             )
-    elif group["params"]:
+    elif group.get("params"):
         raise ValueError(
             f"the state is of an optimizer that is not known, with {sorted(keys)} in its param groups: it may be of "
             "torch.optim.Muon, AdamW or Adam; load only weights"

@@ -86,19 +86,14 @@ def _before(make: _Make, path: str) -> dict[str, Tensor]:
     return {f"network.{key}": value for key, value in network.state_dict().items()}
 
 
-def _after(make: _Make, path: str) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Go on from this checkpoint on all ranks; the weights at the end, and the momenta at the start."""
+def _after(make: _Make, path: str) -> dict[str, Tensor]:
+    """Go on from this checkpoint on all ranks."""
     pl = load()
 
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.network, self.automatic_optimization = _Network(), False
-            self.momenta: list[Tensor] = []
-
-        def on_train_start(self) -> None:
-            state = fitter.optimizers[0].state
-            self.momenta = [state[p]["momentum_buffer"].full_tensor().clone() for p in _parts(self.network)[0]]
 
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             optimizers = self.optimizers()
@@ -116,7 +111,7 @@ def _after(make: _Make, path: str) -> tuple[dict[str, Tensor], list[Tensor]]:
     fitter = trainer(pl, strategy=strategy_class()(optimizer=EXACT), max_epochs=1, use_distributed_sampler=False)
     steps: Any = range(_STEPS_BEFORE, _STEPS_BEFORE + _STEPS_AFTER)
     fitter.fit(model, DataLoader(steps, batch_size=1), ckpt_path=path, weights_only=False)
-    return full_weights(model), model.momenta
+    return full_weights(model)
 
 
 def _float32(matrix: Tensor, coefficients: Any, ns_steps: int, eps: float) -> Tensor:
@@ -128,7 +123,7 @@ def test_the_next_steps_are_those_of_torchs_muon_and_adamw(gloo: ProcessPool, tm
     # In bfloat16 the order of sums would show in the third digit.
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _float32):
         expected = _before(_torch_muon, path)
-    found, _ = gloo.run(_after, _torch_muon, path, world_size=2)[0]
+    found = gloo.run(_after, _torch_muon, path, world_size=2)[0]
     assert max_difference(found, expected) < _TOLERANCE
 
 
@@ -136,19 +131,38 @@ def _texts(caught: list[warnings.WarningMessage], part: str) -> list[str]:
     return [str(each.message) for each in caught if part in str(each.message)]
 
 
-def _moved(path: str) -> tuple[list[Tensor], list[str]]:
+def _resume_with_muon(folder: str, is_sharded: bool) -> tuple[list[Tensor], list[Tensor], list[str], Any]:
+    """First moments of matrices that were saved, momenta that were loaded, the warnings, and the group."""
+    pl, states = load(), list[list[Tensor]]()
+    path, saves = f"{folder}/one.ckpt", {"save_distributed_checkpoint": is_sharded}
+
+    def note(model: Any, key: str) -> None:
+        state, blocks = fitter.optimizers[0].state, model.network.blocks
+        states.append([state[block.up.weight][key].full_tensor().clone() for block in blocks])
+
+    def adamw(network: nn.Module) -> Any:
+        return torch.optim.AdamW(network.parameters(), lr=0.25, eps=1e-5)
+
+    model = language_model(pl, configure=adamw)
+    fitter = trainer(pl, strategy=strategy_class()(optimizer="keep", **saves), max_steps=2)
+    type(model).on_train_end = lambda self: note(self, "exp_avg")
+    fitter.fit(model, loader())
+    fitter.save_checkpoint(path)
+    model = language_model(pl, configure=adamw)
+    fitter = trainer(pl, strategy=strategy_class()(optimizer=EXACT, **saves), max_steps=3)
+    type(model).on_train_start = lambda self: note(self, "momentum_buffer")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        return _after(_adamw, path)[1], _texts(caught, "first moments")
+        fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
+    return *states, _texts(caught, "first moments"), fitter.optimizers[0].param_groups[0]  # type: ignore[return-value]
 
 
-def test_the_first_moments_of_adamw_become_momenta(gloo: ProcessPool, tmp_path: Path) -> None:
-    path = f"{tmp_path}/one.ckpt"
-    _before(_adamw, path)
-    saved = torch.load(path)["optimizer_states"][0]["state"]
-    (momenta, texts), (_, others) = gloo.run(_moved, path, world_size=2)
-    assert all(torch.equal(found, saved[number]["exp_avg"]) for number, found in enumerate(momenta))
-    assert len(texts) == 1 and "3 matrices (network.up.weight, ...) moved from AdamW to Muon" in texts[0]
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_first_moments_of_adamw_become_momenta(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
+    (saved, found, texts, group), (*_, others, _) = gloo.run(_resume_with_muon, str(tmp_path), is_sharded, world_size=2)
+    assert saved[0].count_nonzero() and all(map(torch.equal, saved, found))
+    assert (group["lr"], group["eps"], group["adamw_eps"], group["muon_lr_factor"]) == (0.25, 1e-7, 1e-5, 3.0)
+    assert len(texts) == 1 and "4 matrices (network.blocks.0.up.weight, ...) moved from AdamW to Muon" in texts[0]
     assert others == []
 
 
