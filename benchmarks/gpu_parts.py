@@ -28,8 +28,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.math.quantization import dequantize, quantize
-from lightning_muon.math.symmetric import add_square, halves_of
+from lightning_muon.math.symmetric import add_square, panels_of
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.executor import StreamExecutor
 
@@ -124,7 +123,7 @@ def newton_schulz(device: Device) -> Iterator[Row]:
         ours = ns.orthogonalize(x, **options)
         seconds = device.seconds(lambda x=x: ns.orthogonalize(x, **options))
         torch_seconds = device.seconds(lambda x=x: _zeropower_via_newtonschulz(x, _COEFFICIENTS, 5, 1e-7))
-        rate = ns.newton_schulz_flops(*shape, 5) / seconds / 1e12
+        rate = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16).flops(*shape) / seconds / 1e12
         yield Row(
             f"{shape[0]} x {shape[1]}",
             f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s, {seconds / torch_seconds:.2f} of torch.optim.Muon's",
@@ -150,18 +149,18 @@ def newton_schulz(device: Device) -> Iterator[Row]:
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
-    """``b A + c A A`` by the Triton kernel against cuBLAS: where ``ns_costs`` will let it be chosen."""
+    """``b A + c A A`` by the Triton kernel against cuBLAS: what Newton-Schulz would gain by it."""
     if not device.is_cuda or find_spec("triton") is None:
         yield Row("symmetric products by a kernel", "needs a card and triton")
         return
-    from lightning_muon.math.symmetric_kernel import symmetric_addmm
+    from symmetric_kernel import symmetric_addmm
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
             x = torch.randn(side, side, device=device.name) / side
             gram = (x @ x.mT).to(dtype)
             full, half = torch.empty_like(gram), torch.empty_like(gram)
-            library = partial(add_square, gram, 0.5, 2.0, halves_of(gram, by_kernel=False), out=full)
+            library = partial(add_square, gram, 0.5, 2.0, panels_of(gram), out=full)
             kernel = partial(symmetric_addmm, gram, gram, out=half, bias=gram, beta=0.5, alpha=2.0)
             share = device.seconds(kernel) / device.seconds(library)
             error = ((half.double() - full.double()).abs().max() / full.double().abs().max()).item()
@@ -325,41 +324,6 @@ def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequ
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
 
 
-def momenta(device: Device) -> Iterator[Row]:
-    """Momenta in 8 bits and on the host: bits of the weights, time of a step, memory, and codes as a CPU has them."""
-    x = torch.randn(64, 5000, device=device.name)
-    pairs = zip(quantize(x), quantize(x.cpu()), strict=True)
-    same = all(torch.equal(mine.cpu(), other) for mine, other in pairs)
-    yield Row("codes and maxima as on a CPU", str(same), same)
-    again = quantize(dequantize(*quantize(x)))
-    same = all(torch.equal(mine, other) for mine, other in zip(quantize(x), again, strict=True))
-    yield Row("codes of decoded codes", str(same), same)
-    layers, width = (2, 64) if device.is_small else (16, 2048)
-    for dtype in ("auto", "int8"):
-        weights: dict[str, list[Tensor]] = {}
-        seconds: dict[str, float] = {}
-        for offload in ("none", "momentum"):
-            optimizer, parameters = _matrices(device, layers, width, momentum_dtype=dtype, offload=offload)
-            for seed in range(3):
-                torch.manual_seed(seed)
-                for parameter in parameters:
-                    parameter.grad = torch.randn_like(parameter)
-                optimizer.step()
-            weights[offload] = [parameter.detach().clone() for parameter in parameters]
-            seconds[offload] = device.seconds(optimizer.step)
-            held = f", {torch.cuda.memory_allocated() / 2**30:.2f} GiB held" if device.is_cuda else ""
-            yield Row(f"momentum_dtype={dtype!r}, offload={offload!r}", f"{seconds[offload] * 1e3:.1f} ms{held}")
-        same = all(map(torch.equal, *weights.values()))
-        yield Row(f"momentum_dtype={dtype!r}, bits with and without offload", str(same), same)
-
-
-def _matrices(device: Device, layers: int, width: int, **options: Any) -> tuple[ParallelMuon, list[nn.Parameter]]:
-    torch.manual_seed(0)
-    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
-    parameters = [nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes]
-    return ParallelMuon([(f"w{index}", each) for index, each in enumerate(parameters)], lr=1e-3, **options), parameters
-
-
 def one_card(device: Device) -> Iterator[Row]:
     """ParallelMuon against torch.optim.Muon on plain weights of one process."""
     layers, width = (2, 64) if device.is_small else (16, 2048)
@@ -399,7 +363,6 @@ PARTS = {
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
     "one_card": Part(one_card, 60),
-    "momenta": Part(momenta, 60),
     "steps": Part(steps, 150),
     "race": Part(race, 60),
 }

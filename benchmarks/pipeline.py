@@ -36,7 +36,7 @@ from lightning_muon.schedule.simulate import simulate
 
 SCHEDULES = (
     *("1f1b", "gpipe", "zb_h1", "zb_1p", "zb_2p"),
-    *("interleaved_1f1b", "zb_v", "v_half", "v_min", "dual_pipe_v"),
+    *("interleaved_1f1b", "zb_v", "v_half", "v_min"),
 )
 MUON_SCHEDULES = ("1f1b", "zb_2p")
 WAYS = {"at once": "in the bubble", "barrier": "behind a barrier", "norm": "behind one norm"}

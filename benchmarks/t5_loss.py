@@ -35,7 +35,7 @@ from benchmarks.loss import TUNING_SEED, configurations
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "recipes/t5_summarization/demo.yaml"
 # Names of those of benchmarks/loss.py.
-DEFAULT = ("muon", "fast", "polar_express", "normuon", "cautious decay", "MuonEq R", "Muon+ row_col", "8-bit momentum")
+DEFAULT = ("muon", "fast", "polar_express", "normuon", "cautious decay")
 # Its name, options of the optimizer (None is torch's AdamW), rates of AdamW for matrices and token embedding, seed.
 Run = tuple[str, dict[str, Any] | None, tuple[float, float], int]
 

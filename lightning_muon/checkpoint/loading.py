@@ -29,15 +29,14 @@ from lightning_muon.checkpoint.manifest import describe
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_groups
-from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.optim.parameters import (
     ADAMW_STATE,
     MUON_STATE,
-    NEURON_STATE,
-    warn_of_new_neuron_state,
+    SECOND_MOMENT,
+    warn_of_new_second_moments,
 )
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import are_ours, understood
@@ -77,10 +76,8 @@ class Checkpoint:
         is_sharded = together(look)
 
         def read() -> dict[str, Any]:
-            if not is_sharded and not isinstance(path, UrlPath):
-                return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-            with (path / metadata_name if is_sharded else path).open("rb") as file:
-                return torch.load(file, map_location="cpu", weights_only=weights_only)
+            file = path / metadata_name if is_sharded else path
+            return torch.load(file, mmap=not is_sharded, map_location="cpu", weights_only=weights_only)
 
         content = together(read)
         if not isinstance(content, dict):
@@ -224,7 +221,7 @@ class Checkpoint:
         originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
         of_now: dict[str, dict[str, Any]] = own["state"]
         needed = {originals.get(name, name): state for name, state in of_now.items()}
-        needed = _without_new_neuron_state(sizes, needed)
+        needed = _without_new_second_moments(sizes, needed)
         to_muon, to_adamw = _moved(sizes, needed)
         _check_entries(sizes, {name: state for name, state in needed.items() if name not in {*to_muon, *to_adamw}})
         states = needed | {name: {"exp_avg": needed[name]["momentum_buffer"]} for name in to_muon}
@@ -271,7 +268,7 @@ class Checkpoint:
             del named["state"][name]
         if to_adamw or is_foreign:
             _begin_others(named["state"], own)
-        _begin_neuron_state(named["state"], own)
+        _begin_second_moments(named["state"], own)
         _check_entries(named["state"], own)
         # torch broadcasts tensors in the current sizes, so the saved ones must be equal. All ranks have the file.
         are_as_before = all(
@@ -364,25 +361,23 @@ def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) 
             states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in state.items()}
 
 
-def _without_new_neuron_state(
+def _without_new_second_moments(
     saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Leave out entries of NorMuon and Hyperball that the checkpoint lacks: they begin with zeros, with a warning."""
+    """Leave out second moments of NorMuon that the checkpoint lacks: they begin with zeros, with a warning."""
     return {
-        name: {entry: state[entry] for entry in state if entry not in NEURON_STATE or entry in saved.get(name, ())}
+        name: {entry: state[entry] for entry in state if entry != SECOND_MOMENT or entry in saved.get(name, ())}
         for name, state in own.items()
     }
 
 
-def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add zeros for missing entries of NorMuon and Hyperball, whose current values torch would keep."""
-    missing: list[str] = []
-    for name, state in own.items():
-        entries = [key for key in NEURON_STATE if key in state and name in states and key not in states[name]]
-        if entries:
-            states[name] = {**states[name], **{entry: torch.zeros(state[entry].shape) for entry in entries}}
-        missing += entries
-    warn_of_new_neuron_state(missing)
+def _begin_second_moments(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add zeros for missing second moments of NorMuon, whose current values torch would keep."""
+    missing = [name for name in own if SECOND_MOMENT in own[name] and SECOND_MOMENT not in states.get(name, own[name])]
+    for name in missing:
+        states[name] = {**states[name], SECOND_MOMENT: torch.zeros(own[name][SECOND_MOMENT].shape)}
+    if missing:
+        warn_of_new_second_moments()
 
 
 def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
@@ -390,7 +385,7 @@ def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, An
     to_muon: list[str] = []
     to_adamw: list[str] = []
     for name, state in own.items():
-        was, now = set(saved.get(name, ())) - {*NEURON_STATE}, state.keys() - {*NEURON_STATE}
+        was, now = set(saved.get(name, ())) - {SECOND_MOMENT}, state.keys() - {SECOND_MOMENT}
         if was == ADAMW_STATE and now == MUON_STATE:
             to_muon.append(name)
         elif was == MUON_STATE and now == ADAMW_STATE:

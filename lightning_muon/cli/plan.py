@@ -18,23 +18,19 @@ from rich.console import Console, RenderableType
 
 from lightning_muon.cli import plan_modes, plan_pipeline
 from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
-from lightning_muon.cli.plan_html import step_section, table_section
 from lightning_muon.cli.plan_model import (
     Mesh,
     PlannedModel,
     add_model_arguments,
     config_from_words,
-    count,
-    positive,
     read_model,
-    table,
     with_fused,
     with_stacks_cut_along,
 )
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.monitor import html
 from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
@@ -72,7 +68,6 @@ _OPTIONS = (
     ("--bandwidth", "X", positive, "bytes/s of a rank's link (within a replica)"),
     ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
     ("--latency", "X", float, "seconds of a transfer (within a replica)"),
-    ("--html", "FILE.html", Path, "a page with the timeline, its matrices under the pointer, and the table"),
     ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
 )
 # Columns of the timelines: title, format, and function from the numbers of a strategy to the value.
@@ -155,8 +150,6 @@ def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig |
     title = f"{model.name} on {mesh.replicate} x {mesh.shard}"
     for path in arguments.draw:
         draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
-    if arguments.html is not None:
-        _write_page(arguments.html, f"{title} ranks", setting, outcomes, choice)
     if arguments.json:
         sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links, zero2)) + "\n")
         return
@@ -368,26 +361,6 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
             f"({shared}): {row}."
         )
     return [table(columns, rows), *caption]
-
-
-def _write_page(
-    path: Path, title: str, setting: Setting, outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None
-) -> None:
-    """Write a page with the timeline of the config's strategy, or else of lpt+pipeline, and the table of all."""
-    if not outcomes:
-        raise ValueError("--html shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
-    names = [outcome.name for outcome in outcomes]
-    asked = choice["row"] if choice is not None else PIPELINE
-    shown = outcomes[names.index(asked if asked is not None else PIPELINE)]
-    columns = {"strategy": "", **{title: form for title, form, _ in _COLUMNS}}
-    rows = [(each.name, *(value(each.numbers) for *_, value in _COLUMNS)) for each in outcomes]
-    chosen = None if asked is None else names.index(asked)
-    head = list(map(str, _head(setting, outcomes[names.index(PIPELINE)])))
-    sections = [
-        table_section("Strategies", columns, rows, chosen, head),
-        step_section(f"Predicted optimizer step: {shown.name}", shown),
-    ]
-    path.write_text(html.page(title, sections), encoding="utf-8")
 
 
 def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:

@@ -27,8 +27,6 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.schedule.muon import STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import Node, PipelineKind, peak_activations
 
-_INT8 = 1 + 4 / 128  # A code, and a share of the float32 maximum of a block of 128: optim/momentum.py.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -210,10 +208,8 @@ def memory_of_stages(
 @cache
 def _state_bytes(job: Job, split: Split, own: tuple[int, ...]) -> float:
     """Bytes of optimizer state for some parts, on the rank that holds most."""
-    config, is_flexdemo = job.setting.config, split.sharding == "flexdemo"
-    momentum = _INT8 if config.momentum_dtype == "int8" else job.itemsize
-    if config.offload == "momentum" and not job.setting.is_cpu:
-        momentum = 0
+    is_flexdemo = split.sharding == "flexdemo"
+    momentum = job.itemsize
     of_elementwise = 2 * job.itemsize
     averages = 0.0
     if is_flexdemo and isinstance(job.flexdemo.replicator, LocalSteps):

@@ -1,4 +1,4 @@
-"""``lightning-muon plan --ranks`` and ``--splits``: what fits, which way of training to use, and a config file of it.
+"""``lightning-muon plan --ranks`` and ``--splits``: what fits, and which way of training to use.
 
 The command and its table: ``--ranks`` shows the best split of each mode, ``--splits`` every one of FSDP2 and pipelines.
 :mod:`lightning_muon.cli.split_rules` computes memory and time of a split, :mod:`lightning_muon.cli.split_search`
@@ -12,44 +12,32 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from torch import nn
 
-from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section
-from lightning_muon.cli.plan_model import PlannedModel, count, memory_of_host, positive, table
+from lightning_muon.cli.plan_model import PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
-from lightning_muon.cli.split_rules import TRAINING_MODES, Job, TrainingMode, simulated_step
+from lightning_muon.cli.split_rules import TRAINING_MODES, Job, TrainingMode
 from lightning_muon.cli.split_search import (
     ACTIVATIONS,
     GIB,
     PlannedSplit,
     Way,
     find_splits,
-    pipeline_timeline,
     size_text,
     unit_of,
 )
+from lightning_muon.cli.table import count, memory_of_host, positive, table
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
-from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.monitor import html
 from lightning_muon.schedule.pipeline import SCHEDULES
-from lightning_muon.sharding.modes import MODES
 
 NODE_RANKS = 8  # Default number of ranks of a node.
 FLEXDEMO = FlexDeMoConfig(base="muon")  # Default config of the row: the optimizer of the other rows.
 SPLIT_MODES: tuple[TrainingMode, ...] = ("fsdp", "hsdp", "pipeline")  # Modes of --splits.
-_STRATEGY = "lightning_muon.ParallelMuonStrategy"
-# Options of the strategy that the plan sets, or that would contradict it.
-_DECIDED = (
-    *("sharding", "replicate_size", "shard_size", "data_parallel_size", "pipeline_size", "pipeline_schedule"),
-    *("pipeline_microbatches", "reshard_after_forward"),
-)
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 # Options that --ranks and --splits would ignore, and those that only some ways of planning read.
 _REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size", "compute_seconds")
@@ -57,7 +45,6 @@ _ONLY_WITH = {
     ("ranks",): ("modes",),
     ("ranks", "splits"): (
         *("rows", "length", "rank_memory", "model_flops", "width", "schedules", "activations", "precision"),
-        "write_config",
     ),
     ("ranks", "splits", "pipeline"): ("microbatches",),
     ("pipeline",): ("stage_costs", "memory_limit"),
@@ -76,10 +63,6 @@ _LEGEND_OF_SPLITS = (
     "other ones, and memory: of the stage with most"
 )
 _RANKS_HELP = f"compare {', '.join(TRAINING_MODES)} on so many ranks: what fits, and what is fastest"
-_WRITE_HELP = (
-    "the config of what --ranks or --splits recommends: that of --config with another strategy, or with --shapes one "
-    "for Accelerate"
-)
 _GPU_MEMORY_GIB = 72.0
 _MEMORY_HELP = (
     f"that a rank may fill ({_GPU_MEMORY_GIB:g}; with --machine cpu or accelerator: cpu the memory of this host, "
@@ -102,7 +85,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     both("--schedules", nargs="+", choices=sorted(SCHEDULES), help="of pipelines that are tried")
     both("--activations", choices=sorted(ACTIVATIONS), help="kept, or recomputed in backward")
     both("--precision", choices=SUPPORTED, help="that of the config, or bf16-mixed")
-    both("--write-config", metavar="FILE.yaml", type=Path, help=_WRITE_HELP)
 
 
 def complete(arguments: Namespace) -> None:
@@ -178,13 +160,9 @@ def compare(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Ra
 
 
 def run(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel) -> None:
-    """Print the rows, or JSON, and write the files that are asked for."""
+    """Print the rows, or JSON."""
     comparison = compare(arguments, setting, planned)
     job, best = comparison.job, comparison.best
-    if best is not None and arguments.write_config is not None:
-        write_config(arguments, comparison)
-    if arguments.html is not None:
-        write_html(arguments.html, comparison)
     if arguments.json:
         content = {
             "ranks": job.num_ranks,
@@ -199,8 +177,6 @@ def run(arguments: Namespace, console: Console, setting: Setting, planned: Plann
             ],
         }
         sys.stdout.write(json.dumps(content) + "\n")
-        if best is None and arguments.write_config is not None:
-            raise ValueError(nothing_recommended(comparison))
         return
     console.print(
         *heading(comparison), table(*rows_of_table(comparison)), legend(comparison), *comparison.left_out, sep="\n"
@@ -341,95 +317,3 @@ def recommendation(best: PlannedSplit) -> str:
     unit, size = unit_of(way.total)
     memory = ", ".join(f"{name} {num_bytes / size:.1f}" for name, num_bytes in way.memory.to_dict().items())
     return f"recommended: {', '.join(words)}{notes}; {unit}: {memory}"
-
-
-def write_html(path: Path, comparison: RankedSplits) -> None:
-    """Write the table, and the planned timelines of the recommended row, or of the first one if nothing fits."""
-    job, best = comparison.job, comparison.best
-    shown = comparison.found[0] if best is None else best
-    columns, rows = rows_of_table(comparison)
-    chosen = None if best is None else comparison.found.index(best)
-    notes = [*([recommendation(best), *hints(comparison)] if best else []), legend(comparison), *comparison.left_out]
-    first, *head = heading(comparison)
-    sections = [table_section("What fits, and what is fastest", columns, rows, chosen, [*head, *notes])]
-    split, schedule = shown.way.split, shown.way.schedule
-    own: tuple[int, ...] = tuple(range(len(job.parts)))
-    if schedule is not None:
-        sections.append(pipeline_section(pipeline_timeline(job, shown.way)))
-        own = schedule.parts_of_ranks[0]
-    step = simulated_step(job, [each for part in own for each in job.parts.parameters[part]], split)
-    if step is not None:
-        where = f"{split.mode}, first stage" if schedule is not None else split.mode
-        sections.append(step_section(f"Planned optimizer step: {where}", step))
-    path.write_text(html.page(first, sections), encoding="utf-8")
-
-
-def write_config(arguments: Namespace, comparison: RankedSplits) -> None:
-    """Write the config of the recommended row: that of ``--config`` with its strategy, else one for Accelerate.
-
-    Raises:
-        OSError: If the file exists, or its folder does not.
-    """
-    # Imports yaml, which comes with Accelerate and Lightning.
-    from lightning_muon.cli.config import accelerate_config, write_new
-
-    assert comparison.best is not None
-    way, job = comparison.best.way, comparison.job
-    num_ranks = 1 if way.split.mode == "none" else job.num_ranks
-    nodes, rest = divmod(num_ranks, job.node_ranks) if num_ranks > job.node_ranks else (1, 0)
-    if rest:
-        raise ValueError(f"{num_ranks} ranks fill no nodes of {job.node_ranks} ranks; set --node-ranks")
-    passes = way.microbatches if way.schedule is None else 1
-    rows = -(-job.rows // way.split.data // passes)
-    total = rows * way.split.data * passes
-    ranks = f"{way.split.data} data ranks" + (f" x {passes} batches" if passes > 1 else "")
-    rounding = f", so that {ranks} take {total} rows per step: {job.rows} rounded up" if total > job.rows else ""
-    text = (
-        f"# {recommendation(comparison.best).partition(';')[0]}\n"
-        f"# planned: {comparison.best.step_seconds:.4g} s per step of {job.rows} rows of {job.length} tokens, "
-        f"{way.total / GIB:.2f} GiB per rank with {comparison.precision}\n"
-        f"# rows of a data rank in a batch: {rows}{rounding}\n"
-    )
-    if arguments.config is not None:
-        text += _lightning_config(arguments, comparison, devices=num_ranks // nodes, nodes=nodes, passes=passes)
-    else:
-        text += accelerate_config(
-            options=strategy_options(way),
-            optimizer=job.flexdemo if way.split.mode == "flexdemo" else None,
-            num_processes=num_ranks,
-            num_machines=nodes,
-            mixed_precision="bf16" if comparison.precision == "bf16-mixed" else "no",
-            is_cpu=job.setting.is_cpu,
-            output=arguments.write_config,
-            accumulates=passes,
-            checkpoints_activations=way.recompute,
-        )
-    write_new(arguments.write_config, text)
-
-
-def _lightning_config(arguments: Namespace, comparison: RankedSplits, *, devices: int, nodes: int, passes: int) -> str:
-    """The content of ``--config`` with another strategy, which keeps the options that the plan does not decide."""
-    import yaml
-
-    from lightning_muon.cli.config import plain
-
-    assert comparison.best is not None
-    way, job, content = comparison.best.way, comparison.job, read_yaml(arguments.config)
-    trainer = dict(content.get("trainer") or {})
-    given = trainer.get("strategy")
-    arguments_given = (given.get("init_args") or {}) if isinstance(given, dict) else {}
-    options = strategy_options(way)
-    # Options that only some ways of sharding take.
-    takes = () if way.schedule else MODES[options.get("sharding", Options.sharding)].takes
-    dropped = {*_DECIDED, *set().union(*(mode.takes for mode in MODES.values())).difference(takes)}
-    kept = {key: value for key, value in arguments_given.items() if key not in dropped}
-    if way.split.mode == "flexdemo":
-        kept["optimizer"] = plain(job.flexdemo)
-    elif "optimizer" in kept and Options.from_mapping({"optimizer": kept["optimizer"]}).has_nodes:
-        del kept["optimizer"]
-    trainer |= {"devices": devices, "num_nodes": nodes}
-    trainer |= {"precision": arguments.precision} if arguments.precision else {}
-    trainer |= {"accumulate_grad_batches": passes} if passes > 1 or "accumulate_grad_batches" in trainer else {}
-    trainer["strategy"] = {"class_path": _STRATEGY, "init_args": {**options, **kept}}
-    Options.from_mapping(trainer["strategy"]["init_args"], source=str(arguments.write_config))
-    return yaml.safe_dump({**content, "trainer": trainer}, sort_keys=False)

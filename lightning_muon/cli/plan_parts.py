@@ -93,7 +93,7 @@ def _from_shapes(model: ModelShapes) -> tuple[StagedModel, dict[nn.Parameter, Pa
         tied = [p for p, each in shapes.items() if each.reason.startswith("embedding")][:1]
         parts[-1].extend(_holding(parameter, nn.Module()) for parameter in tied)
     root = nn.ModuleList(parts)
-    return Chain(root, parts, None, lambda output, _: (output, 1)), shapes
+    return Chain(root, parts), shapes
 
 
 def _holding(parameter: nn.Parameter, module: nn.Module) -> nn.Module:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.config import Assignment, Dedupe, MuonConfig, from_arguments
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,
@@ -88,7 +88,6 @@ class Setting:
                 (Replicate(), OwnedBy(self.owners[each.name]) if each.name in self.owners else Shard(each.shard_dim)),
                 newton_schulz,
                 normuon=self.config.normuon,
-                hyperball=self.config.hyperball,
             )
             for each in self.model.parameters
             if each.kind != "elementwise" and not each.frozen

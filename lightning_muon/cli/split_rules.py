@@ -23,7 +23,7 @@ from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting,
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES, make_buckets
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.schedule.cost import CostModel

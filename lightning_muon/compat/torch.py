@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import cache, reduce
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -325,15 +325,14 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def load_whole(directory: Path, key: str) -> Any:
-    """Return what a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
-
-    ``"optimizer_0.param_groups"`` is what it has in one of its state dicts.
-    """
-    state: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner(keys={key})
-    _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
-    return state[key] if key in state else reduce(lambda found, name: found.get(name, {}), key.split("."), state)
+def load_whole(directory: Path, *, with_optimizers: bool = True) -> dict[str, Any]:
+    """What the shards in a checkpoint directory hold, with whole tensors on the CPU, in one process. Local."""
+    reader, state = FileSystemReader(directory), dict[str, Any]()
+    places = [place[:2] for place in (reader.read_metadata().planner_data or {}).values()]
+    optimizers = {first for first, *second in places if second == ["param_groups"]}
+    keys = {first for first, *_ in places if with_optimizers or first not in optimizers}
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
+    return state
 
 
 def _gathered(root: FSDPModule) -> Iterator[tuple[Any, Tensor]]:

@@ -247,11 +247,8 @@ class TrainingEngine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context in which backward leaves gradients unreduced; local. A pipeline reduces those of each batch."""
+        """Context in which backward leaves gradients unreduced; local."""
         self._require_optimizer("no_backward_sync (no_sync)")
-        if self.pipeline is not None:
-            yield
-            return
         before, self._is_last_micro_batch = self._is_last_micro_batch, False
         try:
             with self.mode.no_sync():
@@ -275,10 +272,6 @@ class TrainingEngine:
 
         ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
-        if self.pipeline is not None:  # Gradients are reduced already.
-            with self.explaining():
-                yield
-            return
         self.has_run |= self._is_only_module
         with self.explaining():
             try:
@@ -295,16 +288,16 @@ class TrainingEngine:
             if guard is not None:
                 guard.end_backward()
 
-    def run_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
+    def run_pipeline(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
 
-        The mean is that over the losses of the batch of this rank, or their sum divided by ``num_losses``, the same on
-        all ranks. Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
+        The mean is that over the losses of the batch of this rank. Collective over all ranks; every rank must call it.
+        Gradients of the step before must be gone.
         """
         assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
         with self.explaining():
-            loss = self._stages.train(batch, num_losses)
+            loss = self._stages.train(batch)
             self.finish_backward()
         return loss
 
@@ -432,7 +425,6 @@ class TrainingEngine:
     def _compare_last_batch(self) -> None:
         if self._stages is not None:
             self._stages.runtime.batches.compare_last()
-            self._stages.compare_derivatives(is_end=True)
 
     @property
     def divides_weights(self) -> bool:
@@ -540,7 +532,7 @@ class TrainingEngine:
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing announces loss.backward().
         outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled() and self.pipeline is None:
+        if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, self._backward_begins, mode="any")
 
     def _backward_begins(self, _: Tensor) -> None:

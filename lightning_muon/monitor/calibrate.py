@@ -28,7 +28,8 @@ from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops
+from lightning_muon.math.coefficients import JORDAN
+from lightning_muon.math.newton_schulz import NewtonSchulz
 from lightning_muon.monitor.timeline import Recording, predict, record_step
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
@@ -128,9 +129,9 @@ _CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
 _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
-_NS_STEPS = 5
+_NEWTON_SCHULZ = NewtonSchulz((JORDAN,) * 5, torch.float32)
 # Options of an optimizer that change the cost of its Newton-Schulz and the bytes that are sent.
-ARITHMETIC = ("ns_coefficients", "ns_steps", "ns_quality", "ns_costs", "compute_dtype", "wire_dtype")
+ARITHMETIC = ("ns_coefficients", "ns_steps", "ns_quality", "compute_dtype", "wire_dtype")
 duration = attrgetter("timeline.makespan")  # Duration of a recording, in seconds.
 
 
@@ -158,7 +159,7 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
     cut: Counter[tuple[int, int]] = Counter()
     for (rows, cols), count in counts.items():
         cut[min(rows, side), min(cols, side)] += count
-    work = {shape: count * newton_schulz_flops(*shape, _NS_STEPS) for shape, count in cut.items()}
+    work = {shape: count * _NEWTON_SCHULZ.flops(*shape) for shape, count in cut.items()}
     chosen = sorted(work, key=lambda shape: (-work[shape], shape))[:_MOST_SHAPES]
     total = sum(cut[shape] for shape in chosen)
     mean_flops = sum(work[shape] for shape in chosen) / total

@@ -38,11 +38,10 @@ FOLDER = "muon_monitor"
 LINES = "steps.jsonl"
 # Part of a step -> kinds of its ops.
 PARTS = {
-    "momentum": (OpKind.MOMENTUM, OpKind.EARLY_MOMENTUM, OpKind.FETCH, OpKind.STORE),
+    "momentum": (OpKind.MOMENTUM, OpKind.EARLY_MOMENTUM),
     "gather": (OpKind.GATHER, OpKind.EARLY_GATHER),
     "newton_schulz": (OpKind.NEWTON_SCHULZ,),
     "scatter": (OpKind.SCATTER,),
-    "sums": (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS),
     "update": (OpKind.UPDATE,),
     "adamw": (OpKind.ADAMW,),
     "weights": (OpKind.ALL_GATHER,),
@@ -189,7 +188,7 @@ class StepMonitor:
         if planned is not None:
             planned.matrix_step.executor.recorder = measured.recorder
             jobs = [job for group in planned.plan.exchange_groups for job in group.jobs]
-            jobs = [job for job in jobs if job.parameter.group["muon_plus"] == "none"]
+            jobs = [job for job in jobs if job.parameter.group["orthogonalize"] == "newton_schulz"]
             measured.sample = jobs[self._num_measured % len(jobs)] if jobs else None
             planned.matrix_step.observer = measured.orthogonalized
 
@@ -452,7 +451,7 @@ def learning_rates(optimizer: torch.optim.Optimizer, planned: PlannedStep | None
     jobs = [] if planned is None else [job for each in planned.plan.exchange_groups for job in each.jobs]
     for job in jobs:
         group, matrix = job.parameter.group, job.matrix
-        scale = 1.0 if group["hyperball"] else lr_scale_of(matrix, group["adjust_lr_fn"], group["muon_plus"])
+        scale = lr_scale_of(matrix, group["adjust_lr_fn"])
         key = f"muon_lr/group{number_of[id(group)]}.{matrix.rows}x{matrix.cols}"
         found[key] = float(group["lr"]) * group["muon_lr_factor"] * scale
     return found

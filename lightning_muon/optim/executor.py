@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op
+from lightning_muon.schedule.program import TRANSFER, Op
 
 Action = Callable[[Op], Sequence[dist.Work]]
 
@@ -107,19 +107,13 @@ class StreamExecutor(Executor):
         super().__init__(actions)
         self._device = device
         self._transfer = torch.cuda.Stream(device)
-        # Streams of the lanes for copies between host and device, which not every plan has; lanes used in this step.
-        self._copying: dict[str, torch.cuda.Stream] = {}
-        self._begun: set[str] = set()
         self._early = torch.cuda.Stream(device)
         self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
     def execute(self, op: Op) -> None:
-        if op.lane == COMPUTE:
-            self._execute_on(torch.cuda.current_stream(), op)
-        else:
-            self._execute_on(self._transfer if op.lane == TRANSFER else self._copy_stream(op.lane), op)
+        self._execute_on(self._transfer if op.lane == TRANSFER else torch.cuda.current_stream(), op)
 
     @override
     def execute_early(self, op: Op) -> None:
@@ -147,19 +141,9 @@ class StreamExecutor(Executor):
         for event in self._ended.values():
             current.wait_event(event)
         self._ended.clear()
-        self._begun.clear()
         if current != self._compute:
             self._compute.wait_stream(current)  # Its memory may be used again.
             self._compute = current
-
-    def _copy_stream(self, lane: str) -> torch.cuda.Stream:
-        if lane not in self._copying:
-            self._copying[lane] = torch.cuda.Stream(self._device)
-        if lane not in self._begun:
-            # Wait for the copies of the last step, and for buffers that the compute lane has used.
-            self._begun.add(lane)
-            self._copying[lane].wait_stream(torch.cuda.current_stream())
-        return self._copying[lane]
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
         with torch.cuda.stream(stream), record_function(op.name):

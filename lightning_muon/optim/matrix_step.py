@@ -11,23 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool, start_all_to_all
+from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
-from lightning_muon.config import AdjustLr, MuonPlus
-from lightning_muon.math.methods import NewtonSchulzOptions
-from lightning_muon.math.newton_schulz import lr_scale, worth_batching
-from lightning_muon.math.normalize import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
+from lightning_muon.config import AdjustLr, name_of_function
+from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions, lr_scale, worth_batching
+from lightning_muon.math.normuon import normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.momentum import Momenta
-from lightning_muon.optim.parameters import INITIAL_NORM, SECOND_MOMENT, Gradients, States
+from lightning_muon.optim.parameters import MOMENTUM, SECOND_MOMENT, Gradients, States
 from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule import program
 from lightning_muon.schedule.program import Condition, Op, OpKind
-from lightning_muon.schedule.step import momentum_buffers_for, scatter_buffers_for
+from lightning_muon.schedule.step import scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -60,9 +58,7 @@ class MatrixStep:
         has_momentum: bool = True,
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
-        self._pool, self._sums = BufferPool(wire_dtype, plan.device), BufferPool(torch.float32, plan.device)
-        are_on_host = any(op.kind == OpKind.FETCH for op in plan.ops)
-        self._momenta = Momenta(plan.device, are_on_host=are_on_host, num_buffers=momentum_buffers_for(look_ahead))
+        self._pool = BufferPool(wire_dtype, plan.device)
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         self._in_backward: dict[str, list[Op]] = {}
         for op in plan.ops:
@@ -82,23 +78,17 @@ class MatrixStep:
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
-        # Updates that have arrived, of the buckets whose sums are being exchanged.
-        self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
             {
-                OpKind.FETCH: self._fetch,
-                OpKind.STORE: self._store,
                 OpKind.MOMENTUM: self._momentum,
                 OpKind.GATHER: self._communicate,
                 OpKind.EARLY_MOMENTUM: self._momentum,
                 OpKind.EARLY_GATHER: self._communicate,
                 OpKind.NEWTON_SCHULZ: self._newton_schulz,
                 OpKind.SCATTER: self._communicate,
-                OpKind.SUM_PIECES: self._sum_pieces,
-                OpKind.EXCHANGE_SUMS: self._exchange_sums,
                 OpKind.UPDATE: self._update,
                 OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
@@ -147,8 +137,6 @@ class MatrixStep:
                 self._take_buffers(key, agreed.gradients, self._slots[key])
             if self._transfers[key].taken:
                 taking_part.add(key)
-        if not agreed.is_given_up:
-            self._momenta.begin_step({key: self._transfers[key].jobs for key in self.plan.buckets}, states)
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
             **of_part,
@@ -170,11 +158,9 @@ class MatrixStep:
         if self._has_early_buffers:
             self._pool.release(OpKind.GATHER)
             self._has_early_buffers = False
-        self._momenta.end_step()
         # The check refers to the gradients, which would live until the next step.
         self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
         self._states = {}
-        self._arrived.clear()
 
     @contextmanager
     def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
@@ -231,21 +217,12 @@ class MatrixStep:
         send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
-    def _fetch(self, op: Op) -> Sequence[dist.Work]:
-        self._momenta.fetch(op.key)
-        return ()
-
-    def _store(self, op: Op) -> Sequence[dist.Work]:
-        self._momenta.store(op.key)
-        return ()
-
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Pack the look-ahead of the local pieces; the state changes only if the step cannot be given up."""
         is_in_step = op.phase == program.IN_STEP
         if is_in_step and self._agreed.is_given_up:
             return ()
-        # What was fetched from the host is not the state.
-        in_place = is_in_step and (self._momenta.are_on_host or not self._may_be_given_up)
+        in_place = is_in_step and not self._may_be_given_up
         transfer = self._transfers[op.key]
         for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
             transfer.pack(jobs, pieces)
@@ -259,16 +236,15 @@ class MatrixStep:
         """Yield the calling rank's pieces of what is orthogonalized, and of second moments, some jobs at a time."""
         for job, neurons in transfer.moments.items():
             if neurons.holds_some:
-                yield [neurons], [self._neuron_values(job, SECOND_MOMENT, self._pool.dtype)]
+                yield [neurons], [self._second_moments(job)]
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             if not self._has_momentum:
                 yield jobs, self._grads(jobs)
                 continue
-            buffers = self._momenta.read(jobs, self._states)
+            buffers = self._momenta(jobs)
             grads = self._grads(jobs, buffers[0].dtype)
             if in_place:
                 foreach.lerp_(buffers, grads, 1 - momentum)
-                self._momenta.write(jobs, buffers, self._states)
             else:
                 buffers = foreach.lerp(buffers, grads, 1 - momentum)
             yield jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers
@@ -293,9 +269,7 @@ class MatrixStep:
         )
         updates: dict[MatrixJob | NeuronValues, Tensor] = {}
         for jobs, stack in batches:
-            matrix, group = jobs[0].matrix, jobs[0].parameter.group
-            whole, newton_schulz = stack.view(len(jobs), matrix.rows, matrix.cols), self.plan.newton_schulz(jobs[0])
-            update = newton_schulz.orthogonalize(whole, eps=group["eps"], is_transposed=matrix.is_transposed)
+            update = self._orthogonalized(jobs, stack.view(len(jobs), jobs[0].matrix.rows, jobs[0].matrix.cols))
             for job, each in zip(jobs, update.unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(job, each)
@@ -306,28 +280,34 @@ class MatrixStep:
         transfer.pack_updates(updates)
         return ()
 
+    def _orthogonalized(self, jobs: Sequence[MatrixJob], matrices: Tensor) -> Tensor:
+        """Updates of matrices of one shape (jobs, rows, cols), which one call orthogonalizes."""
+        newton_schulz, group = self.plan.newton_schulz(jobs[0]), jobs[0].parameter.group
+        function, eps = group["orthogonalize"], group["eps"]
+        if callable(function):
+            is_transposed = jobs[0].matrix.is_transposed
+            updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
+            return updates.mT if is_transposed else updates
+        return newton_schulz.orthogonalize(matrices, eps=eps)
+
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
             self._catch_up_momentum(transfer)
-        update_of = self._arrived.pop(op.key, None) or transfer.updates()
+        update_of = transfer.updates()
         for job, neurons in transfer.moments.items():
             if neurons in update_of:
-                self._neuron_values(job, SECOND_MOMENT, self._pool.dtype).copy_(update_of[neurons])
-        if transfer.summed:
-            is_exchanged = f"{OpKind.EXCHANGE_SUMS}[{op.key}]" in op.deps
-            self._step_on_spheres(transfer, update_of, is_exchanged=is_exchanged)
-        others = [job for job in transfer.jobs if not job.parameter.group["hyperball"]]
-        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn", "muon_plus")
-        for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(others, *keys):
+                self._second_moments(job).copy_(update_of[neurons])
+        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
+        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
             updates = [update_of[job] for job in jobs]
             self._decay(views, updates, lr * weight_decay, is_cautious=is_cautious)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
-                by_scale.setdefault(lr_scale_of(job.matrix, *of_scale), []).append(index)
+                by_scale.setdefault(lr_scale_of(job.matrix, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         return ()
@@ -335,9 +315,8 @@ class MatrixStep:
     def _catch_up_momentum(self, transfer: Transfer) -> None:
         """Update the momentum in the state; while the step could still be given up, only a copy was updated."""
         for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
-            buffers = self._momenta.read(jobs, self._states)
+            buffers = self._momenta(jobs)
             foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
-            self._momenta.write(jobs, buffers, self._states)
 
     def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
         """Subtract from the weights of ``views`` this fraction of them."""
@@ -349,57 +328,6 @@ class MatrixStep:
                 view.mul_(1 - amount)
         else:
             foreach.mul_(views, 1 - amount)
-
-    def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
-        """Compute the sums over the local pieces, once for each rank of the replica."""
-        if self._agreed.is_given_up:
-            return ()
-        transfer = self._transfers[op.key]
-        update_of = self._arrived[op.key] = transfer.updates()
-        self._sum_buffer(transfer, "sent").copy_(self._local_sums(transfer, update_of))
-        return ()
-
-    def _exchange_sums(self, op: Op) -> Sequence[dist.Work]:
-        """Bring the sums to the other ranks of the replica."""
-        transfer = self._transfers[op.key]
-        send, receive = (self._sum_buffer(transfer, which).view(-1) for which in ("sent", "received"))
-        splits = transfer.sum_splits
-        return start_all_to_all(send, to=splits, receive=receive, source=splits, group=transfer.group.axes)
-
-    def _sum_buffer(self, transfer: Transfer, which: str) -> Tensor:
-        """Buffer (ranks of the replica, matrices, 3), float32; it changes with the buffer of the updates."""
-        numel = sum(transfer.sum_splits)
-        buffer = self._sums.take(f"{which}-{transfer.slots['scatter']}", numel)[:numel]
-        return buffer.view(-1 if numel else 0, len(transfer.summed), NUM_SUMS)
-
-    def _local_sums(self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor]) -> Tensor:
-        """Sums over the local pieces, (matrices, 3), float32; zeros where there is no piece."""
-        none = torch.zeros(NUM_SUMS, dtype=torch.float32, device=self._pool.device)
-        views = {job: job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in transfer.jobs}
-        sums = [hyperball_sums(views[job], update_of[job]) if job in views else none for job in transfer.summed]
-        return torch.stack(sums) if sums else none.new_empty((0, NUM_SUMS))
-
-    def _step_on_spheres(
-        self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor], *, is_exchanged: bool
-    ) -> None:
-        """Take the Hyperball step of the local pieces; also keep the norms of matrices at their first step."""
-        if is_exchanged:
-            # In the order of the ranks: the same bits on all of them, whatever else is in the bucket.
-            sums = self._sum_buffer(transfer, "received").sum(0, dtype=torch.float64).float()
-        else:
-            sums = self._local_sums(transfer, update_of)
-        place_of = {job: place for place, job in enumerate(transfer.summed)}
-        held = [job for job in transfer.summed if job.neurons is not None and job.neurons.holds_some]
-        for (shared_lr, factor), jobs in self._runs(held, "lr", "muon_lr_factor"):
-            norms = [self._neuron_values(job, INITIAL_NORM) for job in jobs]
-            known = torch.stack([norm.flatten()[0] for norm in norms])
-            own_sums = torch.stack([sums[place_of[job]] for job in jobs])
-            radii, scales, rates = hyperball_factors(own_sums, known, shared_lr * factor)
-            for job, norm, radius, scale, rate in zip(jobs, norms, radii, scales, rates, strict=True):
-                norm.copy_(radius)
-                if job in update_of:
-                    view = job.local_view(self.plan.layout.local(job.parameter.tensor))
-                    view.copy_(view.to(torch.float32) * scale - update_of[job].to(torch.float32) * rate)
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Yield jobs together whose param groups have equal values for ``keys``, with these values.
@@ -425,10 +353,15 @@ class MatrixStep:
         grads = [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
         return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
-    def _neuron_values(self, job: MatrixJob, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A state entry for the calling rank's neurons, viewed as ``dtype`` in one more dimension. Shares memory."""
+    def _momenta(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
+        """The calling rank's pieces of the momenta. Shares memory."""
+        return [job.local_view(local_tensor(self._states[job.parameter.tensor][MOMENTUM])) for job in jobs]
+
+    def _second_moments(self, job: MatrixJob) -> Tensor:
+        """The second moments of the calling rank's neurons, viewed in the wire dtype. Shares memory."""
         assert job.neurons is not None
-        return job.neurons.local_view(local_tensor(self._states[job.parameter.tensor][key]), dtype)
+        local = local_tensor(self._states[job.parameter.tensor][SECOND_MOMENT])
+        return job.neurons.local_view(local, self._pool.dtype)
 
     def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
         """Values of all neurons (neurons, 1) viewed in the wire dtype, in the shape of their box. Shares memory."""
@@ -443,9 +376,31 @@ class MatrixStep:
         return (update.mT if is_transposed else update), moments.view(-1, 1)
 
 
-def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:
+def orthogonalized_by(
+    function: Callable[..., Any], matrices: Tensor, newton_schulz: NewtonSchulz, *, eps: float
+) -> Tensor:
+    """The updates that a user's function makes of ``matrices`` (batch, outputs, inputs).
+
+    Raises a ``TypeError`` for those of another shape or dtype.
+    """
+
+    def plain(matrices: Tensor) -> Tensor:
+        return newton_schulz.orthogonalize(matrices, eps=eps).to(matrices.dtype)
+
+    updates: Any = function(matrices, newton_schulz=plain)
+    wanted = f"{tuple(matrices.shape)} {matrices.dtype}"
+    found = f"{tuple(updates.shape)} {updates.dtype}" if isinstance(updates, Tensor) else type(updates).__name__
+    if found != wanted:
+        raise TypeError(
+            f"orthogonalize={name_of_function(function)} returned {found} for matrices {wanted}; return updates of the "
+            "same shape and dtype, such as updates.to(matrices.dtype)"
+        )
+    return updates
+
+
+def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr) -> float:
     """Factor on the learning rate of a matrix."""
-    return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, muon_plus=muon_plus, is_transposed=matrix.is_transposed)
+    return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, is_transposed=matrix.is_transposed)
 
 
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
@@ -453,7 +408,11 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob
     batches: dict[Hashable, list[MatrixJob]] = {}
     # Once for each param group: a model may have thousands of small matrices.
     groups = {id(job.parameter.group): job.parameter.group for job in jobs}
-    options = {number: (NewtonSchulzOptions.of(group), group["eps"]) for number, group in groups.items()}
+    options = {
+        # A group with a function of its own shares no batch.
+        number: (NewtonSchulzOptions.of(group), group["eps"], callable(group["orthogonalize"]) and number)
+        for number, group in groups.items()
+    }
     for job in jobs:
         matrix = job.matrix
         if worth_batching(matrix.rows, matrix.cols, device_type):

@@ -19,22 +19,17 @@ from lightning_muon.config import (
     Dedupe,
     DtypeName,
     Lora,
-    MomentumDtype,
     MuonConfig,
-    MuonEq,
-    MuonPlus,
     NsCoefficients,
     NsQuality,
-    Offload,
     OptimizerConfig,
+    Orthogonalize,
     Overlap,
     from_arguments,
     takes_options,
 )
 from lightning_muon.optim.backward_prefetch import GatherPrefetch
 from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.momentum import MomentumCompletion
-from lightning_muon.optim.parameters import StateCompletion
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import take_moments_as_momenta_
 from lightning_muon.optim.step_plan import StepPlan
@@ -86,9 +81,7 @@ class ParallelMuon(PlannedOptimizer):
         eps: float = MuonConfig.eps,
         ns_steps: int = MuonConfig.ns_steps,
         ns_quality: NsQuality = MuonConfig.ns_quality,
-        ns_costs: str = MuonConfig.ns_costs,
-        muon_eq: MuonEq = MuonConfig.muon_eq,
-        muon_plus: MuonPlus = MuonConfig.muon_plus,
+        orthogonalize: Orthogonalize = MuonConfig.orthogonalize,
         adjust_lr_fn: AdjustLr | None = MuonConfig.adjust_lr_fn,
         muon_lr_factor: float | Literal["auto"] = MuonConfig.muon_lr_factor,
         algorithm: Algorithm = "auto",
@@ -104,9 +97,6 @@ class ParallelMuon(PlannedOptimizer):
         look_ahead: int = MuonConfig.look_ahead,
         normuon: bool = MuonConfig.normuon,
         normuon_beta2: float = MuonConfig.normuon_beta2,
-        hyperball: bool = MuonConfig.hyperball,
-        momentum_dtype: MomentumDtype = MuonConfig.momentum_dtype,
-        offload: Offload = MuonConfig.offload,
         adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         lora: Lora = MuonConfig.lora,
@@ -134,10 +124,6 @@ class ParallelMuon(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         take_moments_as_momenta_(self._routed_parameters(), self._existing_state)
-
-    @override
-    def _own_completion(self) -> StateCompletion:
-        return MomentumCompletion(self._options)
 
     def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
         for line in _decisions(plan):

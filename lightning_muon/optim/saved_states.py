@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lightning_muon.comm.agreement import warn_on_first_rank
-from lightning_muon.config import join_names
 from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParameter, States
 from lightning_muon.removed import REMOVED, STATE_OF
 
@@ -41,27 +40,32 @@ def are_ours(groups: Sequence[ParamGroup]) -> bool:
     return any(group.keys() >= {"algorithm", "adamw_eps"} for group in groups)
 
 
-def is_removed(key: str, value: object) -> bool:
-    """Whether an entry of a param group is an option that is gone, or has a value that is."""
-    return key in REMOVED or f"{key}={value!r}" in REMOVED
+def _reason(key: str, value: object) -> str | None:
+    """Why an option is gone, or its value; one tuple in the table stands for all."""
+    is_tuple = isinstance(value, tuple | list)
+    of_tuples = (why for name, why in REMOVED.items() if is_tuple and name.startswith(f"{key}=("))
+    return REMOVED.get(key) or REMOVED.get(f"{key}={value!r}") or next(of_tuples, None)
 
 
 def _leave_out_removed_(groups: Sequence[ParamGroup], states: Mapping[Any, dict[str, Any]]) -> None:
     """Drop entries of options that are gone; rank 0 warns once. Momenta and moments of the same matrices stay."""
     found, used = dict[str, None](), dict[str, str]()
     for group in groups:
-        for key, value in [item for item in group.items() if is_removed(*item)]:
-            del group[key]
-            found[key] = None
-            if value and value not in ("none", "auto"):  # What options that were off had.
-                used[f"{key}={value!r}"] = REMOVED[key if key in REMOVED else f"{key}={value!r}"]
+        for key, value in list(group.items()):
+            if (why := _reason(key, value)) is not None:
+                del group[key]
+                found[key] = None
+                if value and value not in ("none", "auto"):  # What options that were off had.
+                    used[f"{key}={value!r}"] = why
+        if "ns_coefficients" in found:
+            group.pop("ns_steps", None)  # It is their number.
     for state in states.values():
         for key in [key for key in state if key in STATE_OF]:
             del state[key]
             found[key] = None
     if found:
         gone = [f"what {what} did is gone: {why}" for what, why in used.items()]
-        text = f"the loaded state has {join_names(found)} of version 0.1, which are left out; all else is loaded"
+        text = f"the loaded state has {', '.join(found)} of version 0.1, which are left out; all else is loaded"
         warn_on_first_rank("; ".join([text, *gone]), stacklevel=4)
 
 

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, maxima_over, require_equal, together
-from lightning_muon.comm.collectives import start_reading
+from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
-from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
@@ -23,7 +22,7 @@ from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import step_program, with_momenta_on_host
+from lightning_muon.schedule.step import step_program
 from lightning_muon.schedule.validate import check_step
 
 
@@ -34,7 +33,7 @@ class MatrixJob:
     parameter: RoutedParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
-    neurons: NeuronValues | None = None  # State values of its neurons, if it has any.
+    neurons: NeuronValues | None = None  # Second moments of its neurons, if it has any.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
@@ -43,12 +42,12 @@ class MatrixJob:
 
 @dataclass(frozen=True, eq=False)
 class NeuronValues:
-    """The float32 state values of the neurons of a matrix, viewed in the wire dtype."""
+    """The float32 second moments of the neurons of a matrix, viewed in the wire dtype."""
 
     pieces: exchange.Pieces
     holds_some: bool  # Whether the calling rank has any.
 
-    def local_view(self, local: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def local_view(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
         return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 
@@ -192,8 +191,6 @@ def make_step_plan(
         is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
-    if options.offloads_momentum:
-        ops = with_momenta_on_host(ops, look_ahead)
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     for group in groups:
         owners = zip(group.jobs, group.plan.owners, strict=True)
@@ -248,7 +245,6 @@ def _exchange_groups(
                 placements,
                 NewtonSchulzOptions.of(each.group),
                 normuon=each.group["normuon"],
-                hyperball=each.group["hyperball"],
             )
         )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
@@ -305,39 +301,6 @@ def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[in
         if node_of.setdefault(others, node) != node:
             return True
     return False
-
-
-def require_norms(plan: StepPlan) -> None:
-    """Raise for zero matrices that must keep their norm (``hyperball``), and so would stay zero.
-
-    Collective over the meshes of ``plan``; every rank must call it.
-    """
-    zero: list[str] = []
-    for members in plan.meshes:
-        own = set(members.tensors)
-        of_mesh = [(group, job) for group in plan.exchange_groups for job in group.jobs if job.parameter.tensor in own]
-        asked = [(group, job) for group, job in of_mesh if job.parameter.group["hyperball"]]
-        if not asked:
-            continue
-        no_part = torch.zeros((), dtype=torch.bool, device=plan.device)
-        flags = [
-            job.local_view(plan.layout.local(job.parameter.tensor)).any()
-            if group.axes.rank in job.pieces.by_rank
-            else no_part
-            for group, job in asked
-        ]
-        (filled,) = start_reading([torch.stack(flags)])()
-        of_any_rank = zip(asked, maxima_over(members.host, [int(flag) for flag in filled]), strict=True)
-        zero += [job.matrix.name for (_, job), is_filled in of_any_rank if not is_filled]
-
-    def check() -> None:
-        if zero:
-            raise ValueError(
-                f"{len(zero)} matrices ({zero[0]}, ...) are zero, and with hyperball=True a matrix keeps its norm: put "
-                "them in a param group with hyperball=False, or give them other values before the first step"
-            )
-
-    together(check, [members.axes for members in plan.meshes])
 
 
 def require_equal_parameters(

@@ -19,7 +19,6 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.math.normalize import NUM_SUMS
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
 from lightning_muon.params.logical import Box
 
@@ -84,9 +83,7 @@ class Transfer:
         self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Jobs of which the calling rank has a piece.
         self.owned = [job for job, owners in matrices.items() if me in owners]  # Jobs that it orthogonalizes.
         # Matrices whose second moments travel -> these.
-        self.moments = {
-            job: job.neurons for job in matrices if job.neurons is not None and job.parameter.group["normuon"]
-        }
+        self.moments = {job: job.neurons for job in matrices if job.neurons is not None}
         self._owners: dict[_Job, tuple[int, ...]] = {
             **matrices,
             **{neurons: matrices[job] for job, neurons in self.moments.items()},
@@ -188,18 +185,6 @@ class Transfer:
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
         return found
-
-    @cached_property
-    def summed(self) -> Sequence[MatrixJob]:
-        """Matrices whose updates need sums over all pieces; the list is equal on all ranks."""
-        return [job for job in self.matrices if job.parameter.group["hyperball"]]
-
-    @cached_property
-    def sum_splits(self) -> Sequence[int]:
-        """Number of elements of the sums to each rank: all for ranks of the same replica, this one too, else 0."""
-        replica_of, numel = self.group.replica_of, NUM_SUMS * len(self.summed)
-        own = replica_of[self.group.axes.rank]
-        return [numel if replica == own else 0 for replica in replica_of]
 
     def reserve_gather(self) -> None:
         """Take the buffers of the gather from the pool: on CUDA, memory belongs to the stream that is current."""

@@ -31,23 +31,6 @@ if TYPE_CHECKING:
 _Key = tuple[int, int]  # Stage and micro-batch.
 
 
-@dataclass(frozen=True)
-class Result:
-    """Result of a step of training, the same on all ranks of the pipeline."""
-
-    total: Tensor  # Sum of the losses.
-    count: Tensor  # Number of the losses.
-    # Whether the loss, or a gradient of this rank or of one with copies of its parameters, is NaN or Inf, so that all
-    # of them skip the step: a bool on the device.
-    is_nonfinite: Tensor
-    has_gradients: bool = False  # Whether any rank had gradients before the step.
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean loss of the batch."""
-        return self.total / self.count.clamp(min=1)
-
-
 @dataclass
 class BatchRun:
     """The state of one batch that runs through the stages."""
@@ -128,11 +111,15 @@ class BatchRun:
             self.runtime.recorder.started(op)
         return present
 
-    def result(self) -> Result:
-        """The result, to be read when the gradients are reduced; local."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The mean loss, the same on all ranks of the pipeline, and a bool on the device; local.
+
+        It says whether the loss, or a gradient of this rank or of one with copies of its parameters, is NaN or Inf, so
+        that all of them skip the step.
+        """
         total, count = self._totals
         are_finite = torch.stack([total.isfinite(), *self._are_finite]).all()
-        return Result(total, count, are_finite.logical_not())
+        return total / count.clamp(min=1), are_finite.logical_not()
 
     @property
     def _totals(self) -> Tensor:

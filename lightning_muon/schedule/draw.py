@@ -30,8 +30,6 @@ _STYLES = {
     OpKind.GATHER: Style("G", "gather", "#56B4E9"),
     OpKind.NEWTON_SCHULZ: Style("C", "Newton-Schulz", "#E69F00"),
     OpKind.SCATTER: Style("S", "scatter", "#29B98A"),
-    OpKind.SUM_PIECES: Style("P", "sums over pieces", "#BBBBBB"),
-    OpKind.EXCHANGE_SUMS: Style("X", "exchange of sums", "#A8DFC8"),
     OpKind.UPDATE: Style("U", "update", "#F0E442"),
     OpKind.ADAMW: Style("A", "AdamW", "#A58ADB"),
     # Of a pipeline; i is a stage and a micro-batch.

@@ -15,8 +15,6 @@ from lightning_muon.schedule.program import (
     IN_BACKWARD,
     IN_STEP,
     STEP_KINDS,
-    TO_DEVICE,
-    TO_HOST,
     Condition,
     Op,
     OpKind,
@@ -45,10 +43,10 @@ NOTHING_ADDED = AddedOps()
 def prefetch(program: Program, look_ahead: int) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
-    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
-    Newton-Schulz and scatter of k, sums over pieces (if needed) and update of earlier buckets, momentum and gather of k
-    + look_ahead. With 0 the program stays serial. With 1 only AdamW and updates overlap with transfers, since the
-    gather of k + 1 queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
+    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket
+    k: Newton-Schulz and scatter of k, update of an earlier bucket, momentum and gather of k + look_ahead. With 0 the
+    program stays serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues
+    behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
     for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
@@ -59,36 +57,6 @@ def prefetch(program: Program, look_ahead: int) -> Program:
 def scatter_buffers_for(look_ahead: int) -> int:
     """Number of scatter buffers for a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
     return max(2, look_ahead)
-
-
-def momentum_buffers_for(look_ahead: int) -> int:
-    """Number of buckets whose momenta are on the device at a time, until their update, if the host keeps them."""
-    return max(1, look_ahead) + scatter_buffers_for(look_ahead)
-
-
-def with_momenta_on_host(ops: Sequence[Op], look_ahead: int) -> list[Op]:
-    """Add ops that fetch momenta from the host before ops that need them, and store them after the update.
-
-    The n = :func:`momentum_buffers_for` buffers are used in turn: fetch k waits for store k - n. Fetched momenta may
-    change before the ``check``; only the store, after the update, changes the state. Both run for every bucket, but do
-    nothing for one without gradients, so that each wait holds for all earlier buckets in the lane, too.
-    """
-    num_buffers, stores = momentum_buffers_for(look_ahead), list[str]()
-    fetched: dict[str, str] = {}
-    staged: list[Op] = []
-    for op in ops:
-        needs = op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
-        if needs and op.key not in fetched:
-            frees = (stores[len(fetched) - num_buffers],) if len(fetched) >= num_buffers else ()
-            fetch = Op(kind=OpKind.FETCH, key=op.key, rank=op.rank, lane=TO_DEVICE, items=op.items, deps=frees)
-            fetched[op.key] = fetch.name
-            staged.append(fetch)
-        staged.append(replace(op, deps=(*op.deps, fetched[op.key])) if needs else op)
-        if op.kind == OpKind.UPDATE:
-            store = Op(kind=OpKind.STORE, key=op.key, rank=op.rank, lane=TO_HOST, items=op.items, deps=(op.name,))
-            stores.append(store.name)
-            staged.append(store)
-    return staged
 
 
 def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
@@ -106,8 +74,6 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     delay = scatter_buffers - 1
     stages = (
         (0, (OpKind.NEWTON_SCHULZ, OpKind.SCATTER)),
-        # Before an older update, so that the sums are sent while it runs.
-        (min(1 - delay, -1), (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS)),
         (-delay, (OpKind.UPDATE,)),
         (look_ahead, (OpKind.MOMENTUM, OpKind.GATHER)),
     )

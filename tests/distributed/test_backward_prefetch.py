@@ -30,7 +30,6 @@ from tests.distributed.backward_passes import (
     tokens,
     without_sync,
 )
-from tests.support.momenta_on_host import momenta_on_host
 from tests.support.processes import ProcessPool
 from tests.support.recorded_ops import recorded_ops
 from tests.support.tensors import are_equal, weights_of
@@ -103,42 +102,6 @@ def test_every_schedule_gives_the_same_bits(
 ) -> None:
     world_size = torch.Size(mesh_shape).numel()
     for differences in gloo.run(_compare, mesh_shape, variants, backward, world_size=world_size):
-        assert differences == []
-
-
-def _compare_kept(mesh_shape: tuple[int, ...], *args: Any, **common: Any) -> list[str]:
-    """As :func:`_compare`, with momenta in 8 bits or in the memory of the host, or both."""
-    with momenta_on_host():
-        return _compare(mesh_shape, *args, **common)
-
-
-KEPT = [
-    {"overlap": "step", "look_ahead": 3},
-    {"overlap": "backward", "chunk_bytes": 700},
-    {"overlap": "off", "offload": "momentum"},
-    {"overlap": "step", "look_ahead": 1, "looks_at_once": False, "offload": "momentum"},
-    {"overlap": "backward", "chunk_bytes": 700, "looks_at_once": False, "offload": "momentum"},
-]
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "variants", "backward", "momentum_dtype"),
-    [
-        ((2,), KEPT, accumulated, "auto"),
-        ((3,), KEPT[::4], branch_on_some_ranks, "int8"),
-        ((2, 2), KEPT[1:4:2], clipped, "int8"),
-    ],
-)
-def test_momenta_that_are_kept_elsewhere_give_the_same_bits(
-    gloo: ProcessPool,
-    mesh_shape: tuple[int, ...],
-    variants: list[dict[str, Any]],
-    backward: Callable[..., None],
-    momentum_dtype: str,
-) -> None:
-    world_size = torch.Size(mesh_shape).numel()
-    common = {"momentum_dtype": momentum_dtype}
-    for differences in gloo.run(_compare_kept, mesh_shape, variants, backward, **common, world_size=world_size):
         assert differences == []
 
 

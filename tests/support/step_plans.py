@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.methods import Arithmetic
+from lightning_muon.math.newton_schulz import Arithmetic
 from lightning_muon.optim.parameters import RoutedParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions

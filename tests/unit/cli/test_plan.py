@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.multiprocessing import start_processes
 
 from lightning_muon.cli import plan as plan_module
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.math.product_costs import Variant, read_costs
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.shapes import read_shapes
 
@@ -88,14 +86,11 @@ def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str]
     pytest.importorskip("matplotlib")
     pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
     shapes = tmp_path / "shapes.json"
-    words = ["--draw", *map(str, pictures), "--write-shapes", str(shapes), "--html", str(tmp_path / "plan.html")]
+    words = ["--draw", *map(str, pictures), "--write-shapes", str(shapes)]
     main(["plan", "--shapes", "t5-small", "--shard-size", "2", *words])
     assert "T5-small on 1 x 2 = 2 ranks (replicate x shard)" in capsys.readouterr().out
     assert all(picture.stat().st_size > 1000 for picture in pictures)
     assert read_shapes(shapes) == read_shapes("t5-small")
-    page = (tmp_path / "plan.html").read_text()
-    assert re.findall("<tr class=chosen>.*?>(.*?)</td>", page) == ["lpt+pipeline"]
-    assert "encoder.block.0.layer.0.SelfAttention.q.weight 512 x 512: rank" in page
 
 
 @pytest.fixture
@@ -297,8 +292,6 @@ def test_steps_of_a_config_are_recorded_drawn_and_predicted(
     picture = (out / "timeline.svg").read_text()
     assert "measured" in picture and "predicted" in picture and "Net (config.yaml) on 1 x 2 ranks" in picture
     assert CostModel.from_dict(json.loads((out / "cost.json").read_text())).flops_per_second > 0
-    costs = read_costs(str(out / "ns_costs.json"), "cpu")
-    assert set(costs.seconds) == {(8, 8)} and costs.of(8, 8, Variant(torch.float32))
     report = capsys.readouterr().out
     assert "measured" in report and "predicted" in report and "of measured" in report
 

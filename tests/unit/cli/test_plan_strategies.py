@@ -16,9 +16,9 @@ from lightning_muon.cli.plan_strategies import (
     compare_strategies,
 )
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from tests.reference.muon import newton_schulz_flops
 
 _CONFIG = MuonConfig(chunk_bytes=2**16)
 _MODULE = "lightning_muon.cli.plan_strategies"

@@ -53,6 +53,17 @@ def test_a_state_that_cannot_be_translated_is_refused(group: dict[str, Any], mat
     assert optimizer.param_groups[0]["lr"] == before
 
 
+def test_values_that_are_gone_become_those_of_the_program() -> None:
+    saved = ParallelMuon(_net().parameters()).state_dict()
+    saved["param_groups"][0].update(ns_quality=(0.85, 1.15), ns_coefficients="deepseek_v4", ns_steps=10, momentum=0.5)
+    optimizer = ParallelMuon(_net().parameters(), ns_steps=4)
+    gone = r"what ns_coefficients='deepseek_v4' did is gone: .*; what ns_quality=\(0.85, 1.15\) did is gone: "
+    with pytest.warns(UserWarning, match=gone):
+        optimizer.load_state_dict(saved)
+    (group,) = optimizer.param_groups
+    assert (group["ns_quality"], group["ns_steps"], group["momentum"]) == ("reference", 4, 0.5)
+
+
 @pytest.mark.parametrize("kind", [ParallelMuon, FlexDeMo])
 def test_options_that_are_gone_are_left_out(kind: Any) -> None:
     saved = _trained(kind(_net().parameters())).state_dict()

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.estimates import (
@@ -23,6 +22,7 @@ from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import IN_STEP, TRANSFER, Op, OpKind, Program, branch, without_absent
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import prefetch, step_program
+from tests.reference.muon import newton_schulz_flops
 from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
 
 H100 = PRESETS["h100"]

@@ -198,24 +198,3 @@ def test_a_busy_host_starts_no_transfer() -> None:
     lanes = {"send": TRANSFER, "work": COMPUTE, "more": COMPUTE, "recv": TRANSFER}
     program = host_order({0: [Op(kind=kind, key="0", rank=0, lane=lane) for kind, lane in lanes.items()]})
     assert [op.deps for op in program[0]] == [(), (), (), ("more[0]",)]
-
-
-@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_sums_over_pieces_travel_while_others_compute(look_ahead: int) -> None:
-    specs = [replace(each, sums_pieces=index < 4) for index, each in enumerate(sharded([8] * 6, 4, 2))]
-    plan = plan_of(specs, itemsize=4)
-    program = _program(plan, look_ahead)
-    check_step(program, [plan])
-    ops = branch(program, ALL_IN_STEP)[0]
-    # Three numbers for each matrix that needs them, to the only other rank of the replica.
-    needed = {op.key: 12 * sum(index < 4 for index in op.items) for op in ops if op.kind == OpKind.UPDATE}
-    assert {op.key: op.bytes for op in ops if op.kind == OpKind.EXCHANGE_SUMS} == {k: v for k, v in needed.items() if v}
-    names = [op.name for op in ops]
-    for key, size in needed.items():
-        if not size:
-            continue
-        kinds = (OpKind.SCATTER, OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS, OpKind.UPDATE)
-        places = [names.index(f"{kind}[{key}]") for kind in kinds]
-        assert places == sorted(places)
-        if look_ahead == 3:  # There are buffers for an older update, and Newton-Schulz of a later bucket.
-            assert places[3] - places[2] > 1

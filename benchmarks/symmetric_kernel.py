@@ -1,5 +1,6 @@
 """Symmetric products on CUDA by a Triton kernel: one triangle of tiles is computed and mirrored. Needs ``triton``.
 
+It waits here until a card has shown that Newton-Schulz gains by it: ``make gpu`` measures it beside cuBLAS.
 Tiles and the order of every sum depend on the dtype alone: a matrix has the same bits alone and in a batch, and on any
 rank with the same kind of device.
 """
@@ -15,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows and columns of a tile, terms of a sum at a time, warps: some 64 KiB of shared memory, which cards
-# from sm_75 on have (tests/unit/math/test_symmetric_kernel.py compiles it). Chosen, not measured.
+# Rows and columns of a tile, terms of a sum at a time, warps: some 64 KiB of shared memory as compiled for sm_80, which
+# cards from sm_75 on have. Chosen, not measured.
 _TILES = {torch.bfloat16: (128, 64, 8), torch.float16: (128, 64, 8), torch.float32: (64, 32, 4)}
 
 
