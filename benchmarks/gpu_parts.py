@@ -16,7 +16,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -29,8 +28,6 @@ from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
 from lightning_muon.math.symmetric import add_square, panels_of
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.executor import StreamExecutor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -195,8 +192,7 @@ def waiting(device: Device) -> Iterator[Row]:
     """How often the host waits for the device in a step, beside the one event."""
     nodes = {"mesh_shape": (2, 4), "name": "fsdp"}
     modes: dict[str, dict[str, Any]] = {
-        "fsdp, overlap='step'": {"name": "fsdp", "overlap": "step"},
-        "fsdp, overlap='backward'": {"name": "fsdp", "overlap": "backward"},
+        "fsdp": {"name": "fsdp"},
         "zero2": {"name": "zero2"},
         "ddp": {"name": "ddp"},
         "FlexDeMo": nodes | {"nodes": FlexDeMoConfig(check_every=0)},
@@ -242,33 +238,6 @@ def _sync_warnings(device: Device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def race(device: Device) -> Iterator[Row]:
-    """Early gathers whose stream is late: the check of what was sent must wait for it, or steps are run twice."""
-    failed: list[int] = []
-    execute_early, note = StreamExecutor.execute_early, BackwardPrefetch.failed
-
-    def late(executor: Any, op: Any) -> None:
-        with torch.cuda.stream(executor._early):
-            torch.cuda._sleep(100_000_000)  # Some 50 ms.
-        execute_early(executor, op)
-
-    def noted(early: Any, void: Any) -> None:
-        failed.append(len(void))
-        note(early, void)
-
-    with (
-        one_rank_of_mode("fsdp", device=device.name, overlap="backward") as rank,
-        mock.patch.object(StreamExecutor, "execute_early", late),
-        mock.patch.object(BackwardPrefetch, "failed", noted),
-    ):
-        for _ in range(5):
-            rank.backward()
-            rank.step()
-            device.synchronize()
-    held = sum(failed) == 0
-    yield Row("buckets sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
-
-
 def two_ranks(device: Device) -> Iterator[Row]:
     """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
     found = train_two_ranks(device.name)
@@ -280,15 +249,14 @@ def two_ranks(device: Device) -> Iterator[Row]:
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
     for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
-        for overlap in ("step", "backward"):
-            yield from _step_of(device, shapes, overlap)
+        yield _step_of(device, shapes)
 
 
-def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
+def _step_of(device: Device, shapes: str) -> Row:
     if device.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with one_rank_of(8, shapes, device=device.name, overlap=overlap) as (optimizer, parameters):
+    with one_rank_of(8, shapes, device=device.name) as (optimizer, parameters):
         held = sum(parameter.to_local().numel() for _, parameter in parameters)
         host: list[float] = []
         total: list[float] = []
@@ -305,8 +273,8 @@ def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
                 total.append(time.perf_counter() - start)
         launches = _launches(device, optimizer, parameters)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
-    yield Row(
-        f"{shapes} on 8 ranks, overlap={overlap!r}",
+    return Row(
+        f"{shapes} on 8 ranks",
         f"{statistics.median(total) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f} ms, {launches} launches, "
         f"{held / 1e9:.2f} billion parameters here{peak}",
     )
@@ -364,6 +332,5 @@ PARTS = {
     "trainer": Part(trainer, 90),
     "one_card": Part(one_card, 60),
     "steps": Part(steps, 150),
-    "race": Part(race, 60),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -41,6 +41,13 @@ REMOVED: dict[str, str] = {
     "lightning-muon doctor --ranks": "torchrun starts the ranks: torchrun --nproc-per-node N -m lightning_muon doctor",
     "lightning-muon doctor --seconds": "one exchange is tried on each axis, under torchrun",
     "lightning-muon plan --html": "the timelines are drawn by --draw",
+    "lightning-muon plan --calibrate": (
+        "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as --cost"
+    ),
+    "lightning-muon trace": (
+        "each op of a step is a range of torch.profiler, see docs/traces.md; benchmarks/plan_accuracy.py draws a step "
+        "above its prediction"
+    ),
 }
 # Entry of the state of a parameter in a checkpoint -> the option above that needed it.
 STATE_OF: dict[str, str] = {"initial_norm": "hyperball"}

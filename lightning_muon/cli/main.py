@@ -11,7 +11,6 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,7 +29,6 @@ _LIGHTNING = {
 # Each is a module of this folder, with `add_arguments` and `run`; `launch` has the options of Accelerate.
 _COMMANDS = {
     "plan": "predict owners, bytes and time of a step, without a GPU",
-    "trace": "record real steps, drawn above their prediction",
     "convert": "make one file of a checkpoint of shards, or safetensors",
     "doctor": "say what is installed here, and what will not work",
     "verify": "find damage to checkpoints by the hashes of their files",
@@ -104,14 +102,14 @@ def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: s
 
 def reporting(parser: Any) -> Any:
     """Return the parser, also one of jsonargparse, changed so that its errors print no usage, but the nearest name."""
-    parser.error = partial(_refuse, parser)
+
+    def refuse(message: str, error: Exception | None = None) -> None:
+        of_command = getattr(error, "subcommand_parser", None) or parser
+        prog, options = of_command.prog.replace(" [options]", ""), list(of_command._option_string_actions)
+        of_command.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, options)}\n")
+
+    parser.error = refuse
     return parser
-
-
-def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None) -> NoReturn:
-    parser = getattr(error, "subcommand_parser", None) or parser
-    prog = parser.prog.replace(" [options]", "")
-    parser.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, list(parser._option_string_actions))}\n")
 
 
 def _hint(prog: str, message: str, options: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import math
-import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
@@ -27,11 +26,10 @@ from lightning_muon.cli.plan_model import (
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.plan_strategies import PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.monitor.calibrate import ARITHMETIC, calibrate
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
@@ -82,7 +80,6 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
 _WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
-_CALIBRATE_HELP = "measure this machine, with a process for each rank; takes some 20 seconds"
 _PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
 _MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
 
@@ -98,7 +95,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--json", action="store_true", help="print everything as JSON instead of text")
     add("--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf")
     add("--machine", choices=sorted(PRESETS), help=_MACHINE_HELP)
-    add("--calibrate", action="store_true", help=_CALIBRATE_HELP)
     for name, metavar, kind, text in _OPTIONS:
         add(name, metavar=metavar, type=kind, help=text)
 
@@ -215,16 +211,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
     asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
     config = replace(planned.optimizer, **{key: value for key, value in asked.items() if value is not None})
     cost = PRESETS[machine]
-    if arguments.calibrate:
-        machine, num_cores = "measured", os.cpu_count() or 1
-        if mesh.size > 4 * num_cores:
-            raise ValueError(
-                f"--calibrate starts a process for each of the {mesh.size} ranks, which is too many for {num_cores} "
-                "cores; calibrate on fewer ranks (lightning-muon trace writes cost.json) and hand that over with --cost"
-            )
-        options = {key: getattr(config, key) for key in ARITHMETIC}
-        cost = calibrate(planned.shapes, num_ranks=mesh.size, num_replicas=mesh.replicate, **options)
-    elif arguments.cost is not None:
+    if arguments.cost is not None:
         machine = str(arguments.cost)
         cost = CostModel.read(arguments.cost)
     between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
@@ -236,7 +223,7 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
         config=config,
         wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
         machine=machine,
-        is_cpu=arguments.calibrate or (arguments.machine or planned.machine) == "cpu",
+        is_cpu=(arguments.machine or planned.machine) == "cpu",
         cost=replace(
             cost,
             flops_per_second=arguments.flops or cost.flops_per_second,
@@ -344,11 +331,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
         f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
         "most expensive matrix in 16 bits.",
     ]
-    for outcome in outcomes:
-        if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
-            caption.append(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.")
-        if outcome.numbers["note"]:
-            caption.append(f"{outcome.name}: {outcome.numbers['note']}.")
+    caption += [f"{each.name}: {each.numbers['note']}." for each in outcomes if each.numbers["note"]]
     if last["load"]["ranks_without_matrix"]:
         caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
     if choice is not None:

@@ -40,7 +40,7 @@ FLEXDEMO = FlexDeMoConfig(base="muon")  # Default config of the row: the optimiz
 SPLIT_MODES: tuple[TrainingMode, ...] = ("fsdp", "hsdp", "pipeline")  # Modes of --splits.
 _SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_v")
 # Options that --ranks and --splits would ignore, and those that only some ways of planning read.
-_REFUSED = ("pipeline", "draw", "calibrate", "replicate_size", "shard_size", "compute_seconds")
+_REFUSED = ("pipeline", "draw", "replicate_size", "shard_size", "compute_seconds")
 _ONLY_WITH = {
     ("ranks",): ("modes",),
     ("ranks", "splits"): (

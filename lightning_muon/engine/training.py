@@ -18,7 +18,7 @@ from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat.hooks import ModuleHook
-from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.compat.torch import free_unsharded, profiled
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
@@ -34,7 +34,6 @@ from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
-from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
@@ -322,17 +321,12 @@ class TrainingEngine:
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
         self._require_reduced("clip_gradients (clip_grad_norm_)")
-        recorder = None if self.pipeline is None else self.pipeline.recorder
-        if recorder is not None:
-            recorder.started(GRADIENT_NORM)
-        with self.explaining():
+        with self.explaining(), profiled("gradient_norm", "all"):
             self.finish_gradients()
             self._mark(CLIP)
             norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
-        if recorder is not None:
-            recorder.ended(GRADIENT_NORM)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:

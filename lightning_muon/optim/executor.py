@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 from typing_extensions import override
 
+from lightning_muon.compat.torch import profiled
 from lightning_muon.schedule.program import TRANSFER, Op
 
 Action = Callable[[Op], Sequence[dist.Work]]
@@ -28,7 +28,7 @@ class Executor(ABC):
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = actions
-        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.timeline.
+        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.recorder.
 
     @abstractmethod
     def execute(self, op: Op) -> None:
@@ -63,7 +63,7 @@ class HostExecutor(Executor):
     def execute(self, op: Op) -> None:
         for name in op.deps:
             self.wait(name)
-        with record_function(op.name):
+        with profiled(op.kind, op.key):
             if self.recorder is not None:
                 self.recorder.started(op)
             works = self._actions[op.kind](op)
@@ -146,7 +146,7 @@ class StreamExecutor(Executor):
             self._compute = current
 
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
-        with torch.cuda.stream(stream), record_function(op.name):
+        with torch.cuda.stream(stream), profiled(op.kind, op.key):
             for name in op.deps:
                 # An op of this step only: buffers of an earlier step are free, because finish() waited for them.
                 self.wait(name)

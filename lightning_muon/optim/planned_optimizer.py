@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
-from lightning_muon.comm.groups import PrivateGroups, require_backend
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of
+from lightning_muon.comm.groups import require_backend
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
@@ -74,7 +74,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
-        self._private_groups = PrivateGroups()
         self._layout = self._own_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
@@ -201,7 +200,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         Collective as :meth:`step` is; every rank must call it.
         """
         planned = self._planned or self._make_plan()
-        agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+        with profiled("agree", "gradients"):
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
         if agreed is None:
             planned = self._make_plan()
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)
@@ -382,7 +382,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
-        plan = make_step_plan(routed, meshes, self._private_groups, options=options, make_part=self._step_part)
+        plan = make_step_plan(routed, meshes, options=options, make_part=self._step_part)
         step = MatrixStep(
             plan,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_muon.comm.agreement import checksum, fail_together, gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.compat.torch import profiled
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")
@@ -64,7 +65,8 @@ class BatchComparison:
         if begun is None:
             return
         work, words = begun
-        work.wait()
+        with profiled("wait", "batch"):
+            work.wait()
         largest, inverted, facts = words.tensor_split([_NUM_COMPARED, 2 * _NUM_COMPARED])
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
             self._tensors = []  # A batch must not outlive its step.

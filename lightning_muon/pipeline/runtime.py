@@ -68,7 +68,6 @@ class PipelineRuntime:
         self._num_microbatches = options.num_microbatches(group.size)
         # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
         self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
-        self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
         # Method of the engine that trains it: forward and backward of a batch.
         self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.

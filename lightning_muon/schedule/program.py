@@ -32,8 +32,6 @@ class OpKind:
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be dropped.
-    EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
     # Wait until it is known whether all gradients are finite, and whether what was sent during backward is valid.
     CHECK = "check"
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
@@ -46,8 +44,6 @@ class OpKind:
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
-EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
-"""Kind of an op during backward -> kind of the op of the step that it replaces."""
 STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
 """The ops of one bucket, in their order."""
 

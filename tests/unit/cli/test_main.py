@@ -137,7 +137,7 @@ def _command(folder: Path, *words: str, blocked: tuple[str, ...] = (), python: s
 def test_help_and_version_are_quick_and_need_no_torch(tmp_path: Path) -> None:
     torch_and_frameworks = ("torch", "lightning", "pytorch_lightning", "accelerate")
     code, text, _ = _command(tmp_path, "--help", blocked=torch_and_frameworks, python=sys.executable)
-    names = ("fit", "validate", "test", "predict", "plan", "trace", "convert", "doctor", "verify", "launch")
+    names = ("fit", "validate", "test", "predict", "plan", "convert", "doctor", "verify", "launch")
     assert code == 0 and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
     assert _command(tmp_path, "--version", blocked=("torch",), python=sys.executable)[:2] == (
         0,

@@ -27,17 +27,14 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 ALLOWED = {"event.synchronize @ comm/collectives.py read"}
 NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
-    "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
-    "fsdp, step": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step"),
-    "fsdp, backward, clip, lr on the device": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, lr_on_device=True
-    ),
-    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
-    "fsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, normuon=True, overlap="backward"),
-    "hsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", normuon=True, overlap="step"),
-    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
-    "fsdp, a bucket at a time": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1),
-    "fsdp, clip, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", clip=True, chunk_bytes=1),
+    "fsdp": lambda: run_fsdp(SMALL, NUM_RANKS),
+    "fsdp, clip, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, lr_on_device=True),
+    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, dtype=torch.bfloat16),
+    "fsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, normuon=True),
+    "hsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", normuon=True),
+    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always"),
+    "fsdp, a bucket at a time": lambda: run_fsdp(SMALL, 2, look_ahead=1, chunk_bytes=1),
+    "fsdp, clip, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, chunk_bytes=1),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
     "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
@@ -78,7 +75,7 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
 
 
 def test_without_a_check_nothing_is_waited_for() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", error_if_nonfinite=False)
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, error_if_nonfinite=False)
 
     assert not simulation.syncs and not simulation.found
 
@@ -93,7 +90,7 @@ def test_flexdemo_looks_at_a_buffer_at_once() -> None:
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", compute_dtype="bfloat16", wire_dtype="bfloat16")
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, compute_dtype="bfloat16", wire_dtype="bfloat16")
 
     assert not [name for name in simulation.ops if "one by one" in name]
 
