@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
-    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.monitor.step_monitor import StepMonitor
@@ -62,9 +61,6 @@ if TYPE_CHECKING:
     class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
         pass
 
-    class QKClip(QKClipCallback, Callback):  # noqa: D101
-        pass
-
     class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
         pass
 
@@ -82,7 +78,6 @@ __all__ = [
     "ParallelMuon",
     "ParallelMuonFabricStrategy",
     "ParallelMuonStrategy",
-    "QKClip",
     # what nodes send each other
     "Components",
     "DCTTopK",
@@ -120,7 +115,7 @@ _MODULES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
-    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
+    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
     "monitor.signals": "StopSignals",
     "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",
