@@ -24,6 +24,9 @@ REMOVED: dict[str, str] = {
     ),
     # options of strategies
     # names
+    "Turn": "it is called ExchangeStep",
+    "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
+    "ray": "examples/ray_train.py of the repository sets what Ray Train asks for",
     # commands, and options of commands
     "lightning-muon report": "curves are drawn by TensorBoard, by Weights & Biases, or of metrics.csv by pandas",
     "lightning-muon config": "start from examples/accelerate.yaml, which has every option, see docs/options.md",
@@ -47,6 +50,8 @@ REMOVED: dict[str, str] = {
         "above its prediction"
     ),
 }
+# Entry of the state of a parameter in a checkpoint -> the option above that needed it.
+STATE_OF: dict[str, str] = {"initial_norm": "hyperball"}
 
 
 def removed(name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -45,32 +44,6 @@ class AgreedGradients:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OrthogonalizedBatch:
-    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and the result."""
-
-    jobs: Sequence[MatrixJob]
-    newton_schulz: NewtonSchulz
-    eps: float
-    matrices: Tensor  # (jobs, rows, cols), as `updates`.
-    updates: Tensor
-
-
-class BatchSample:
-    """Keeps one batch of a step, drawn with a probability proportional to its number of matrices."""
-
-    def __init__(self) -> None:
-        self.batch: OrthogonalizedBatch | None = None
-        # A generator of its own, so that the random numbers of the program do not depend on it.
-        self._draw, self._num_seen = random.Random(), 0
-
-    def offer(self, batch: OrthogonalizedBatch) -> None:
-        """Keep this batch instead of the one before, or not, by chance; local."""
-        self._num_seen += len(batch.jobs)
-        if self._draw.randrange(self._num_seen) < len(batch.jobs):
-            self.batch = batch
-
-
 class MatrixStep:
     """Walks through the ops of a plan, which are always in the same order on every rank."""
 
@@ -97,7 +70,6 @@ class MatrixStep:
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
-        self._sample: BatchSample | None = None
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
@@ -115,12 +87,12 @@ class MatrixStep:
             plan.device,
         )
 
-    def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
-        """Update all parameters with gradients; ``sample`` is offered each orthogonalized batch.
+    def run(self, agreed: AgreedGradients, states: States) -> None:
+        """Update all parameters with gradients.
 
         Collective over the axes of each exchange group; every rank must call it.
         """
-        self._agreed, self._states, self._sample = agreed, states, sample
+        self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
@@ -144,7 +116,7 @@ class MatrixStep:
         self.executor.finish()
         # The check refers to the gradients, which would live until the next step.
         self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
-        self._states, self._sample = {}, None
+        self._states = {}
 
     def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
         """The transfer of a bucket; views are costly, so it is kept as long as the same jobs take part."""
@@ -252,12 +224,7 @@ class MatrixStep:
             is_transposed = jobs[0].matrix.is_transposed
             updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
             return updates.mT if is_transposed else updates
-        updates = newton_schulz.orthogonalize(matrices, eps=eps)
-        if self._sample is not None:
-            self._sample.offer(
-                OrthogonalizedBatch(jobs=jobs, newton_schulz=newton_schulz, eps=eps, matrices=matrices, updates=updates)
-            )
-        return updates
+        return newton_schulz.orthogonalize(matrices, eps=eps)
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""

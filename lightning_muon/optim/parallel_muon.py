@@ -27,8 +27,8 @@ from lightning_muon.config import (
     from_arguments,
     takes_options,
 )
-from lightning_muon.optim.foreign_states import take_moments_as_momenta_, translated
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.saved_states import take_moments_as_momenta_
 
 
 @takes_options(MuonConfig)
@@ -110,12 +110,7 @@ class ParallelMuon(PlannedOptimizer):
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
 
-    def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a state of another optimizer; see :func:`~lightning_muon.optim.foreign_states.translated`. Local."""
-        routed = iter(self._routed_parameters())
-        return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(dict(self.translated(state_dict)))
+        super().load_state_dict(state_dict)
         take_moments_as_momenta_(self._routed_parameters(), self._existing_state)

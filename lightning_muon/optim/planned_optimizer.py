@@ -23,8 +23,9 @@ from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
-from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep, orthogonalized_by
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
 from lightning_muon.optim.parameters import RoutedParameter
+from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
@@ -84,7 +85,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
-        self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -153,7 +153,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_done = False
             while not is_done:
                 try:
-                    planned.matrix_step.run(self._received(agreed), self.state, self.sample)
+                    planned.matrix_step.run(self._received(agreed), self.state)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
@@ -264,6 +264,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
+        state_dict = understood(state_dict)
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
         super().load_state_dict({**state_dict, "param_groups": groups})
