@@ -1,4 +1,4 @@
-"""Both executors on small programs: order, waiting, early ops. CUDA's streams are played by objects that take notes."""
+"""Both executors on small programs: order and waiting. CUDA's streams are played by objects that take notes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _actions(log: list[str]) -> dict[str, Any]:
 def test_finish_waits_for_what_nobody_needed_once() -> None:
     log: list[str] = []
     executor = HostExecutor(_actions(log))
-    executor.execute_early(GATHER)
+    executor.execute(GATHER)
     executor.finish()
     executor.finish()
     executor.wait("gather[0]")
@@ -106,8 +106,7 @@ def _use(stream: _Stream) -> Iterator[None]:
 def log() -> Iterator[list[str]]:
     log: list[str] = []
     _Stream.log, _Stream.current = log, _Stream("main")
-    names = iter(("transfer", "early"))
-    cuda = mock.Mock(Stream=lambda _: _Stream(next(names)), stream=_use, current_stream=lambda: _Stream.current)
+    cuda = mock.Mock(Stream=lambda _: _Stream("transfer"), stream=_use, current_stream=lambda: _Stream.current)
     with mock.patch.object(executor_module.torch, "cuda", cuda):
         yield log
 
@@ -132,26 +131,10 @@ def test_an_op_waits_for_the_event_of_a_transfer_of_its_step(log: list[str]) -> 
     assert log == ["compute[0] on main"]
 
 
-def test_early_ops_run_beside_the_stream_of_the_hook(log: list[str]) -> None:
-    executor = _stream_executor(log)
-    executor.execute_early(OTHER)
-    executor.execute(COMPUTE)
-    assert log == ["early waits for all of main", "compute[1] on early", "compute[0] on main"]
-
-
-def test_memory_of_early_ops_is_that_of_the_stream_of_the_step(log: list[str]) -> None:
-    executor = _stream_executor(log)
-    hook, other = _Stream("hook"), _Stream("other")
-    with _use(hook), executor.memory_of_step():
-        assert _Stream.current.name == "main"
-    with _use(hook):
-        executor.execute_early(OTHER)
-    # A step on another stream: what was used there must not be given away on the first one before.
+def test_a_step_on_another_stream_lets_the_first_one_wait(log: list[str]) -> None:
+    executor, other = _stream_executor(log), _Stream("other")
+    executor.execute(OTHER)
+    # What was used there must not be given away on the first one before.
     with _use(other):
         executor.finish()
-        with executor.memory_of_step():
-            assert _Stream.current is other
-    assert log == [
-        *("early waits for all of main", "early waits for all of hook", "compute[1] on early"),
-        *("other waits for early:3", "main waits for all of other", "early waits for all of other"),
-    ]
+    assert log[1:] == ["other waits for main:1", "main waits for all of other"]
