@@ -56,7 +56,11 @@ REMOVED: dict[str, str] = {
     ),
 }
 # Entry of the state of a parameter in a checkpoint -> the option above that needed it.
-STATE_OF: dict[str, str] = {"initial_norm": "hyperball"}
+STATE_OF: dict[str, str] = {
+    "initial_norm": "hyperball",
+    "delayed_update": "delay",
+    "has_delayed_update": "delay",
+}
 
 
 def removed(name: str) -> str | None:
