@@ -38,9 +38,8 @@ class OpKind:
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-    EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
-    EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be dropped.
-    SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
+    # Add the gradients of a bucket to the residuals, send what is chosen to other nodes, and subtract it.
+    EXCHANGE = "exchange"
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 

@@ -124,15 +124,6 @@ def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
     assert "Ranks that own nothing: divide fused weights (--fused" in many
 
 
-def test_the_ways_of_zero2_name_what_leaves_a_node(shown: Any) -> None:
-    words = ("--node-ranks", "2", "--machine", "h100")
-    direct, hierarchical = json.loads(shown("t5-small", 1, 4, *words, "--json"))["zero2"]
-    assert (direct["grid"], hierarchical["grid"]) == ([], [[0, 1], [2, 3]])
-    assert direct["node_bytes"] == 2 * hierarchical["node_bytes"]
-    assert "hierarchical *" in shown("t5-small", 1, 4, *words)
-    assert "zero2" not in shown("t5-small", 2, 4, "--node-ranks", "4"), "on one node there is nothing to choose"
-
-
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[str, str]]:
     """Writes a file of ``lightning-muon fit`` with a strategy, and returns the arguments that name it."""
