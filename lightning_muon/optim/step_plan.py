@@ -47,7 +47,7 @@ class NeuronValues:
     pieces: exchange.Pieces
     holds_some: bool  # Whether the calling rank has any.
 
-    def local_view(self, local: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def local_view(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
         return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 

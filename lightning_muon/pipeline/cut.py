@@ -180,26 +180,38 @@ def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:
             )
 
 
-def untie(parts: Sequence[Part]) -> list[list[tuple[Part, nn.Module, str]]]:
-    """Give each part its own copy of parameters that several parts share; return the places of the copies. Local."""
-    holders: dict[Tensor, list[tuple[Part, nn.Module, str]]] = {}
-    for part in parts:
-        for module in part.modules:
-            for child in module.modules():
+def untie(module: nn.Module, stages: Sequence[Sequence[Part]]) -> list[dict[int, tuple[nn.Module, str, str]]]:
+    """Give each stage its own copy of parameters that several stages have. Local.
+
+    Returns for each of them the stages, the first one with the original, and where each has its own: the module that
+    holds it, its name there, and in ``module``.
+
+    Raises:
+        ValueError: If a stage would need two copies of one.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    holders: dict[Tensor, dict[Part, list[tuple[int, nn.Module, str]]]] = {}
+    for stage, parts in enumerate(stages):
+        for part in parts:
+            for child in (child for each in part.modules for child in each.modules()):
                 for name, parameter in child.named_parameters(recurse=False):
-                    holders.setdefault(parameter, []).append((part, child, name))
-    tied: list[list[tuple[Part, nn.Module, str]]] = []
-    for parameter, places in holders.items():
-        if len({id(part) for part, _, _ in places}) == 1:
+                    holders.setdefault(parameter, {}).setdefault(part, []).append((stage, child, name))
+    tied: list[dict[int, tuple[nn.Module, str, str]]] = []
+    for parameter, of_part in holders.items():
+        if len(of_part) == 1:
             continue
-        copies: dict[int, nn.Parameter] = {}
-        for part, child, name in places:
-            if part is not places[0][0]:
-                if id(part) not in copies:
-                    copies[id(part)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                setattr(child, name, copies[id(part)])
-        # One place for each part.
-        tied.append(list({id(part): (part, child, name) for part, child, name in reversed(places)}.values())[::-1])
+        for places in list(of_part.values())[1:]:
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            for _, child, name in places:
+                setattr(child, name, copy)
+        firsts = [(stage, (child, name, f"{names[child]}.{name}")) for (stage, child, name), *_ in of_part.values()]
+        tied.append(dict(firsts))
+        if len(tied[-1]) < len(firsts):
+            raise ValueError(
+                f"{' and '.join(place[2] for _, place in firsts)} are one parameter, and more than one of these parts "
+                "is in a stage, where their gradients would not be added; let pipeline_split put each into a stage of "
+                "its own, or share it inside of one part"
+            )
     return tied
 
 

@@ -76,10 +76,13 @@ class PipelineRuntime:
         pipeline = options.sizes(group.size, self._num_microbatches)
         self.rank_of = placement(make_order(options.pipeline_schedule, pipeline))
         keep_routes(module)
+        tied = [(tuple(places), places) for places in untie(module, stages)]
         # For each parameter that several stages have: the stages, and the places of the copies on this rank.
-        self.tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
-        self.copied_names: dict[str, str] = {}  # Name of each copy on this rank -> name of its original.
-        self._copy_tied_parameters(module, stages)
+        self.tied = [(of, {stage: places[stage][:2] for stage in of if self._is_own(stage)}) for of, places in tied]
+        # Name of each copy on this rank -> name of its original.
+        self.copied_names = {
+            places[stage][2]: places[of[0]][2] for of, places in tied for stage in of[1:] if self._is_own(stage)
+        }
         self.stages: Mapping[int, Sequence[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
         }
@@ -90,23 +93,6 @@ class PipelineRuntime:
         self.has_lost_messages = False  # Whether an exception has ended a batch before all its messages were received.
         self.batches = BatchComparison(group, self._require_equal_copies)
         self._are_trained: list[bool] = []  # Whether parameters of this rank were trained in the last batch.
-
-    def _copy_tied_parameters(self, module: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
-        """Give each stage its own copy of shared parameters; raise if a stage would need two of one."""
-        stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
-        names = {id(child): name for name, child in module.named_modules()}
-        for places in untie([part for parts in stages for part in parts]):
-            of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
-            full_names = [f"{names[id(holder)]}.{name}" for _, holder, name in places]
-            if len(of_stage) < len(places):
-                raise ValueError(
-                    f"{' and '.join(full_names)} are one parameter, and more than one of these parts is in a stage, "
-                    "where their gradients would not be added; let pipeline_split put each into a stage of its own, or "
-                    "share it inside of one part"
-                )
-            self.tied.append((tuple(of_stage), {s: place for s, place in of_stage.items() if self._is_own(s)}))
-            copies = zip(full_names[1:], list(of_stage)[1:], strict=True)
-            self.copied_names |= {copy: full_names[0] for copy, stage in copies if self._is_own(stage)}
 
     def _is_own(self, stage: int) -> bool:
         return self.rank_of[stage] == self.group.rank

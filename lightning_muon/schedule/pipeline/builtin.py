@@ -81,7 +81,7 @@ def gpipe(pipeline: Pipeline) -> Order:
 
     Source: Huang et al. 2019, arXiv:1811.06965.
     """
-    _need_stages_per_rank(pipeline, "gpipe", 1, "interleaved_1f1b")
+    _need(pipeline, "gpipe", 1, "interleaved_1f1b")
     return _alternating(pipeline, B, warmups=[pipeline.num_microbatches] * pipeline.num_ranks)
 
 
@@ -93,9 +93,8 @@ def one_forward_one_backward(pipeline: Pipeline) -> Order:
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1.
     """
-    _need_stages_per_rank(pipeline, "1f1b", 1, "interleaved_1f1b")
-    _need_microbatches(pipeline, "1f1b", pipeline.num_ranks)
-    return _alternating(pipeline, B, warmups=_distances_to_last(pipeline))
+    _need(pipeline, "1f1b", 1, "interleaved_1f1b", microbatches=pipeline.num_ranks)
+    return _alternating(pipeline, B, warmups=range(pipeline.num_ranks)[::-1])
 
 
 @register_schedule("interleaved_1f1b")
@@ -109,7 +108,7 @@ def interleaved_1f1b(pipeline: Pipeline) -> Order:
     """
     round_size = _round_size(pipeline, "interleaved_1f1b")
     first = (pipeline.stages_per_rank - 1) * round_size
-    warmups = [first + 2 * distance for distance in _distances_to_last(pipeline)]
+    warmups = [first + 2 * distance for distance in range(pipeline.num_ranks)[::-1]]
     return _alternating(pipeline, B, warmups=warmups, round_size=round_size)
 
 
@@ -121,9 +120,8 @@ def zb_h1(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 2.1.
     """
-    _need_stages_per_rank(pipeline, "zb_h1", 1, "zb_1p")
-    _need_microbatches(pipeline, "zb_h1", pipeline.num_ranks)
-    order = _alternating(pipeline, I, warmups=_distances_to_last(pipeline))
+    _need(pipeline, "zb_h1", 1, "zb_1p", microbatches=pipeline.num_ranks)
+    order = _alternating(pipeline, I, warmups=range(pipeline.num_ranks)[::-1])
     return [_delay_weights(nodes, rank) for rank, nodes in enumerate(order)]
 
 
@@ -136,12 +134,12 @@ def zb_1p(pipeline: Pipeline) -> Order:
     Source: Qi et al. 2023, arXiv:2401.10241, section 3.
     """
     if pipeline.stages_per_rank == 1:
-        _need_microbatches(pipeline, "zb_1p", pipeline.num_ranks)
+        _need(pipeline, "zb_1p", 1, "zb_v", microbatches=pipeline.num_ranks)
         round_size = pipeline.num_microbatches
     else:
         round_size = _round_size(pipeline, "zb_1p")
     first = (pipeline.stages_per_rank - 1) * round_size
-    warmups = [first + distance for distance in _distances_to_last(pipeline)]
+    warmups = [first + distance for distance in range(pipeline.num_ranks)[::-1]]
     order = _alternating(pipeline, I, warmups=warmups, round_size=round_size)
     return fill_weights(order, pipeline, placement(order), first + pipeline.num_ranks)
 
@@ -155,9 +153,8 @@ def zb_2p(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, sections 2.2 and 3.
     """
-    _need_stages_per_rank(pipeline, "zb_2p", 1, "zb_v, which has no bubble either,")
-    _need_microbatches(pipeline, "zb_2p", pipeline.num_ranks)
-    order = _alternating(pipeline, I, warmups=[2 * distance for distance in _distances_to_last(pipeline)])
+    _need(pipeline, "zb_2p", 1, "zb_v, which has no bubble either,", microbatches=pipeline.num_ranks)
+    order = _alternating(pipeline, I, warmups=[2 * distance for distance in range(pipeline.num_ranks)[::-1]])
     return fill_weights(order, pipeline, placement(order), 2 * pipeline.num_ranks - 1)
 
 
@@ -169,7 +166,7 @@ def zb_v(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 6.
     """
-    _need_stages_per_rank(pipeline, "zb_v", 2, "zb_1p")
+    _need(pipeline, "zb_v", 2, "zb_1p")
     p, m = pipeline.num_ranks, pipeline.num_microbatches
     order: Order = []
     for rank in range(p):
@@ -198,7 +195,7 @@ def v_half(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2024, arXiv:2405.15362, section 4.
     """
-    _need_stages_per_rank(pipeline, "v_half", 2, "zb_1p")
+    _need(pipeline, "v_half", 2, "zb_1p")
     return _from_building_block(pipeline, (1, 2, 1, 2))
 
 
@@ -211,7 +208,7 @@ def v_min(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2024, arXiv:2405.15362, section 4.
     """
-    _need_stages_per_rank(pipeline, "v_min", 2, "zb_1p")
+    _need(pipeline, "v_min", 2, "zb_1p")
     return _from_building_block(pipeline, (1, 1, 1, 1))
 
 
@@ -230,20 +227,17 @@ def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
     return Run(pipeline, rank_of).play(choose).order
 
 
-def _need_stages_per_rank(pipeline: Pipeline, name: str, number: int, instead: str) -> None:
-    if pipeline.stages_per_rank != number:
+def _need(pipeline: Pipeline, name: str, stages: int, instead: str, *, microbatches: int = 1) -> None:
+    """Raise ``ValueError`` for other stages per rank, or fewer micro-batches."""
+    if pipeline.stages_per_rank != stages:
         raise ValueError(
-            f"{name} needs exactly {number} stages per rank, got stages_per_rank={pipeline.stages_per_rank}; "
-            f"set it to {number}, or take {instead} instead"
+            f"{name} needs exactly {stages} stages per rank, got stages_per_rank={pipeline.stages_per_rank}; "
+            f"set it to {stages}, or take {instead} instead"
         )
-
-
-def _need_microbatches(pipeline: Pipeline, name: str, least: int) -> None:
-    if pipeline.num_microbatches < least:
+    if pipeline.num_microbatches < microbatches:
         raise ValueError(
-            f"{name} needs at least {least} micro-batches on {pipeline.num_ranks} ranks with "
-            f"{pipeline.stages_per_rank} stages each, got num_microbatches={pipeline.num_microbatches}; split "
-            "the batch into more, or take fewer ranks"
+            f"{name} needs at least {microbatches} micro-batches on {pipeline.num_ranks} ranks, got num_microbatches="
+            f"{pipeline.num_microbatches}; split the batch into more, or take fewer ranks"
         )
 
 
@@ -257,11 +251,6 @@ def _round_size(pipeline: Pipeline, name: str) -> int:
             f"got num_microbatches={number} on num_ranks={num_ranks}; take {number // num_ranks * num_ranks}"
         )
     return number // num_rounds
-
-
-def _distances_to_last(pipeline: Pipeline) -> list[int]:
-    """The number of ranks after each rank."""
-    return list(reversed(range(pipeline.num_ranks)))
 
 
 def _alternating(

@@ -114,17 +114,16 @@ def test_parts_that_share_a_parameter_get_copies() -> None:
     first = net.embedding.weight
     net.blocks[1][0].weight = net.blocks[0][0].weight
     net.blocks[2][1].weight = net.blocks[2][0].weight  # Twice in one part: stays one parameter.
-    parts = _model(net).parts
-    tied = untie(parts)
-    assert [[(part.name, name) for part, _, name in places] for places in tied] == [
-        [("embedding", "weight"), ("head", "weight")],
-        [("blocks.0", "weight"), ("blocks.1", "weight")],
+    stages = choose_stages(_model(net), 3, ["embedding", "blocks.1", "head"])
+    assert [{stage: name for stage, (*_, name) in places.items()} for places in untie(net, stages)] == [
+        {0: "embedding.weight", 2: "head.weight"},
+        {0: "blocks.0.0.weight", 1: "blocks.1.0.weight"},
     ]
     assert net.embedding.weight is first and net.head.weight is not first
     assert torch.equal(net.head.weight, first) and not net.head.weight.requires_grad
     assert net.blocks[1][0].weight is not net.blocks[0][0].weight and net.blocks[1][0].weight.requires_grad
     assert net.blocks[2][1].weight is net.blocks[2][0].weight
-    assert untie(parts) == []
+    assert untie(net, stages) == []
 
 
 def test_names_of_what_is_left_are_those_of_the_model() -> None:
