@@ -1,4 +1,4 @@
-"""The Trainer run of ``benchmarks/gpu.py``: one rank with FSDP2, compared with a loop of plain PyTorch."""
+"""The Trainer run of ``make gpu``: one rank with FSDP2, compared with a loop of plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks/gpu.py``: each looks at one promise on the device and returns rows for the table."""
+"""The parts of ``make gpu``: each looks at one promise on the device and returns rows for the table."""
 
 from __future__ import annotations
 
@@ -16,21 +16,16 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from gpu_steps import backward_on_streams, one_rank_of, one_rank_of_mode, train_two_ranks
 from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from benchmarks.gpu.steps import backward_on_streams, one_rank_of, one_rank_of_mode, train_two_ranks
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
 from lightning_muon.math.symmetric import add_square, panels_of
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.executor import StreamExecutor
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -153,7 +148,7 @@ def symmetric_kernel(device: Device) -> Iterator[Row]:
     if not device.is_cuda or find_spec("triton") is None:
         yield Row("symmetric products by a kernel", "needs a card and triton")
         return
-    from symmetric_kernel import symmetric_addmm
+    from benchmarks.gpu.symmetric_kernel import symmetric_addmm
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
@@ -176,14 +171,9 @@ def merging(device: Device) -> Iterator[Row]:
     for num_nodes in (3, 5, 8):
         generator = torch.Generator(device.name).manual_seed(0)
         blocks = 64 if device.is_small else 16384
-        positions = torch.cat(
-            [
-                torch.rand(blocks, 256, generator=generator, device=device.name).argsort(1)[:, :32]
-                for _ in range(num_nodes)
-            ],
-            dim=1,
-        )
-        values = torch.randn(blocks, 32 * num_nodes, generator=generator, device=device.name)
+        random: Any = {"generator": generator, "device": device.name}
+        positions = torch.cat([torch.rand(blocks, 256, **random).argsort(1)[:, :32] for _ in range(num_nodes)], dim=1)
+        values = torch.randn(blocks, 32 * num_nodes, **random)
         first, *others = [values.new_zeros(blocks, 64, 64) for _ in range(21)]
         for each in (first, *others):
             add_sparse_inverse_dct_(each, values, positions)
@@ -195,8 +185,7 @@ def waiting(device: Device) -> Iterator[Row]:
     """How often the host waits for the device in a step, beside the one event."""
     nodes = {"mesh_shape": (2, 4), "name": "fsdp"}
     modes: dict[str, dict[str, Any]] = {
-        "fsdp, overlap='step'": {"name": "fsdp", "overlap": "step"},
-        "fsdp, overlap='backward'": {"name": "fsdp", "overlap": "backward"},
+        "fsdp": {"name": "fsdp"},
         "zero2": {"name": "zero2"},
         "ddp": {"name": "ddp"},
         "FlexDeMo": nodes | {"nodes": FlexDeMoConfig(check_every=0)},
@@ -242,74 +231,36 @@ def _sync_warnings(device: Device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def race(device: Device) -> Iterator[Row]:
-    """Early gathers whose stream is late: the check of what was sent must wait for it, or steps are run twice."""
-    failed: list[int] = []
-    execute_early, note = StreamExecutor.execute_early, BackwardPrefetch.failed
-
-    def late(executor: Any, op: Any) -> None:
-        with torch.cuda.stream(executor._early):
-            torch.cuda._sleep(100_000_000)  # Some 50 ms.
-        execute_early(executor, op)
-
-    def noted(early: Any, void: Any) -> None:
-        failed.append(len(void))
-        note(early, void)
-
-    with (
-        one_rank_of_mode("fsdp", device=device.name, overlap="backward") as rank,
-        mock.patch.object(StreamExecutor, "execute_early", late),
-        mock.patch.object(BackwardPrefetch, "failed", noted),
-    ):
-        for _ in range(5):
-            rank.backward()
-            rank.step()
-            device.synchronize()
-    held = sum(failed) == 0
-    yield Row("buckets sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
-
-
 def two_ranks(device: Device) -> Iterator[Row]:
-    """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
-    found = train_two_ranks(device.name)
-    for overlap, same in found["same_bits"].items():
-        yield Row(f"bits of overlap={overlap!r} against 'off'", str(same), same)
-    yield Row("difference to one process", f"{found['difference']:.1e}", found["difference"] < 1e-5)
+    """Two processes on one device over gloo: equal bits with and without overlap, and the weights of one process."""
+    is_same, difference = train_two_ranks(device.name)
+    yield Row("bits of overlap='step' against 'off'", str(is_same), is_same)
+    yield Row("difference to one process", f"{difference:.1e}", difference < 1e-5)
 
 
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
     for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
-        for overlap in ("step", "backward"):
-            yield from _step_of(device, shapes, overlap)
-
-
-def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
-    if device.is_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with one_rank_of(8, shapes, device=device.name, overlap=overlap) as (optimizer, parameters):
-        held = sum(parameter.to_local().numel() for _, parameter in parameters)
-        host: list[float] = []
-        total: list[float] = []
-        for round_ in range(7):
-            backward_on_streams(parameters, device.name)
-            device.synchronize()
-            start = time.perf_counter()
-            optimizer.step()
-            middle = time.perf_counter()
-            device.synchronize()
-            optimizer.zero_grad()
-            if round_ >= 2:
-                host.append(middle - start)
-                total.append(time.perf_counter() - start)
-        launches = _launches(device, optimizer, parameters)
-    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
-    yield Row(
-        f"{shapes} on 8 ranks, overlap={overlap!r}",
-        f"{statistics.median(total) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f} ms, {launches} launches, "
-        f"{held / 1e9:.2f} billion parameters here{peak}",
-    )
+        if device.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with one_rank_of(8, shapes, device=device.name) as (optimizer, parameters):
+            held = sum(parameter.to_local().numel() for _, parameter in parameters)
+            times: list[tuple[float, float]] = []
+            for _ in range(7):
+                backward_on_streams(parameters, device.name)
+                device.synchronize()
+                start = time.perf_counter()
+                optimizer.step()
+                middle = time.perf_counter()
+                device.synchronize()
+                times.append((time.perf_counter() - start, middle - start))
+                optimizer.zero_grad()
+            total, host = (1e3 * statistics.median(each) for each in zip(*times[2:], strict=True))
+            launches = _launches(device, optimizer, parameters)
+        peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
+        figure = f"{total:.1f} ms, host {host:.1f} ms, {launches} launches, {held / 1e9:.2f} billion parameters here"
+        yield Row(f"{shapes} on 8 ranks", figure + peak)
 
 
 def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Any, Tensor]]) -> str:
@@ -345,7 +296,7 @@ def one_card(device: Device) -> Iterator[Row]:
 
 def trainer(device: Device) -> Iterator[Row]:
     """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
-    from gpu_trainer import compare_with_loop
+    from benchmarks.gpu.trainer import compare_with_loop  # Lightning takes seconds to import.
 
     with tempfile.TemporaryDirectory() as folder:
         found = compare_with_loop(device.name, Path(folder))
@@ -364,6 +315,5 @@ PARTS = {
     "trainer": Part(trainer, 90),
     "one_card": Part(one_card, 60),
     "steps": Part(steps, 150),
-    "race": Part(race, 60),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")
