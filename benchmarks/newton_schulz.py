@@ -1,9 +1,8 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
-    python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --no-rates                    # three minutes on one core
-    python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
-    python benchmarks/newton_schulz.py --coefficients                      # those of math/coefficients.py
+    python -m benchmarks.newton_schulz                                     # three minutes
+    python -m benchmarks.newton_schulz --all --no-rates                    # three minutes on one core
+    python -m benchmarks.newton_schulz --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``NewtonSchulz.flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
@@ -63,10 +62,6 @@ Ways = Mapping[str, NewtonSchulz]
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.coefficients:
-        for name, steps in {"POLAR_EXPRESS": polar_express(10, 1e-3), "FAST": polar_express(3, 0.01)}.items():
-            print(name, *steps, sep="\n")
-        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in arguments.dtypes]
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
@@ -123,7 +118,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]ROWSxCOLS")
     parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8")
-    parser.add_argument("--coefficients", action="store_true", help="compute those of Polar Express")
     # Without units for bfloat16 it is a hundred times as slow, and nobody would take it.
     is_fast = torch.cuda.is_available() or cpu_multiplies_bfloat16_fast()
     default = ["bfloat16", "float32"] if is_fast else ["float32"]
@@ -243,50 +237,6 @@ def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> d
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def polar_express(num_steps: int, least: float) -> list[Quintic]:
-    """Steps each of which is the best for what the steps before it have left of the singular values in [least, 1].
-
-    The first seven are scaled so that values up to 1.01 stay in the interval, since rounding to bfloat16 carries values
-    above it. Source: Amsel et al. 2025, arXiv:2505.16932, Algorithm 1, section 3.4 and its listing.
-    """
-    steps: list[Quintic] = []
-    lower, upper, cushion = least, 1.0, 0.02407327424182761  # Least quotient of an interval's ends.
-    for index in range(num_steps):
-        a, b, c = best_quintic(max(lower, cushion * upper), upper)
-        if lower < cushion * upper:  # Centered around 1 on the whole interval again.
-            scale = 2 / (value_of((a, b, c), lower) + value_of((a, b, c), upper))
-            a, b, c = scale * a, scale * b, scale * c
-        lower = value_of((a, b, c), lower)
-        upper = 2 - lower
-        safety = 1.01 if index < 7 else 1.0
-        steps.append((a / safety, b / safety**3, c / safety**5))
-    return steps
-
-
-def best_quintic(lower: float, upper: float) -> Quintic:
-    """The odd polynomial of degree 5 that is nearest to 1 on an interval, by the Remez algorithm.
-
-    It errs by as much, and in turn, at four points: both ends and its two extrema between them.
-    """
-    if lower > (1 - 5e-6) * upper:  # The limit, a Pade approximation; the equations below are singular.
-        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
-    inner = [(3 * lower + upper) / 4, (lower + 3 * upper) / 4]
-    a, b, c, error, last = 0.0, 0.0, 0.0, 1.0, math.inf
-    while abs(last - error) > 1e-15:
-        last = error
-        rows = [[x, x**3, x**5, (-1.0) ** index] for index, x in enumerate([lower, *inner, upper])]
-        equations, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-        a, b, c, error = torch.linalg.solve(equations, ones).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-    return a, b, c
-
-
-def value_of(step: Quintic, x: float) -> float:
-    a, b, c = step
-    return x * (a + x * x * (b + c * x * x))
 
 
 def name_of(dtype: torch.dtype) -> str:

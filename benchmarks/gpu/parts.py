@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-from benchmarks.gpu.steps import backward_on_streams, one_rank_of, one_rank_of_mode, train_two_ranks
+from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mode, train_two_ranks
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
@@ -198,11 +198,11 @@ def waiting(device: Device) -> Iterator[Row]:
                 rank.step()
             rank.backward()
             yield _waits(label, device, rank.step)
-    with one_rank_of(8, "small", device=device.name, replicas=2) as (optimizer, parameters):
+    with one_rank_of(8, "small", device=device.name, replicas=2) as optimizer:
         for _ in range(3):
-            backward_on_streams(parameters, device.name)
+            backward_on_stream(optimizer, device.name)
             optimizer.step()
-        backward_on_streams(parameters, device.name)
+        backward_on_stream(optimizer, device.name)
         yield _waits("2 replicas", device, optimizer.step)
 
 
@@ -244,11 +244,11 @@ def steps(device: Device) -> Iterator[Row]:
         if device.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        with one_rank_of(8, shapes, device=device.name) as (optimizer, parameters):
-            held = sum(parameter.to_local().numel() for _, parameter in parameters)
+        with one_rank_of(8, shapes, device=device.name) as optimizer:
+            held = sum(each.to_local().numel() for group in optimizer.param_groups for each in group["params"])
             times: list[tuple[float, float]] = []
             for _ in range(7):
-                backward_on_streams(parameters, device.name)
+                backward_on_stream(optimizer, device.name)
                 device.synchronize()
                 start = time.perf_counter()
                 optimizer.step()
@@ -257,16 +257,16 @@ def steps(device: Device) -> Iterator[Row]:
                 times.append((time.perf_counter() - start, middle - start))
                 optimizer.zero_grad()
             total, host = (1e3 * statistics.median(each) for each in zip(*times[2:], strict=True))
-            launches = _launches(device, optimizer, parameters)
+            launches = _launches(device, optimizer)
         peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
         figure = f"{total:.1f} ms, host {host:.1f} ms, {launches} launches, {held / 1e9:.2f} billion parameters here"
         yield Row(f"{shapes} on 8 ranks", figure + peak)
 
 
-def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Any, Tensor]]) -> str:
+def _launches(device: Device, optimizer: ParallelMuon) -> str:
     if not device.is_cuda:
         return "no"
-    backward_on_streams(parameters, device.name)
+    backward_on_stream(optimizer, device.name)
     device.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         optimizer.step()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,40 +16,21 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.loopback import loopback_world
+from benchmarks.ranks import new_gradient_, sharded_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
 
-Parameters = Sequence[tuple[ParameterShape, nn.Parameter]]
-
 
 @contextmanager
-def one_rank_of(
-    size: int, shapes: str, *, device: str, replicas: int = 1, **settings: Any
-) -> Iterator[tuple[ParallelMuon, Parameters]]:
-    """A ParallelMuon as rank 0 of ``size`` has it for a named model, and the weights as ``fully_shard`` leaves them."""
+def one_rank_of(size: int, shapes: str, *, device: str, replicas: int = 1) -> Iterator[ParallelMuon]:
+    """A ParallelMuon as rank 0 of ``size`` has it for a named model, on weights as ``fully_shard`` leaves them."""
     with loopback_world(size):
-        mesh_shape = (size,) if replicas == 1 else (replicas, size // replicas)
-        mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
-        parameters = [(shape, _shard(shape, mesh, device)) for shape in _shapes(shapes) if not shape.frozen]
-        groups = [
-            {"params": [(shape.name, parameter) for shape, parameter in members], "algorithm": algorithm}
-            for algorithm, members in _by_algorithm(parameters).items()
-        ]
-        fused = {shape.name: shape.splits for shape, _ in parameters if shape.splits}
-        yield ParallelMuon(groups, fused=fused, **settings), parameters
-
-
-def _by_algorithm(parameters: Parameters) -> dict[str, list[tuple[ParameterShape, nn.Parameter]]]:
-    found: dict[str, list[tuple[ParameterShape, nn.Parameter]]] = defaultdict(list)
-    for shape, parameter in parameters:
-        found["adamw" if shape.kind == "elementwise" else "muon"].append((shape, parameter))
-    return found
+        yield sharded_muon(_shapes(shapes), replicas, device)
 
 
 def _shapes(name: str) -> Sequence[ParameterShape]:
@@ -64,42 +44,15 @@ def _shapes(name: str) -> Sequence[ParameterShape]:
     ]
 
 
-def _shard(shape: ParameterShape, mesh: DeviceMesh, device: str) -> nn.Parameter:
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(shape.shard_dim) if shape.shape else Replicate())
-    local_shape, _ = local_shape_and_offset(shape.shape, tuple(mesh.shape), coordinate, placements)
-    local = torch.randn(local_shape, device=device) * 0.02
-    stride = torch.empty(shape.shape, device="meta").stride()
-    whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape.shape), stride=stride)
-    return nn.Parameter(whole)
-
-
-def backward_on_streams(parameters: Parameters, device: str) -> None:
-    """Gradients as FSDP2's backward leaves them: unit by unit from the last, on a stream of its own, then the hooks."""
-    units: dict[str, list[nn.Parameter]] = defaultdict(list)
-    for shape, parameter in parameters:
-        head, separator, tail = shape.name.partition("layers.")
-        units[f"{head}{separator}{tail.split('.')[0]}" if separator else shape.name].append(parameter)
+def backward_on_stream(optimizer: ParallelMuon, device: str) -> None:
+    """Gradients as FSDP2's backward leaves them: from the last to the first, on a stream of its own."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     stream = torch.cuda.Stream() if device == "cuda" else None
-    for members in reversed(list(units.values())):
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-            sizes = [parameter.to_local().numel() for parameter in members]
-            flat = torch.randn(sum(sizes), device=device)
-            for parameter, part in zip(members, flat.split(sizes), strict=True):
-                local = part.view(parameter.to_local().shape)
-                parameter.grad = DTensor.from_local(
-                    local,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-                for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(parameter)
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        for parameter in reversed(parameters):
+            new_gradient_(parameter)
     if stream is not None:
         torch.cuda.current_stream().wait_stream(stream)
 

@@ -35,7 +35,7 @@ def test_rates_are_found_again() -> None:
     timeline = simulate({0: ops}, MACHINE)
     expected = {"flops_per_second": 2e9, "memory_bytes_per_second": 1e9, "op_seconds": 1e-4}
     assert fit_compute(timeline.spans[0]) == pytest.approx(expected, rel=1e-6)
-    recording = Recording(timeline=timeline, program={0: ops}, matrices={0: {}})
+    recording = Recording(timeline=timeline, program={0: ops})
     for wrong in (0.5, 3.0):
         found = fit_steps(replace(MACHINE, flops_per_second=wrong * 2e9), [recording], device_type="cpu")
         assert found.flops_per_second == pytest.approx(2e9, rel=1e-6)
