@@ -1,15 +1,15 @@
 """Losses of small trainings with AdamW, Muon and its relatives, after each has got its learning rate.
 
-    python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --workers 2 --out results/pretraining
+    python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --out results/pretraining
     python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
-    python -m benchmarks.loss --program CNN MLP ViT --grid --only muon --rates 3e-4 1e-3 3e-3 --factors 2 3 4
+    python -m benchmarks.loss --program CNN --grid --only muon --weight-decay 0.01 --rates 3e-4 1e-3 --factors 2 3
     python -m benchmarks.loss --program t5 --tune adamw muon
 
 Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. Programs:
 
 - gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out.
 - t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; also ROUGE-L.
-- CNN, ViT, MLP: programs as users write them, on scanned digits, for which scikit-learn is needed.
+- CNN: with batch norms, on scanned digits, for which scikit-learn is needed.
 
 --tune gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning
 rate of all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not
@@ -17,7 +17,7 @@ named takes the factor of "muon", or --factor and --lr. --grid instead runs all 
 
 Each run leaves a file in --out (step, held-out loss, ROUGE-L, seconds per step) and is not run again as long as that is
 there. Ends with Markdown tables: the mean final loss and the standard deviation over the seeds, the first step at which
-the loss is AdamW's final one, seconds per step over AdamW's. --picture draws the losses, a line for each seed.
+the loss is AdamW's final one, seconds per step over AdamW's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import argparse
 import csv
 import hashlib
 import inspect
-import itertools
 import json
 import math
 import os
@@ -36,10 +35,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from multiprocessing import get_context
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -87,26 +84,10 @@ class Run:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         return folder / f"{self.program}-{self.name}-{self.lr:g}-{self.seed}-{digest}.csv".replace(" ", "_")
 
-    def optimizer(self, model: nn.Module, **common: Any) -> torch.optim.Optimizer:
-        """AdamW or ParallelMuon."""
-        if self.options is None:
-            return torch.optim.AdamW(model.parameters(), lr=self.lr, **common)
-        return ParallelMuon(model, lr=self.lr, **common | self.options)
-
 
 def falling(step: int, steps: int) -> float:
     """Of the rate; it warms up over a twentieth of the steps and falls linearly to a tenth."""
     return min(20 * (step + 1) / steps, 1 - 0.9 * step / steps)
-
-
-def cosine(step: int, steps: int) -> float:
-    """Of the rate; it warms up over a twentieth of the steps and falls along a cosine."""
-    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def constant(step: int, steps: int) -> float:
-    """1; and gradients are not clipped."""
-    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +98,9 @@ class Supervised:
     loss: Callable[[nn.Module, Batch], Tensor]
     batches: Callable[[dict[str, Any], torch.Generator], Iterator[Batch]]
     held_out: Callable[[dict[str, Any]], Sequence[Batch]]
-    steps: int = 400
-    rate: Callable[[int, int], float] = cosine
+    steps: int
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float | None = 0.01  # None: that of the command line.
+    falls: bool = False  # Whether the rate does, and gradients are clipped.
     data_seed: int = 1000
 
     def train(self, run: Run, folder: Path) -> Rows:
@@ -128,9 +108,13 @@ class Supervised:
         torch.manual_seed(run.seed)
         settings, steps = run.settings, run.settings["steps"] or self.steps
         model = self.model(settings)
-        decay = settings["weight_decay"] if self.weight_decay is None else self.weight_decay
-        optimizer = run.optimizer(model, betas=self.betas, weight_decay=decay)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: self.rate(step, steps))
+        common: dict[str, Any] = {"lr": run.lr, "betas": self.betas, "weight_decay": settings["weight_decay"]}
+        if run.options is None:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **common)
+        else:
+            optimizer = ParallelMuon(model, **common | run.options)
+        rate = partial(falling, steps=steps) if self.falls else lambda step: 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         batches = self.batches(settings, torch.Generator().manual_seed(self.data_seed + run.seed))
         rows, seconds = Rows(), [0.0]
         marks = {steps * part // settings["evaluations"] for part in range(settings["evaluations"] + 1)}
@@ -141,7 +125,7 @@ class Supervised:
                 break
             batch, started = next(batches), time.perf_counter()
             self.loss(model, batch).backward()
-            if self.rate is not constant:
+            if self.falls:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             try:
                 optimizer.step()
@@ -262,33 +246,12 @@ def held_out_images(settings: dict[str, Any]) -> list[Batch]:
     return [(images + 0.5 * torch.randn(images.shape, generator=torch.Generator().manual_seed(3)), labels)]
 
 
-def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    out = model(batch[0])
-    return F.cross_entropy(out if isinstance(out, Tensor) else out.logits, batch[1])
-
-
 def convolutions(settings: dict[str, Any]) -> nn.Module:
     """A CNN with batch norms, 0.1 million parameters."""
     layers: list[nn.Module] = []
     for inputs, outputs, stride in ((1, 32, 1), (32, 64, 2), (64, 96, 2)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10))
-
-
-def vision_transformer(settings: dict[str, Any]) -> nn.Module:
-    """ViT on patches of 2 x 2, 0.2 million parameters."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=64, num_attention_heads=4, num_labels=10)
-    config.num_hidden_layers, config.intermediate_size = 4, 192
-    return ViTForImageClassification(config)
-
-
-def autoencoder(settings: dict[str, Any]) -> nn.Module:
-    """An MLP through 12 numbers."""
-    sizes = (64, 256, 256, 12, 256, 256, 64)
-    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.GELU())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
 class Recipe:
@@ -326,7 +289,6 @@ class Recipe:
         return [(int(row["step"]), float(row["val_loss"]), float(row.get("rougeL") or 0), seconds) for row in found]
 
 
-_IMAGES: dict[str, Any] = {"batches": image_batches, "held_out": held_out_images}
 PROGRAMS: dict[str, Supervised | Recipe] = {
     "gpt": Supervised(
         model=GPT,
@@ -334,47 +296,34 @@ PROGRAMS: dict[str, Supervised | Recipe] = {
         batches=bytes_of,
         held_out=held_out_bytes,
         steps=1000,
-        rate=falling,
+        falls=True,
         betas=(0.9, 0.95),
-        weight_decay=None,
         data_seed=0,
     ),
     "t5": Recipe(),
-    "CNN": Supervised(model=convolutions, loss=classification_loss, steps=300, rate=constant, **_IMAGES),
-    "ViT": Supervised(model=vision_transformer, loss=classification_loss, **_IMAGES),
-    "MLP": Supervised(
-        model=autoencoder,
-        loss=lambda model, batch: F.mse_loss(model(batch[0]), batch[0].flatten(1)),
-        steps=600,
-        rate=constant,
-        **_IMAGES,
+    "CNN": Supervised(
+        model=convolutions,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        batches=image_batches,
+        held_out=held_out_images,
+        steps=300,
     ),
 }
 _SETTINGS = ("text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
 _SETTINGS += ("weight_decay", "init_std", "embedding_lr")
 
 
-def train(run: Run, folder: Path) -> None:
-    """Train and leave the file of the run."""
+def train_all(runs: Sequence[Run], folder: Path) -> None:
+    """Train those that have no file yet."""
     torch.set_num_threads(1)
-    path = run.path(folder)
-    rows = PROGRAMS[run.program].train(run, folder)
-    with path.with_suffix(".part").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    path.with_suffix(".part").replace(path)
-
-
-def train_all(runs: Sequence[Run], folder: Path, workers: int) -> None:
-    """Train those that have no file yet, several at once in processes of their own."""
-    missing = {run.path(folder): run for run in runs if not run.path(folder).exists()}.values()
-    if workers == 1 or len(missing) < 2:
-        done = ((run, train(run, folder)) for run in missing)
-    else:
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-        pending = {pool.submit(train, run, folder): run for run in missing}
-        done = ((pending[each], each.result()) for each in as_completed(pending))
-    for run, _ in done:
-        print(f"{run.path(folder).stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
+    for run in runs:
+        path = run.path(folder)
+        if not path.exists():
+            rows = PROGRAMS[run.program].train(run, folder)
+            with path.with_suffix(".part").open("w", newline="") as file:
+                csv.writer(file).writerows(rows)
+            path.with_suffix(".part").replace(path)
+            print(f"{path.stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
 
 
 def curve(run: Run, folder: Path) -> Rows:
@@ -388,7 +337,7 @@ def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]
 
     def best(candidates: list[Run]) -> Run:
         candidates = [replace(run, seed=TUNING_SEED) for run in candidates]
-        train_all(candidates, arguments.out, arguments.workers)
+        train_all(candidates, arguments.out)
         finals = [curve(run, arguments.out)[-1][1] for run in candidates]
         losses = [loss if math.isfinite(loss) else math.inf for loss in finals]
         return candidates[losses.index(min(losses))]
@@ -438,28 +387,6 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(runs: dict[str, Run], arguments: argparse.Namespace, path: Path) -> None:
-    """The picture; seconds are steps times the median over the seeds of what a step takes."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-    for number, (name, run) in enumerate(runs.items()):
-        curves = [curve(replace(run, seed=seed), arguments.out)[1:] for seed in arguments.seeds]
-        seconds = median(each[-1][3] for each in curves)
-        for each in curves:
-            steps, losses = [row[0] for row in each], [row[1] for row in each]
-            look = {"color": f"C{number}", "linewidth": 1, "label": name if each is curves[0] else None}
-            by_steps.plot(steps, losses, **look)
-            by_seconds.plot([step * seconds for step in steps], losses, **look)
-    by_steps.set(xlabel="optimizer step", ylabel="held-out loss")
-    by_seconds.set(xlabel="seconds of training")
-    by_steps.legend()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-muon"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
     """What the command line names, AdamW always; configurations with unknown options are left out."""
     chosen: dict[str, dict[str, Any] | None] = {"adamw": None}
@@ -497,9 +424,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--factors", nargs="+", type=float, default=[0.5, 1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help="names, or NAME=JSON of options")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("losses"))
-    parser.add_argument("--picture", type=Path, help="file to draw the losses into, such as losses.svg")
     return parser.parse_args()
 
 
@@ -510,16 +435,12 @@ def main() -> None:
     chosen = configurations(arguments.only)
     for program in arguments.program:
         settings = {name: getattr(arguments, name) for name in _SETTINGS}
-        runs = {
-            name: Run(program=program, name=name, options=options, lr=arguments.lr, settings=settings)
-            for name, options in chosen.items()
-        }
+        common = {"program": program, "lr": arguments.lr, "settings": settings}
+        runs = {name: Run(name=name, options=options, **common) for name, options in chosen.items()}
         runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
-        train_all(wanted, arguments.out, arguments.workers)
+        train_all(wanted, arguments.out)
         print(f"\n{program}\n\n{table(runs, arguments)}\n", flush=True)
-        if arguments.picture:
-            draw(runs, arguments, arguments.picture)
 
 
 if __name__ == "__main__":

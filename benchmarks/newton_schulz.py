@@ -1,14 +1,12 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
     python -m benchmarks.newton_schulz                                     # three minutes
-    python -m benchmarks.newton_schulz --all --no-rates                    # three minutes on one core
     python -m benchmarks.newton_schulz --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``NewtonSchulz.flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
 dtypes the same products by torch. "ceiling" is the rate of the product of two square matrices with the short side. The
-candidates take turns and the fastest of each counts, since other work on the machine only ever adds. A second table
-compares batches with one matrix after the other.
+candidates take turns and the fastest of each counts, since other work on the machine only ever adds.
 
 Then all methods: their time beside that of torch's products, and in brackets their FLOPs, halves counted as such; and
 how far singular values of at least 0.01 of the norm are from 1, for sides of at most 512. Matrices that the optimizer
@@ -38,9 +36,6 @@ SHAPES = {
     "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
     "cuda": ["512x512", "1024x1024", "2048x2048", "4096x4096", "4096x14336", "14336x4096", "8192x8192"],
 }
-BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": ["256x256", "512x512", "1024x1024"]}
-BATCH = 8
-SIDES = (256, 512, 1024, 2048)
 DEFAULT = ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"]
 PRESETS = {"jordan 5": steps_of("jordan", 5), "polar_express 5": steps_of("polar_express", 5), "fast 3": FAST}
 METHODS: tuple[NsMethod, ...] = ("plain", "gram")
@@ -67,7 +62,7 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
     if arguments.rates:
         print_rates(arguments, device, dtypes)
-    texts = arguments.shapes or (all_shapes(device) if arguments.all else DEFAULT)
+    texts = arguments.shapes or DEFAULT
     ways = {dtype: ways_of(PRESETS, dtype) for dtype in dtypes}
     names = list(ways[dtypes[0]])
     found: dict[tuple[torch.dtype, str], dict[str, Found]] = {}
@@ -86,13 +81,6 @@ def main() -> None:
         print(f"| {name_of(dtype)} | {' | '.join(f'{error:.3f}' for error in errors)} |")
 
 
-def all_shapes(device: str) -> list[str]:
-    """256 to 2048, 1:1 and 1:4, alone and where it makes a difference in batches."""
-    shapes = [(side, ratio * side) for side in SIDES for ratio in (1, 4)]
-    alone = [f"{rows}x{cols}" for rows, cols in shapes]
-    return [*alone, *(f"{BATCH}x{rows}x{cols}" for rows, cols in shapes if worth_batching(rows, cols, device))]
-
-
 def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> Ways:
     return {
         f"{name}, {method}": NewtonSchulz(steps, dtype, method) for name, steps in presets.items() for method in METHODS
@@ -100,30 +88,24 @@ def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> W
 
 
 def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[torch.dtype]) -> None:
-    """The tables of the default method, alone and in batches."""
+    """The table of the default method."""
     shapes = [text for text in arguments.shapes or SHAPES[device] if text.count("x") == 1]
     print("| shape | dtype | GFLOP/s | of torch's time | ceiling GFLOP/s | of the ceiling |")
     print("| --- | --- | --- | --- | --- | --- |")
     for dtype in dtypes:
         for shape in map(parse_shape, shapes):
             print(row(torch.randn(shape, device=device), dtype, arguments.seconds), flush=True)
-    print(f"\n| shape | dtype | {BATCH} as a batch, of one after the other | worth_batching |")
-    print("| --- | --- | --- | --- |")
-    for dtype in dtypes:
-        for shape in map(parse_shape, BATCHED[device]):
-            print(batch_row(torch.randn(BATCH, *shape, device=device), dtype, arguments.seconds), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]ROWSxCOLS")
-    parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8")
     # Without units for bfloat16 it is a hundred times as slow, and nobody would take it.
     is_fast = torch.cuda.is_available() or cpu_multiplies_bfloat16_fast()
     default = ["bfloat16", "float32"] if is_fast else ["float32"]
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=default)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
-    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first two tables")
+    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first table")
     return parser.parse_args()
 
 
@@ -147,15 +129,6 @@ def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
         f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {best['ours'] / best['torch']:.2f} | "
         f"{ceiling / 1e9:.0f} | {rate / ceiling:.2f} |"
     )
-
-
-def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
-    best = fastest(
-        {"batch": lambda: ours(batch, dtype), "single": lambda: [ours(matrix, dtype) for matrix in batch]}, seconds
-    )
-    rows, cols = batch.shape[1:]
-    worth = worth_batching(rows, cols, batch.device.type)
-    return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
 
 
 def measure(matrix: Tensor, dtype: torch.dtype, ways: Ways, seconds: float) -> dict[str, Found]:

@@ -2,23 +2,15 @@
 
     python -m benchmarks.optimizer_step --meshes 2 4 2x2 --ns-quality fast
 
-Starts gloo processes on this machine (one thread each) and takes turns between
+Takes turns between ParallelMuon (with ``--ns-quality fast`` also with that option, on a grid of replicas x shards also
+with an owner in each replica); torch.optim.Muon on the same DTensors; the redundant algorithm, in which every rank
+gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3); with ``--dion FOLDER``, a clone of
+https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as it compiles itself; AdamW; and the
+floor, Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update.
 
-- ParallelMuon,
-- with ``--ns-quality fast`` ParallelMuon with that option,
-- on a grid of replicas x shards also ParallelMuon with an owner in each replica (``dedupe="never"``),
-- torch.optim.Muon on the same DTensors,
-- the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
-- with ``--dion FOLDER``, a clone of https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as
-  it compiles itself (which needs a C++ compiler),
-- AdamW, which has no matrices to orthogonalize,
-- the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update; the same
-  for ``--ns-quality``.
-
-The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike; beside it
-processor seconds of rank 0, median as well, which a busy machine disturbs less. The first round warms up and also
-checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's Muon those weights but for its
-sums in bfloat16.
+The median of the rounds is reported, and beside it processor seconds of rank 0, which a busy machine disturbs less. The
+first round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's
+Muon those weights but for its sums in bfloat16.
 """
 
 from __future__ import annotations
@@ -186,7 +178,6 @@ class RedundantMuon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take one step; every rank must call it."""
         ahead: list[DTensor] = []
         for param, buffer in zip(self.params, self.buffers, strict=True):
             buffer.to_local().lerp_(param.grad.to_local(), 1 - MOMENTUM)

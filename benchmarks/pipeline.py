@@ -68,7 +68,6 @@ class Wait(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
         # In the first layer nothing asks for the gradient of the input; it shall take as long as the others.
         backward_weight = self.seconds if x.requires_grad else 2 * self.seconds
         return nn.functional.linear(
@@ -84,7 +83,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
@@ -92,7 +90,6 @@ class Stack(nn.Sequential):
     """All layers."""
 
     def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        """Squared errors."""
         return (output - target).square().sum(), target.numel()
 
 
@@ -158,7 +155,6 @@ class Contender:
         self.program = add_reduce_grad(build_program(make_order(name, problem), problem, tells_loss=True))
 
     def step(self, batch: Batch) -> None:
-        """Of training."""
         self.engine.run_pipeline(batch)
         self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
         self.optimizer.zero_grad()
@@ -187,7 +183,6 @@ class Contender:
         return {key: statistics.median(values) for key, values in found.items()}, ranges
 
     def predicted(self, costs: Measured, num_steps: int) -> Timeline:
-        """So many steps in a row."""
         return simulate(host_order(in_a_row(self.program, num_steps)), costs)
 
     def measured(self, ranges: Ranges) -> Timeline:
@@ -221,17 +216,9 @@ class Measured:
     agreement: float  # Of all ranks.
 
     def seconds(self, op: Op) -> float:
-        """Once it has begun."""
         if op.kind in MESSAGES:
             return self.message
         return self.agreement if op.group else self.seconds_of.get((op.kind, op.items[0] if op.items else op.rank), 0.0)
-
-    def __str__(self) -> str:
-        """The means of all ranks."""
-        found: dict[str, list[float]] = {"message": [self.message], "agreement": [self.agreement]}
-        for (kind, _), value in sorted(self.seconds_of.items()):
-            found.setdefault(kind, []).append(value)
-        return ", ".join(f"{kind} {1e3 * statistics.fmean(values):.2f} ms" for kind, values in found.items())
 
 
 def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> Program:
@@ -261,7 +248,6 @@ def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> 
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", choices=("wait", "real"), default="wait")
     parser.add_argument("--ranks", type=int, help="default: 4, and 2 with --compute real")
@@ -341,8 +327,6 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
     median = {key: statistics.median(values) for key, values in seconds.items()}
     lines = [
         f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches",
-        *(f"{name}: {known[name]}" for name in ("1f1b", "zb_h1") if name in known),
-        "",
         "| schedule | one step, ms | of 1f1b | measured / predicted "
         f"| {arguments.steps} steps in a row, ms each | of 1f1b | measured / predicted |",
         "| --- | --- | --- | --- | --- | --- | --- |",

@@ -1,4 +1,4 @@
-"""How well a calibrated plan predicts a real optimizer step, on gloo processes of this machine, or under torchrun.
+"""How well a calibrated plan predicts a real optimizer step, on gloo processes, or under torchrun, of one machine.
 
     python -m benchmarks.plan_accuracy --ranks 2 4
     python -m benchmarks.plan_accuracy --ranks 2 --shapes t5-small --rounds 1 --out trace

@@ -68,7 +68,6 @@ class Contender:
     optimizer: torch.optim.Optimizer
 
     def step(self, batch: dict[str, Tensor]) -> None:
-        """One whole training step."""
         self.optimizer.zero_grad()
         self.net(**batch).loss.backward()
         self.optimizer.step()

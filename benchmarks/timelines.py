@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +36,7 @@ class Recording:
 
 
 def record_step(optimizer: ParallelMuon) -> Recording:
-    """Take one step and record it; it must not be the first. Collective over the default group."""
+    """Take one step and record it; it must not be the first. Collective over all ranks, which are on one machine."""
     planned = optimizer._planned
     if planned is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
@@ -47,12 +46,11 @@ def record_step(optimizer: ParallelMuon) -> Recording:
     executor.recorder = recorder
     optimizer.step()
     executor.recorder = None
-    shift = clock_shift()
     spans = [
-        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start + shift, end + shift)
+        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start, end)
         for op, start, end in recorder.spans()
     ]
-    return merge(gather((begun + shift, spans), None))
+    return merge(gather((begun, spans), None))
 
 
 def _world_ranks(op: Op, planned: PlannedStep) -> tuple[int, ...]:
@@ -62,14 +60,6 @@ def _world_ranks(op: Op, planned: PlannedStep) -> tuple[int, ...]:
         return ()
     members = dist.get_process_group_ranks(bucket.group.axes.group)
     return tuple(members[member] for member in op.group)
-
-
-def clock_shift() -> float:
-    """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective over the default group."""
-    dist.barrier()  # Its end counts as one moment on all machines, with an error of less than its duration.
-    moments = gather((socket.gethostname(), time.monotonic()), None)
-    here, now = moments[dist.get_rank()]
-    return 0.0 if here == moments[0][0] else moments[0][1] - now
 
 
 def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Recording:

@@ -66,7 +66,7 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         outcome["seconds"] = round(time.monotonic() - start, 1)
         result["parts"][name] = outcome
         result["card"] = outcome.get("card", result["card"])
-        print(f"== {name} ({outcome['seconds']} s)\n{lines_of(outcome)}", flush=True)
+        print(f"{name}: {outcome['seconds']} s {outcome.get('log', '')}", flush=True)
     return result
 
 
@@ -91,14 +91,6 @@ def run_process(name: str, arguments: argparse.Namespace, limit: float) -> dict[
             part.wait()
         log.seek(0)
         return {"error": problem, "log": log.read()[-3000:]}
-
-
-def lines_of(outcome: dict[str, Any]) -> str:
-    marks = {True: "held  ", False: "BROKEN", None: "      "}
-    lines = [f"  {marks[row['held']]} {row['what']}: {row['figure']}" for row in outcome.get("rows", [])]
-    if "error" in outcome:
-        lines.append(f"  ERROR {outcome['error']}\n{outcome.get('log', '')}")
-    return "\n".join(lines)
 
 
 def broken(result: dict[str, Any]) -> list[str]:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mode, train_two_ranks
@@ -56,11 +55,9 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is a card."""
         return self.name == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all that the device has been given."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
@@ -130,17 +127,6 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             whole = torch.linalg.svdvals(ours.float())
             held = bool(((whole > 0.3) & (whole < 1.3)).all())
             yield Row("singular values", f"{whole.min().item():.2f} to {whole.max().item():.2f}", held)
-    for shape in [(16, 32)] if device.is_small else [(128, 128), (576, 1024), (1024, 4096)]:
-        many = torch.randn(8, *shape, device=device.name)
-        alone = [ns.orthogonalize(x, **options) for x in many]
-        same = all(torch.equal(x, y) for x, y in zip(ns.orthogonalize(many, **options), alone, strict=True))
-        at_once = device.seconds(lambda many=many: ns.orthogonalize(many, **options))
-        in_turn = device.seconds(lambda many=many: [ns.orthogonalize(x, **options) for x in many])
-        yield Row(
-            f"8 of {shape[0]} x {shape[1]} at once",
-            f"{at_once / in_turn:.2f} of the time of one by one; bits of single ones: {same}",
-            None if device.is_cuda else same,
-        )
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
@@ -198,7 +184,7 @@ def waiting(device: Device) -> Iterator[Row]:
                 rank.step()
             rank.backward()
             yield _waits(label, device, rank.step)
-    with one_rank_of(8, "small", device=device.name, replicas=2) as optimizer:
+    with one_rank_of(8, "t5-small", device=device.name, replicas=2) as optimizer:
         for _ in range(3):
             backward_on_stream(optimizer, device.name)
             optimizer.step()
@@ -240,7 +226,7 @@ def two_ranks(device: Device) -> Iterator[Row]:
 
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
-    for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
+    for shapes in ["t5-small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
         if device.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -275,25 +261,6 @@ def _launches(device: Device, optimizer: ParallelMuon) -> str:
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
 
 
-def one_card(device: Device) -> Iterator[Row]:
-    """ParallelMuon against torch.optim.Muon on plain weights of one process."""
-    layers, width = (2, 64) if device.is_small else (16, 2048)
-    torch.manual_seed(0)
-    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
-    weights = [[nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes] for _ in range(2)]
-    ours = ParallelMuon([("w" + str(i), w) for i, w in enumerate(weights[0])], lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    theirs = torch.optim.Muon(weights[1], lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    for one, other in zip(*weights, strict=True):
-        other.data.copy_(one.data)
-        one.grad = torch.randn_like(one)
-        other.grad = one.grad.clone()
-    seconds = [device.seconds(optimizer.step) for optimizer in (ours, theirs)]
-    yield Row(
-        f"{len(shapes)} matrices of width {width}",
-        f"{seconds[0] * 1e3:.1f} ms, {seconds[0] / seconds[1]:.2f} of torch.optim.Muon",
-    )
-
-
 def trainer(device: Device) -> Iterator[Row]:
     """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
     from benchmarks.gpu.trainer import compare_with_loop  # Lightning takes seconds to import.
@@ -313,7 +280,6 @@ PARTS = {
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
-    "one_card": Part(one_card, 60),
     "steps": Part(steps, 150),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.loopback import loopback_world
 from benchmarks.ranks import new_gradient_, sharded_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from lightning_muon.schedule.shapes import read_shapes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
 
@@ -30,18 +30,7 @@ from lightning_muon.sharding.modes import Sharding
 def one_rank_of(size: int, shapes: str, *, device: str, replicas: int = 1) -> Iterator[ParallelMuon]:
     """A ParallelMuon as rank 0 of ``size`` has it for a named model, on weights as ``fully_shard`` leaves them."""
     with loopback_world(size):
-        yield sharded_muon(_shapes(shapes), replicas, device)
-
-
-def _shapes(name: str) -> Sequence[ParameterShape]:
-    if name != "small":
-        return read_shapes(name).parameters
-    layer = {"q": (64, 64), "up": (192, 64), "down": (64, 192), "norm": (64,)}
-    named = {f"layers.{index}.{part}.weight": shape for index in range(4) for part, shape in layer.items()}
-    return [
-        ParameterShape(name=name, shape=shape, kind="matrix" if len(shape) == 2 else "elementwise")
-        for name, shape in named.items()
-    ]
+        yield sharded_muon(read_shapes(shapes).parameters, replicas, device)
 
 
 def backward_on_stream(optimizer: ParallelMuon, device: str) -> None:
@@ -67,13 +56,11 @@ class OneRank:
     device: str
 
     def backward(self) -> None:
-        """Forward and backward of one batch, and what the mode does after it."""
         self.mode.begin_forward()
         self.model(torch.randn(32, 64, device=self.device)).square().mean().backward()
         self.mode.finish_gradients()
 
     def step(self) -> None:
-        """The step of the optimizer, and what the mode does after it."""
         self.optimizer.step()
         self.mode.end_step()
         self.optimizer.zero_grad()

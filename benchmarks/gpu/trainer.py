@@ -27,11 +27,9 @@ class Model(L.LightningModule):
         self.network = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
 
     def training_step(self, tokens: Tensor) -> Tensor:
-        """Loss of the batch."""
         return nn.functional.cross_entropy(self.network(tokens).flatten(0, 1), tokens.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, which the strategy replaces."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
