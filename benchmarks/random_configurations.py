@@ -121,7 +121,7 @@ def _muon(draw: random.Random) -> dict[str, Any]:
         "chunk_bytes": [1, 500],
         "assignment": ["round_robin", "redundant"],
         "dedupe": ["always", "never"],
-        "overlap": ["backward", "step", "off", "always"],
+        "overlap": ["off", "always"],
         "look_ahead": [1, 2, 0],
     }
     named = draw.sample(sorted(choices), draw.randrange(5))

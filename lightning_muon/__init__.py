@@ -36,12 +36,10 @@ if TYPE_CHECKING:
         Replicator,
         Slicing,
         Striding,
-        Turn,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
-    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.monitor.step_monitor import StepMonitor
@@ -49,12 +47,7 @@ if TYPE_CHECKING:
     from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
     from lightning_muon.sharding.base import ModeOptions
-    from lightning_muon.sharding.context_parallel import (
-        context_attention,
-        gather_sequence,
-        pad_to_multiple,
-        split_sequence,
-    )
+    from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
     from lightning_muon.sharding.modes import make_mode
     from lightning_muon.sharding.weights import full_state_dict
 
@@ -66,9 +59,6 @@ if TYPE_CHECKING:
         pass
 
     class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
-        pass
-
-    class QKClip(QKClipCallback, Callback):  # noqa: D101
         pass
 
     class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
@@ -88,7 +78,6 @@ __all__ = [
     "ParallelMuon",
     "ParallelMuonFabricStrategy",
     "ParallelMuonStrategy",
-    "QKClip",
     # what nodes send each other
     "Components",
     "DCTTopK",
@@ -100,7 +89,6 @@ __all__ = [
     "Replicator",
     "Slicing",
     "Striding",
-    "Turn",
     # loops of your own
     "StepMonitor",
     "StopSignals",
@@ -112,9 +100,7 @@ __all__ = [
     "full_state_dict",
     "make_mode",
     # context parallelism
-    "context_attention",
     "gather_sequence",
-    "pad_to_multiple",
     "split_sequence",
 ]
 
@@ -127,16 +113,16 @@ _MODULES = {
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
-        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
+        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
-    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
+    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
     "monitor.signals": "StopSignals",
     "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",
     "sharding.base": "ModeOptions",
-    "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",
+    "sharding.context_parallel": "gather_sequence split_sequence",
     "sharding.modes": "make_mode",
     "sharding.weights": "full_state_dict",
 }

@@ -34,7 +34,7 @@ DtypeName = Literal["auto", "float32", "bfloat16"]
 ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
-Overlap = Literal["auto", "backward", "step", "off"]
+Overlap = Literal["step", "off"]
 # Muon's learning rate over AdamW's, where one was chosen for AdamW: benchmarks/muon_rate.py, docs/performance.md.
 MEASURED_MUON_LR_FACTOR = 3.0
 
@@ -231,17 +231,15 @@ class ExchangeOptions:
             in turn. ``"redundant"``: every rank gathers and computes all of them.
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
             ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
-        overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
-            arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
-            links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
-            bit.
+        overlap: ``"step"``: transfers hide behind the arithmetic of the step, ``"off"``: one after the other. The
+            weights are the same, bit for bit.
         look_ahead: Buckets that are gathered or on their way at a time during the step.
     """
 
     chunk_bytes: int = 4 * 2**20
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
-    overlap: Overlap = "auto"
+    overlap: Overlap = "step"
     look_ahead: int = 3
 
     def __post_init__(self) -> None:

@@ -32,16 +32,17 @@ from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_gro
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
-from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import (
     ADAMW_STATE,
     MUON_STATE,
     SECOND_MOMENT,
-    of_version_0_1,
     warn_of_new_second_moments,
 )
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.saved_states import are_ours, understood
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
+from lightning_muon.removed import STATE_OF
 from lightning_muon.sharding.shard_model import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
@@ -160,9 +161,9 @@ class Checkpoint:
                 sizes[stem + mark] = getattr(entry, "size", None)
         return sizes
 
-    def _optimizer_in_shards(self, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-        """Sizes of the entries of each parameter's state, and the keys of each param group by its number; local."""
-        sizes, groups = dict[str, dict[str, Any]](), dict[str, list[str]]()
+    def _optimizer_in_shards(self, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Sizes of the entries of each parameter's state, and of each param group by its number; local."""
+        sizes, groups = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
         for name, size in self._sizes_of_shards(f"{key}.").items():
             part, _, rest = name.partition(".")
             if part == "state":
@@ -170,7 +171,7 @@ class Checkpoint:
                 sizes.setdefault(parameter, {})[entry] = size
             elif part == "param_groups":
                 number, _, option = rest.partition(".")
-                groups.setdefault(number, []).append(option)
+                groups.setdefault(number, {})[option] = size
         return sizes, groups
 
     def _check_weights(
@@ -211,10 +212,11 @@ class Checkpoint:
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         own: Any = get_optimizer_state_dict(module, optimizer)
-        sizes, group_keys = self._optimizer_in_shards(key)
-        groups = own["param_groups"]
-        if len(group_keys) != len(groups):
-            raise ValueError(f"{len(group_keys)} param groups in the checkpoint, {len(groups)} here")
+        saved, saved_groups = self._optimizer_in_shards(key)
+        sizes = {name: {k: size for k, size in entries.items() if k not in STATE_OF} for name, entries in saved.items()}
+        own_groups = own["param_groups"]
+        if len(saved_groups) != len(own_groups):
+            raise ValueError(f"{len(saved_groups)} param groups in the checkpoint, {len(own_groups)} here")
         # A copy of a parameter of another stage takes the state of that one, if the checkpoint has no copies.
         originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
         of_now: dict[str, dict[str, Any]] = own["state"]
@@ -229,15 +231,21 @@ class Checkpoint:
                 size = sizes[name][entry]
                 if size[0] != state[entry].shape[0]:
                     state[entry] = zeros_of_nodes(state[entry], size)
-        # The names of a group are those of one stage.
-        names_of_groups = [group.pop("params") for group in groups]
-        for number, group in enumerate(groups):
-            group |= of_version_0_1(group_keys[str(number)])
+        # Not the names of parameters, which are those of one stage.
+        groups = [{k: value for k, value in group.items() if k != "params"} for group in own_groups]
+        is_planned = isinstance(optimizer, PlannedOptimizer)
+        if is_planned:  # All that was saved, maybe by another optimizer.
+            for number, group in enumerate(groups):
+                options = saved_groups[str(number)].items()
+                groups[number] = {k: group.get(k) for k, size in options if k in group or size is None}
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         planner = DefaultLoadPlanner(allow_partial_load=True)
         load({key: {"state": states, "param_groups": groups}}, checkpoint_id=self.path, planner=planner)
-        for group, names in zip(groups, names_of_groups, strict=True):
-            group["params"] = names
+        if is_planned:
+            gone = {name: {k: entries[k] for k in entries if k in STATE_OF} for name, entries in saved.items()}
+            groups = understood({"state": gone, "param_groups": groups})["param_groups"]
+        both = zip(own_groups, groups, strict=True)
+        own["param_groups"] = [{**mine, **group, "params": mine["params"]} for mine, group in both]
         for name in to_muon:
             states[name] = {"momentum_buffer": states[name]["exp_avg"]}
         for name in of_now:
@@ -247,18 +255,18 @@ class Checkpoint:
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         whole = self.whole(key)
-        state = optimizer.translated(whole) if isinstance(optimizer, ParallelMuon) else whole
-        named = named_optimizer_state(state, module, optimizer)
+        is_foreign = isinstance(optimizer, PlannedOptimizer) and not are_ours(whole["param_groups"])
+        if isinstance(optimizer, PlannedOptimizer):
+            whole = understood(whole)
+        named = named_optimizer_state(whole, module, optimizer)
         # The state that the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
-        if state is not whole:
-            _begin_others(named["state"], own)
         to_muon, to_adamw = _moved(named["state"], own)
         for name in to_muon:
             named["state"][name] = {"momentum_buffer": named["state"][name]["exp_avg"]}
         for name in to_adamw:
             del named["state"][name]
-        if to_adamw:
+        if to_adamw or is_foreign:
             _begin_others(named["state"], own)
         _begin_second_moments(named["state"], own)
         _check_entries(named["state"], own)
@@ -315,10 +323,7 @@ def named_optimizer_state(
     numbers = chain.from_iterable(group["params"] for group in saved)
     states = {name: state["state"][n] for n, name in zip(numbers, chain(*names), strict=True) if n in state["state"]}
     states |= {copy: _cloned(states[name]) for copy, name in renamed.items() if name in states}
-    groups = [
-        {**group, **of_version_0_1(old), **old, "params": params}
-        for group, old, params in zip(ours, saved, own_names, strict=True)
-    ]
+    groups = [{**group, **old, "params": params} for group, old, params in zip(ours, saved, own_names, strict=True)]
     for group in groups:
         group.pop(NAMES, None)
     return {"state": states, "param_groups": groups}

@@ -11,7 +11,6 @@ import sys
 import traceback
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +59,7 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting(each)
     name = words[0] if words else ""
     if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
-        lightning_cli(args)
+        _run_lightning_cli(args)
     elif name in _COMMANDS:
         _run(name, parsers[name], words[1:])
     elif name.startswith("-") or not name:
@@ -103,14 +102,14 @@ def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: s
 
 def reporting(parser: Any) -> Any:
     """Return the parser, also one of jsonargparse, changed so that its errors print no usage, but the nearest name."""
-    parser.error = partial(_refuse, parser)
+
+    def refuse(message: str, error: Exception | None = None) -> None:
+        of_command = getattr(error, "subcommand_parser", None) or parser
+        prog, options = of_command.prog.replace(" [options]", ""), list(of_command._option_string_actions)
+        of_command.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, options)}\n")
+
+    parser.error = refuse
     return parser
-
-
-def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None) -> NoReturn:
-    parser = getattr(error, "subcommand_parser", None) or parser
-    prog = parser.prog.replace(" [options]", "")
-    parser.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, list(parser._option_string_actions))}\n")
 
 
 def _hint(prog: str, message: str, options: Sequence[str]) -> str:
@@ -131,11 +130,8 @@ def _hint(prog: str, message: str, options: Sequence[str]) -> str:
     return f"\n{gone}" if gone else ""
 
 
-def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), **options: Any) -> Any:
-    """Run the command in ``args`` with a LightningCLI whose default strategy is ``"parallel_muon"``; return the CLI.
-
-    ``callbacks`` are added to those of the files; ``options`` are further arguments of LightningCLI.
-    """
+def _run_lightning_cli(args: Sequence[str] | None) -> None:
+    """A LightningCLI whose default strategy is ``"parallel_muon"``."""
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -150,6 +146,8 @@ def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), 
             # A misspelt option is an error, even if it is the beginning of another one.
             return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
-    words = None if args is None else list(args)
-    defaults = {"strategy": STRATEGY_NAME, "callbacks": list(callbacks)}
-    return CLI(trainer_defaults=defaults, parser_kwargs={"prog": _PROG}, args=words, **options)
+    CLI(
+        trainer_defaults={"strategy": STRATEGY_NAME},
+        parser_kwargs={"prog": _PROG},
+        args=None if args is None else list(args),
+    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
@@ -26,14 +25,12 @@ from lightning_muon.cli.plan_model import (
     with_fused,
     with_stacks_cut_along,
 )
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.plan_strategies import PIPELINE, Outcome, Setting, choice_of, compare_strategies
 from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines, rows_shown
-from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.shapes import write_shapes
 
 MOST_RANKS = 4096
@@ -41,7 +38,6 @@ WIDTH = 120
 _DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
 strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
 _MIB = 2**20
-_GRADIENT_ITEMSIZE = 4  # Bytes of an element of float32 parameters, whose gradients are sent in their dtype.
 
 
 def _fused(text: str) -> tuple[str, tuple[int, ...]]:
@@ -59,7 +55,7 @@ _OPTIONS = (
     ("--chunk-bytes", "N", count, "of what a rank owns of a bucket (the config's)"),
     ("--look-ahead", "N", count, "buckets on their way at a time (the config's)"),
     ("--write-shapes", "FILE.json", Path, "save the shapes of the model"),
-    ("--node-ranks", "N", count, "ranks of a node, for sharding=zero2 (8)"),
+    ("--node-ranks", "N", count, "ranks of a node, for --ranks (8)"),
     ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
     ("--flops", "X", positive, "FLOP/s of Newton-Schulz"),
     ("--memory-bandwidth", "X", positive, "bytes/s of elementwise work"),
@@ -79,7 +75,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
     ("buckets", "d", lambda found: found["num_buckets"]),
 )
 _FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
-_WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=int8 base=adamw"
+_WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=fp32 base=adamw"
 _PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
 _MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
 
@@ -130,7 +126,7 @@ def _run(arguments: Namespace) -> None:
 def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig | None) -> None:
     """Plan and show an optimizer step with each strategy, and the exchange between nodes of a FlexDeMo."""
     model, mesh = setting.model, setting.mesh
-    links, zero2, choice, outcomes = None, [], None, []
+    links, choice, outcomes = None, None, []
     if flexdemo is not None:
         links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
         if flexdemo.base == "muon":
@@ -138,7 +134,6 @@ def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig |
             outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
     else:
         outcomes = compare_strategies(setting)
-        zero2 = zero2_ways(setting, node_ranks=arguments.node_ranks or plan_modes.NODE_RANKS)
         if arguments.config is not None:
             choice = choice_of(setting)
     if arguments.draw and not outcomes:
@@ -147,12 +142,12 @@ def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig |
     for path in arguments.draw:
         draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
     if arguments.json:
-        sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links, zero2)) + "\n")
+        sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links)) + "\n")
         return
     console = _console()
     console.print(f"{title} = {mesh.size} ranks (replicate x shard)")
     exchange = slow_links_report(links, flexdemo) if links and flexdemo else []
-    for heading, body in _report(setting, outcomes, choice, exchange, zero2):
+    for heading, body in _report(setting, outcomes, choice, exchange):
         if heading:
             console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
@@ -178,7 +173,6 @@ def _as_dict(
     outcomes: Sequence[Outcome],
     choice: Mapping[str, Any] | None,
     links: Mapping[str, Any] | None,
-    zero2: Sequence[ShardExchange],
 ) -> dict[str, Any]:
     """The plan as a dict for JSON."""
     model, mesh = setting.model, setting.mesh
@@ -197,7 +191,6 @@ def _as_dict(
         "config": choice,
         "flexdemo": links,
         "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
-        "zero2": [asdict(way) for way in zero2] or None,
     }
 
 
@@ -234,26 +227,11 @@ def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting
     )
 
 
-def zero2_ways(setting: Setting, *, node_ranks: int) -> list[ShardExchange]:
-    """The ways to exchange gradients and values of ZeRO-2; none if every replica is on one node.
-
-    Ranks fill one node after the other. A run chooses by the rates of ``h100``; a CPU keeps the smallest buckets.
-    """
-    mesh, trained = setting.mesh, [each for each in setting.model.parameters if not each.frozen]
-    starts = range(0, mesh.size, mesh.shard)
-    nodes = [[rank // node_ranks for rank in range(first, first + mesh.shard)] for first in starts]
-    num_bytes = _GRADIENT_ITEMSIZE * sum(math.prod(each.shape) for each in trained)
-    if all(len(set(replica)) == 1 for replica in nodes):
-        return []
-    return shard_exchanges(nodes, num_bytes, setting.cost, bucket_bytes=BUCKET_BYTES, may_grow=True)
-
-
 def _report(
     setting: Setting,
     outcomes: Sequence[Outcome],
     choice: Mapping[str, Any] | None,
     exchange: list[RenderableType],
-    zero2: Sequence[ShardExchange],
 ) -> Iterator[tuple[str, list[RenderableType]]]:
     """Title and content of each section."""
     model = setting.model
@@ -271,8 +249,6 @@ def _report(
         yield f"Owners ({PIPELINE})", [_owners(pipeline)]
         yield "Bytes on the wire, one step", [_bytes(outcomes)]
         yield "Predicted timeline, without backward", _timelines(outcomes, choice)
-    if zero2:
-        yield "Gradients and values with sharding=zero2, one step", _zero2(zero2)
 
 
 def _head(setting: Setting, pipeline: Outcome) -> list[RenderableType]:
@@ -331,11 +307,7 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
         f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
         "most expensive matrix in 16 bits.",
     ]
-    for outcome in outcomes:
-        if outcome.name in (PIPELINE, GRID) and outcome.early is not None:
-            caption.append(f"overlap=auto on this machine, {outcome.name}: {outcome.early.to_text()}.")
-        if outcome.numbers["note"]:
-            caption.append(f"{outcome.name}: {outcome.numbers['note']}.")
+    caption += [f"{each.name}: {each.numbers['note']}." for each in outcomes if each.numbers["note"]]
     if last["load"]["ranks_without_matrix"]:
         caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
     if choice is not None:
@@ -348,19 +320,3 @@ def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) ->
             f"({shared}): {row}."
         )
     return [table(columns, rows), *caption]
-
-
-def _zero2(ways: Sequence[ShardExchange]) -> list[RenderableType]:
-    fastest = min(way.seconds for way in ways)
-    rows = [
-        (
-            f"{'hierarchical' if way.grid else 'direct'}{' *' if way.seconds == fastest else ''}",
-            way.bucket_bytes / _MIB,
-            way.node_bytes / _MIB,
-            1e3 * way.seconds,
-        )
-        for way in ways
-    ]
-    columns = {"way": "", "bucket MiB": ",.0f", "leaves a node MiB": ",.0f", "transfers and sums ms": ",.1f"}
-    caption = "Gradients and values of float32 parameters, per node. * is faster; a run goes by --machine h100."
-    return [table(columns, rows), caption]

@@ -14,8 +14,8 @@ from torch.distributed.tensor import Shard
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.table import table
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
-from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period
+from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormat
+from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, SharedElements, period
 from lightning_muon.params.layout import held_boxes
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
@@ -93,18 +93,13 @@ def _names(config: FlexDeMoConfig | None) -> dict[str, str]:
 def step_seconds(config: FlexDeMoConfig | None, exchange: float, compute: float | None) -> float:
     """Seconds of forward, backward and exchange; of the exchange alone if the former are unknown.
 
-    Overlapped with backward: ``C / 3 + max(2 C / 3, E)``; one after the other: ``C + E``; one step late: ``max(C, E)``,
-    with C seconds of arithmetic and E seconds of exchange.
+    FlexDeMo's nodes exchange in the step: ``C + E``, with C seconds of arithmetic and E seconds of exchange; the
+    all-reduce runs beside backward: ``C / 3 + max(2 C / 3, E)``.
     """
     if compute is None:
         return exchange
     if config is not None:
-        replicator = config.replicator
-        if config.delay > 0 or (isinstance(replicator, DiLoCo) and replicator.overlap):
-            return max(compute, exchange)
-        # Weights can be averaged when a step is complete, not before.
-        if config.overlap == "step" or isinstance(replicator, LocalSteps):
-            return compute + exchange
+        return compute + exchange
     backward = _BACKWARD_SHARE * compute
     return compute - backward + max(backward, exchange)
 
@@ -119,7 +114,7 @@ def comparison(config: FlexDeMoConfig) -> Iterator[FlexDeMoConfig]:
         other = replace(config, replicator=replace(template, top_k=top_k), **without_own_momentum)
         if other.replicator != asked:
             yield other
-    for value_format in () if isinstance(asked, LocalSteps) else get_args(ValueFormatName):
+    for value_format in () if isinstance(asked, LocalSteps) else get_args(ValueFormat):
         if value_format != config.value_format:
             yield replace(config, value_format=value_format)
 
@@ -134,16 +129,15 @@ def node_traffic(trained: Sequence[ParameterShape], mesh: Mesh, config: FlexDeMo
         # One of the buckets with messages of each form, and their number: counting all takes long with many nodes.
         kinds: dict[tuple[object, ...], tuple[BucketPlan, int]] = {}
         for plan in plan_buckets(shapes, config):
-            form = tuple((type(p.replicator), id(p.values), p.num_blocks, p.block_numel) for p in plan.parts)
+            form = tuple((type(p.replicator), p.num_blocks, p.block_numel) for p in plan.parts)
             kinds[form] = plan, kinds.get(form, (plan, 0))[1] + num_ranks
         for plan, number in kinds.values():
             if plan.is_summed(_MANY):
                 reduced += number * plan.message_bytes()
-                returned += number * plan.returned_dtype.itemsize * sum(plan.segment_lengths(0, 1))
+                returned += number * plan.message_bytes()
             else:
                 gathered += number * plan.message_bytes()
-            # The first node adds up the longest segments.
-            sent += number * plan.sent_bytes(0, mesh.replicate)
+            sent += number * plan.sent_bytes(mesh.replicate)
     return NodeTraffic(gathered, reduced, returned, sent)
 
 
@@ -164,13 +158,12 @@ def _summed_up(num_bytes: float, num_nodes: int) -> NodeTraffic:
 
 def slow_links_report(links: dict[str, Any], config: FlexDeMoConfig) -> list[RenderableType]:
     """A table with a row for each way to exchange, and a legend of its columns."""
-    late = f", {config.delay} step late" if config.delay else ""
     times = "the exchange alone (give forward and backward with --compute-seconds)"
     if links["compute_seconds"] is not None:
         times = f"a step with {_seconds(links['compute_seconds'])} of forward and backward"
     columns = {"exchange": "", "values": "", "bits": ".3f", "sent MB": ",.3f", "break-even": ",.1f"}
     return [
-        f"{links['nodes']} nodes (replicate axis); base {config.base}, overlap={config.overlap}{late}\n",
+        f"{links['nodes']} nodes (replicate axis); base {config.base}\n",
         table(
             columns | dict.fromkeys(LINKS, ">"),
             [

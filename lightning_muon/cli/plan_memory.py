@@ -20,7 +20,6 @@ from lightning_muon.cli.split_rules import (
     held_by_parts,
     rows_of,
     zero2_elements,
-    zero2_exchange,
     zero2_packed_bytes,
 )
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
@@ -79,7 +78,7 @@ def memory_without_pipeline(
         gradients = job.itemsize * zero2_elements(job, split)[0]
     elif split.sharding == "flexdemo" and not isinstance(job.flexdemo.replicator, LocalSteps):
         kept += STATE_ITEMSIZE * trained  # Blocks of the residuals.
-        working += STATE_ITEMSIZE * trained + job.flexdemo.chunk_bytes  # Updates, and the bucket that is decoded.
+        working += STATE_ITEMSIZE * trained + job.flexdemo.bucket_bytes  # Updates, and the bucket that is decoded.
     moments = _sharded_backward if split.is_fsdp else _whole_backward
     return _memory(
         job.itemsize * every,
@@ -112,7 +111,6 @@ def _whole_backward(job: Job, split: Split, *, passes: int, recompute: bool, sta
     trained = job.parts.trained
     bucket, copies, own = job.bucket_bytes, 1.0 if split.data > 1 else 0.0, 1.0
     if split.sharding == "zero2":
-        bucket = zero2_exchange(job, split).bucket_bytes
         # A bucket as it arrives, as it is sent, and the shares of the other ranks.
         copies = 2 + (split.shard - 1) / split.shard
         own = zero2_elements(job, split)[0] / max(1, sum(trained))  # Share that a rank keeps of the sums.

@@ -29,7 +29,7 @@ from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_sha
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 # Keys that the words may set beside the options of the replicator: others change neither bytes nor times.
-_KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
+_KEYS = ("base", "value_format", "dense_below", "bucket_bytes")
 
 
 class Mesh(NamedTuple):
@@ -146,9 +146,7 @@ def read_config(path: Path) -> PlannedModel:
     options = Options.from_mapping(given, source=str(path))
     config = FlexDeMoConfig() if strategy == "flexdemo" else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
-    # The options that FlexDeMo shares with ParallelMuon, without its `chunk_bytes` of the buckets between nodes.
-    shared = vars(config) if flexdemo is None else {**vars(config), "chunk_bytes": MuonConfig.chunk_bytes}
-    optimizer = from_arguments(MuonConfig, shared)
+    optimizer = from_arguments(MuonConfig, vars(config))  # Of a FlexDeMo the options that both have.
     # The mesh as far as the file determines it without the machine.
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     found: Sequence[int | str] = (options.replicate_size, options.shard_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,6 @@ from lightning_muon.params.exchange import (
 from lightning_muon.params.layout import OwnedBy, held_boxes
 from lightning_muon.schedule.assign import MatrixSpec, count_elements
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.estimates import PrefetchEstimate, estimate_prefetch, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
 from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind
 from lightning_muon.schedule.shapes import ModelShapes
@@ -107,7 +106,6 @@ class Outcome:
     specs: Sequence[MatrixSpec]
     plan: MuonPlan
     timeline: Timeline
-    early: PrefetchEstimate | None  # Estimate of gathers during backward; `None` if nothing is gathered.
     numbers: dict[str, Any]  # For JSON: seconds, bytes, FLOPs and shares.
 
 
@@ -182,10 +180,9 @@ class _Ranks:
         if validates and self.num_ranks <= MOST_RANKS_IN_FULL:
             check_step(step_program(program, look_ahead=look_ahead), [plan])
         program, like = merge_equal_ranks(program)
-        # The part of `step_program` that runs if all gradients are there and none was sent early.
+        # The part of `step_program` that runs if all gradients are there.
         simulated = simulate(prefetch(program, look_ahead), cost)
         timeline = Timeline({rank: simulated.spans[first] for rank, first in like.items()})
-        early = estimate_prefetch([rank_seconds(ops, cost) for ops in program.values()])
         most_expensive = max(self.specs, key=lambda spec: spec.flops)
         short, long = sorted((most_expensive.rows, most_expensive.cols))
         numbers = {
@@ -196,10 +193,9 @@ class _Ranks:
             # Of the most expensive matrix, in 16 bits: two l x s iterates and two s x s products.
             "newton_schulz_bytes": 2 * (2 * long * short + 2 * short * short),
             **self._step_memory(plan, look_ahead),
-            "early_gathers": None if early is None else {**asdict(early), "pay": early.pays},
             **numbers,
         }
-        return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, early=early, numbers=numbers)
+        return Outcome(name=name, specs=self.specs, plan=plan, timeline=timeline, numbers=numbers)
 
     def _step_memory(self, plan: MuonPlan, look_ahead: int) -> dict[str, int]:
         """Most bytes on a rank: of wire buffers, which stay from step to step, and of a running op.

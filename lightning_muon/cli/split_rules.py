@@ -27,7 +27,6 @@ from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.estimates import ShardExchange, shard_exchanges
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.pipeline import StageCosts
 from lightning_muon.schedule.shapes import ParameterShape
@@ -185,24 +184,12 @@ def zero2_elements(job: Job, split: Split) -> tuple[int, int]:
 
 
 @cache
-def zero2_exchange(job: Job, split: Split) -> ShardExchange:
-    """The fastest exchange of gradients and values of ZeRO-2 over the shard axis."""
-    nodes = [
-        [(first + i) // split.node_ranks for i in range(split.shard)] for first in range(0, split.data, split.shard)
-    ]
-    num_bytes = job.itemsize * sum(job.parts.trained)
-    may_grow = not job.setting.is_cpu
-    ways = shard_exchanges(nodes, num_bytes, job.cost, bucket_bytes=BUCKET_BYTES, may_grow=may_grow)
-    return min(ways, key=lambda way: way.seconds)
-
-
-@cache
 def zero2_packed_bytes(job: Job, split: Split) -> int:
     """Bytes of new values that are sent in buffers: a part that is alone in its bucket is sent without one."""
     trained = [each for some in job.parts.parameters for each in some if not each.frozen]
     shapes = {torch.empty(each.shape, device="meta"): each for each in trained}
     owners, packed = zero2_owners(job, split), 0
-    for bucket in make_buckets(list(shapes), zero2_exchange(job, split).bucket_bytes):
+    for bucket in make_buckets(list(shapes), job.bucket_bytes):
         parts: dict[int, list[int]] = {}
         for each in map(shapes.__getitem__, bucket):
             is_owned = each.name in owners
@@ -251,12 +238,16 @@ def reduce(job: Job, some: Sequence[int], split: Split) -> SplitTraffic:
 
 def _zero2(job: Job, some: Sequence[int], split: Split, *, is_return: bool) -> SplitTraffic:
     """The share of some parts in the exchange over the shard axis, in one direction."""
-    way = zero2_exchange(job, split)
-    everything, local = max(1, sum(job.parts.trained)), min(split.shard, split.node_ranks)
+    everything, shard, cost = max(1, sum(job.parts.trained)), split.shard, job.cost
+    number = -(-job.itemsize * everything // job.bucket_bytes)
+    bucket = job.itemsize * everything / number
+    local = shard / split.axes[0][1]
+    inside, between = bucket * (local - 1) / shard, bucket * (shard - local) / shard
+    transfer = cost.transfer_seconds(inside, between)
+    sums = (shard - 1) * cost.op_seconds + 3 * (inside + between) / cost.memory_bytes_per_second
+    seconds = number * transfer if is_return else (number - 1) * max(transfer, sums) + transfer + sums
     share = sum(job.parts.trained[part] for part in some) / everything
-    seconds = way.return_seconds if is_return else way.seconds - way.return_seconds
-    sent, between = job.itemsize * everything * (split.shard - 1) / split.shard, way.node_bytes / 2 / local
-    return SplitTraffic(share * seconds, share * max(0.0, sent - between), share * between)
+    return SplitTraffic(share * seconds, share * number * inside, share * number * between)
 
 
 def exchange_of_nodes(job: Job, split: Split) -> tuple[SplitTraffic, float]:

@@ -25,9 +25,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _utils
 from torch.profiler import record_function
 
-# The property of a DataLoader that has what yields indices: its batch sampler, or its sampler.
-INDEX_SAMPLER = "_index_sampler"
-
 
 def cpu_multiplies_bfloat16_fast() -> bool:
     """Whether this CPU has instructions for bfloat16 products (AVX-512 BF16 or AMX)."""

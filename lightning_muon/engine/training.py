@@ -102,7 +102,6 @@ class TrainingEngine:
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter from before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # For optimizers that were given and have been replaced.
-        self.after_step: list[Callable[[bool], None]] = []  # Called after each step, with whether it was skipped.
         self._names: dict[Tensor, str] = {}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # For optimizers that do not check for NaN.
         self._guard: SingleReductionGuard | None = None
@@ -358,9 +357,6 @@ class TrainingEngine:
             self._drop_nonfinite(optimizer)
             return result
 
-        num_skipped = self.finite_check(optimizer).skipped_steps
-        if self._replica_check is not None:
-            self._replica_check.step_begins(optimizer)
         with self.explaining():
             if closure is None:
                 with_whole_gradients()
@@ -368,8 +364,6 @@ class TrainingEngine:
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
-            for follow in self.after_step:
-                follow(self.finite_check(optimizer).skipped_steps > num_skipped)
             if self._replica_check is not None:
                 self._replica_check.step_has_ended(optimizer)
         self.has_run = False

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,32 +44,6 @@ class AgreedGradients:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OrthogonalizedBatch:
-    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and the result."""
-
-    jobs: Sequence[MatrixJob]
-    newton_schulz: NewtonSchulz
-    eps: float
-    matrices: Tensor  # (jobs, rows, cols), as `updates`.
-    updates: Tensor
-
-
-class BatchSample:
-    """Keeps one batch of a step, drawn with a probability proportional to its number of matrices."""
-
-    def __init__(self) -> None:
-        self.batch: OrthogonalizedBatch | None = None
-        # A generator of its own, so that the random numbers of the program do not depend on it.
-        self._draw, self._num_seen = random.Random(), 0
-
-    def offer(self, batch: OrthogonalizedBatch) -> None:
-        """Keep this batch instead of the one before, or not, by chance; local."""
-        self._num_seen += len(batch.jobs)
-        if self._draw.randrange(self._num_seen) < len(batch.jobs):
-            self.batch = batch
-
-
 class MatrixStep:
     """Walks through the ops of a plan, which are always in the same order on every rank."""
 
@@ -87,25 +59,17 @@ class MatrixStep:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
-        self._in_backward: dict[str, list[Op]] = {}
-        for op in plan.ops:
-            if op.phase == program.IN_BACKWARD:
-                self._in_backward.setdefault(op.key, []).append(op)
-        # Buckets that may be sent during backward, in the order in which backward finishes them.
-        self.early_buckets = [plan.buckets[key] for key in self._in_backward if key in plan.buckets]
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
             for index, key in enumerate(plan.buckets)
         }
         self._transfers: dict[str, Transfer] = {}
-        self._has_early_buffers = False  # Whether buckets have buffers of their own, since they were sent early.
         # Of the current step: its input, whether it may still be given up, buckets whose momentum is in the state.
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
-        self._sample: BatchSample | None = None
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
@@ -113,8 +77,6 @@ class MatrixStep:
             {
                 OpKind.MOMENTUM: self._momentum,
                 OpKind.GATHER: self._communicate,
-                OpKind.EARLY_MOMENTUM: self._momentum,
-                OpKind.EARLY_GATHER: self._communicate,
                 OpKind.NEWTON_SCHULZ: self._newton_schulz,
                 OpKind.SCATTER: self._communicate,
                 OpKind.UPDATE: self._update,
@@ -125,46 +87,15 @@ class MatrixStep:
             plan.device,
         )
 
-    def run_in_backward(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
-        """Send the look-ahead of a bucket before the step, changing no state; without ``packs`` what the buffer holds.
-
-        Collective over the axes of the bucket's exchange group; every rank must call it, in the same order of buckets.
-        """
-        self._has_early_buffers = True
-        with self.executor.memory_of_step():
-            self._take_buffers(key, gradients, self._slots[key] | {"gather": f"early-{key}"})
-        with self._looking_at(gradients, states):
-            for op in self._in_backward[key]:
-                if packs or op.kind != OpKind.EARLY_MOMENTUM:
-                    self.executor.execute_early(op)
-
-    def differs_from_sent(self, key: str, gradients: Gradients, states: States) -> Tensor:
-        """Whether :meth:`run_in_backward` would now send other bits than it has sent; a bool on the device."""
-        # On CUDA the pieces were packed on another stream.
-        self.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
-        transfer = self._transfers[key]
-        same: list[Tensor] = []
-        with self._looking_at(gradients, states):
-            for jobs, pieces in self._look_ahead_of(transfer, in_place=False):
-                same += transfer.is_packed(jobs, pieces)
-        if not same:
-            return torch.zeros((), dtype=torch.bool, device=self._pool.device)
-        return torch.stack(same).all().logical_not()
-
-    def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
-        """Update all parameters with gradients; ``sample`` is offered each orthogonalized batch.
+    def run(self, agreed: AgreedGradients, states: States) -> None:
+        """Update all parameters with gradients.
 
         Collective over the axes of each exchange group; every rank must call it.
         """
-        self._agreed, self._states, self._sample = agreed, states, sample
+        self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
-        taking_part: set[str] = set()
-        for key in self.plan.buckets:
-            if key not in agreed.valid:
-                self._take_buffers(key, agreed.gradients, self._slots[key])
-            if self._transfers[key].taken:
-                taking_part.add(key)
+        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
             **of_part,
@@ -181,35 +112,21 @@ class MatrixStep:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for all ops, and free the buffers of gathers during backward, which are those of all buckets."""
+        """Wait for all ops, and forget what the step was about."""
         self.executor.finish()
-        if self._has_early_buffers:
-            self._pool.release(OpKind.GATHER)
-            self._has_early_buffers = False
         # The check refers to the gradients, which would live until the next step.
         self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
-        self._states, self._sample = {}, None
+        self._states = {}
 
-    @contextmanager
-    def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
-        """Context in which ops read these gradients and states, which they must not change."""
-        before = self._agreed, self._states
-        self._agreed, self._states = replace(self._agreed, gradients=gradients), states
-        try:
-            yield
-        finally:
-            self._agreed, self._states = before
-
-    def _take_buffers(self, key: str, gradients: Gradients, slots: Mapping[str, str]) -> None:
-        """Get ready to send a bucket; views are costly, so a transfer is kept as long as the same jobs take part."""
+    def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
+        """The transfer of a bucket; views are costly, so it is kept as long as the same jobs take part."""
         bucket, transfer = self.plan.buckets[key], self._transfers.get(key)
         taken, jobs = bucket.taken, bucket.group.jobs
         if not all(tensor in gradients for tensor in bucket.tensors):
             taken = tuple(index for index in taken if jobs[index].parameter.tensor in gradients)
         if transfer is None or transfer.taken != taken:
-            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool)
-        transfer.slots = slots
-        transfer.reserve_gather()
+            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool, self._slots[key])
+        return transfer
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
         """Run the deferred check, before anything changes."""
@@ -246,28 +163,16 @@ class MatrixStep:
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Pack the look-ahead of the local pieces; the state changes only if the step cannot be given up."""
-        is_in_step = op.phase == program.IN_STEP
-        if is_in_step and self._agreed.is_given_up:
+        """Pack the look-ahead of the local pieces, and second moments; state changes if the step cannot be given up."""
+        if self._agreed.is_given_up:
             return ()
-        in_place = is_in_step and not self._may_be_given_up
-        transfer = self._transfers[op.key]
-        for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
-            transfer.pack(jobs, pieces)
-        if in_place:
-            self._committed.add(op.key)
-        return ()
-
-    def _look_ahead_of(
-        self, transfer: Transfer, *, in_place: bool
-    ) -> Iterator[tuple[Sequence[MatrixJob | NeuronValues], Sequence[Tensor]]]:
-        """Yield the calling rank's pieces of what is orthogonalized, and of second moments, some jobs at a time."""
+        transfer, in_place = self._transfers[op.key], not self._may_be_given_up
         for job, neurons in transfer.moments.items():
             if neurons.holds_some:
-                yield [neurons], [self._second_moments(job)]
+                transfer.pack([neurons], [self._second_moments(job)])
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             if not self._has_momentum:
-                yield jobs, self._grads(jobs)
+                transfer.pack(jobs, self._grads(jobs))
                 continue
             buffers = self._momenta(jobs)
             grads = self._grads(jobs, buffers[0].dtype)
@@ -275,7 +180,10 @@ class MatrixStep:
                 foreach.lerp_(buffers, grads, 1 - momentum)
             else:
                 buffers = foreach.lerp(buffers, grads, 1 - momentum)
-            yield jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers
+            transfer.pack(jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers)
+        if in_place:
+            self._committed.add(op.key)
+        return ()
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
@@ -316,12 +224,7 @@ class MatrixStep:
             is_transposed = jobs[0].matrix.is_transposed
             updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
             return updates.mT if is_transposed else updates
-        updates = newton_schulz.orthogonalize(matrices, eps=eps)
-        if self._sample is not None:
-            self._sample.offer(
-                OrthogonalizedBatch(jobs=jobs, newton_schulz=newton_schulz, eps=eps, matrices=matrices, updates=updates)
-            )
-        return updates
+        return newton_schulz.orthogonalize(matrices, eps=eps)
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -28,13 +27,8 @@ from lightning_muon.config import (
     from_arguments,
     takes_options,
 )
-from lightning_muon.optim.backward_prefetch import GatherPrefetch
-from lightning_muon.optim.foreign_states import take_moments_as_momenta_, translated
-from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.optim.step_plan import StepPlan
-
-_log = logging.getLogger(__name__)
+from lightning_muon.optim.saved_states import take_moments_as_momenta_
 
 
 @takes_options(MuonConfig)
@@ -116,33 +110,7 @@ class ParallelMuon(PlannedOptimizer):
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
 
-    def summary(self) -> str:
-        """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
-        return "\n".join([super().summary(), *(_decisions(self._planned.plan) if self._planned is not None else ())])
-
-    def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a state of another optimizer; see :func:`~lightning_muon.optim.foreign_states.translated`. Local."""
-        routed = iter(self._routed_parameters())
-        return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(dict(self.translated(state_dict)))
+        super().load_state_dict(state_dict)
         take_moments_as_momenta_(self._routed_parameters(), self._existing_state)
-
-    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
-        for line in _decisions(plan):
-            _log.info(line)
-        if not step.early_buckets:
-            return None
-        are_right = self._checked_groups.are_right
-        return GatherPrefetch(step, lambda: self._existing_state, lambda: are_right(self.param_groups))
-
-
-def _decisions(plan: StepPlan) -> list[str]:
-    """A line for each exchange group of which ``overlap="auto"`` has decided whether its gathers start early."""
-    return [
-        f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"
-        for group in plan.exchange_groups
-        if group.estimate is not None
-    ]

@@ -121,11 +121,6 @@ def check_group_(group: ParamGroup) -> None:
     check_hyperparameters(group)
 
 
-def of_version_0_1(keys: Collection[str]) -> ParamGroup:
-    """Entries to add to a param group with these ``keys`` if version 0.1.0, without ``muon_lr_factor``, saved it."""
-    return {"muon_lr_factor": 1.0} if "algorithm" in keys and "muon_lr_factor" not in keys else {}
-
-
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
     """Copies of saved param groups; those of ``keys`` that are missing in them are taken from ``own``.
 
@@ -135,14 +130,6 @@ def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], key
     # Options that differ, as text: those where the saved value counts, and those where that of `own` does.
     from_saved, from_own = dict[str, str](), dict[str, str]()
     for group, before in zip(groups, own, strict=False):
-        for key in ("amsgrad", "maximize"):
-            if group.get(key):
-                raise ValueError(
-                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
-                )
-        if "betas" in group and "eps" in group and "adamw_eps" not in group:
-            group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
-        group |= of_version_0_1(group)
         given = dict(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
         group |= {key: before[key] for key in _OF_PROGRAM if key in before}

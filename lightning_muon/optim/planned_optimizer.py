@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
-from lightning_muon.comm.groups import PrivateGroups, require_backend
+from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
@@ -23,8 +23,9 @@ from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
-from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep, orthogonalized_by
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
 from lightning_muon.optim.parameters import RoutedParameter
+from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
@@ -73,7 +74,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
-        self._private_groups = PrivateGroups()
         self._layout = self._own_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
@@ -85,7 +85,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
-        self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -154,7 +153,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_done = False
             while not is_done:
                 try:
-                    planned.matrix_step.run(self._received(agreed), self.state, self.sample)
+                    planned.matrix_step.run(self._received(agreed), self.state)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
@@ -265,6 +264,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
+        state_dict = understood(state_dict)
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
         super().load_state_dict({**state_dict, "param_groups": groups})
@@ -382,7 +382,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
-        plan = make_step_plan(routed, meshes, self._private_groups, options=options, make_part=self._step_part)
+        plan = make_step_plan(routed, meshes, options=options, make_part=self._step_part)
         step = MatrixStep(
             plan,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,

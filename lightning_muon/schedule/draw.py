@@ -85,6 +85,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False
     )
+    if path.suffix[1:] not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"{path}: a picture is a .png, .svg or .pdf")
     # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
     with import_module("matplotlib").rc_context(settings):

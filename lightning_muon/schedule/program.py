@@ -32,22 +32,17 @@ class OpKind:
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be dropped.
-    EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
     # Wait until it is known whether all gradients are finite, and whether what was sent during backward is valid.
     CHECK = "check"
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-    EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
-    EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be dropped.
-    SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
+    # Add the gradients of a bucket to the residuals, send what is chosen to other nodes, and subtract it.
+    EXCHANGE = "exchange"
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
-EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
-"""Kind of an op during backward -> kind of the op of the step that it replaces."""
 STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
 """The ops of one bucket, in their order."""
 

@@ -11,9 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_muon.schedule.program import (
-    EARLY_KINDS,
-    IN_BACKWARD,
-    IN_STEP,
     STEP_KINDS,
     Condition,
     Op,
@@ -21,14 +18,12 @@ from lightning_muon.schedule.program import (
     Program,
 )
 
-_EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AddedOps:
     """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
 
-    first: Sequence[Op] = ()  # Before all others of their phase.
+    first: Sequence[Op] = ()  # Before all others; those of the backward phase come first.
     # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
     # op later in this list, so their order is kept.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
@@ -102,14 +97,12 @@ def step_program(
     program: Program,
     *,
     look_ahead: int,
-    early: Collection[str] = (),
     is_late: bool = False,
     added: Mapping[int, AddedOps] | None = None,
 ) -> Program:
     """Overlap transfers with arithmetic (:func:`prefetch`), and add the branches of the step.
 
     - A bucket runs only if one of its parameters has a gradient.
-    - A bucket of ``early`` is also in the backward phase; momentum and gather of the step run if what was sent is void.
     - ``check`` comes before the first op that changes anything.
     - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
 
@@ -117,43 +110,12 @@ def step_program(
     """
     issued = prefetch(program, look_ahead)
     added = added or {}
-    return {
-        rank: _with_branches(program[rank], ops, set(early), added.get(rank, NOTHING_ADDED), is_late=is_late)
-        for rank, ops in issued.items()
-    }
+    return {rank: _with_branches(ops, added.get(rank, NOTHING_ADDED), is_late=is_late) for rank, ops in issued.items()}
 
 
-def _with_branches(
-    canonical: Sequence[Op], issued: Sequence[Op], early: Collection[str], added: AddedOps, *, is_late: bool
-) -> list[Op]:
-    backward = [op for op in added.first if op.phase == IN_BACKWARD]
-    first = [op for op in added.first if op.phase == IN_STEP]
-    steps = _merged(_with_check(_conditional(issued, early), is_late=is_late), added)
-    return [*backward, *_early_ops(canonical, early), *first, *steps, *added.last]
-
-
-def _early_ops(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
-    """Momentum and gather of the ``early`` buckets, in the backward phase."""
-    copies: list[Op] = []
-    for op in ops:
-        if op.key in early and op.kind in _EARLY_OF:
-            deps = (f"{OpKind.EARLY_MOMENTUM}[{op.key}]",) if op.kind == OpKind.GATHER else ()
-            copies.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
-    return copies
-
-
-def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
-    """Let ops of matrices run for buckets with gradients, momentum and gather only if what was sent early is void."""
-    marked: list[Op] = []
-    for op in ops:
-        if op.kind != OpKind.ADAMW:
-            op = replace(op, when=(Condition.GRADIENTS,))
-        if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
-            op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
-        elif op.key in early and op.kind in _EARLY_OF:
-            op = replace(op, unless=(Condition.VALID,))
-        marked.append(op)
-    return marked
+def _with_branches(issued: Sequence[Op], added: AddedOps, *, is_late: bool) -> list[Op]:
+    conditional = [op if op.kind == OpKind.ADAMW else replace(op, when=(Condition.GRADIENTS,)) for op in issued]
+    return [*added.first, *_merged(_with_check(conditional, is_late=is_late), added), *added.last]
 
 
 def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:

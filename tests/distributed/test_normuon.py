@@ -138,13 +138,13 @@ def test_the_reference_takes_other_steps_than_muon() -> None:
 
 def _variants(mesh_shape: tuple[int, ...], wire_dtype: str) -> list[str]:
     """How steps differ from those without overlap, bit by bit, or from the program; or replicas from each other."""
-    variants: list[dict[str, Any]] = [{"overlap": "off"}, {"overlap": "backward"}]
+    variants: list[dict[str, Any]] = [{"overlap": "off"}, {}]
     owners: list[dict[str, Any]] = [
-        {"overlap": "step", "look_ahead": 1, "assignment": "round_robin"},
-        {"overlap": "backward", "assignment": "redundant"},
+        {"look_ahead": 1, "assignment": "round_robin"},
+        {"assignment": "redundant"},
     ]
     if len(mesh_shape) > 1:
-        owners = [{"overlap": "step", "dedupe": each, "chunk_bytes": 400} for each in ("always", "never")]
+        owners = [{"dedupe": each, "chunk_bytes": 400} for each in ("always", "never")]
     different: list[str] = []
     for backward in (clipped, replaced_state, branch_on_some_ranks):
         expected: dict[str, Tensor] = {}

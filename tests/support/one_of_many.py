@@ -60,7 +60,6 @@ def rank_of(num_ranks: int) -> Iterator[None]:
         f"{package}.optim.planned_optimizer.adamw_step_": nothing,
         f"{package}.optim.transfer.start_all_to_all": lambda *_, **__: [],
         f"{package}.optim.transfer.start_messages": lambda *_: [],
-        f"{package}.optim.transfer.Transfer.is_packed": lambda *_: [],
         f"{package}.math.newton_schulz.orthogonalize": no_matrix,
         f"{package}.compat.foreach.norm": lambda tensors, *_, **__: [norm] * len(tensors),
         f"{package}.compat.foreach.lerp": first,

@@ -184,12 +184,13 @@ class TrainerStrategy(MuonStrategy):
         epoch = self._data.epoch_to_come(trainer)
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        return self._data.follow(dataloader, epoch) if trainer.training else dataloader
+        if trainer.training:
+            self._data.follow(dataloader, epoch)
+        return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go on with the random states of a checkpoint, if no loader has restored them."""
-        self._data.restore_random_state()
-        self._data.epoch_of_batch = self.lightning_module.trainer.current_epoch
+        self._data.batch_begins(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:

@@ -110,8 +110,8 @@ def test_a_file_that_is_refused_is_named(tmp_path: Path, text: str, message: str
         (["top_k=4"], FlexDeMoConfig(replicator=DCTTopK(16, 4), base="adamw")),
         (["replicator=DCTTopK", "base=muon"], FlexDeMoConfig(replicator=DCTTopK(16, 8), base="muon")),
         (
-            ["value_format=int8", "delay=1"],
-            FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw", value_format="int8", delay=1),
+            ["value_format=fp32", "bucket_bytes=1000"],
+            FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw", value_format="fp32", bucket_bytes=1000),
         ),
         (["rate=0.25", "replicator=Random"], FlexDeMoConfig(replicator=Random(0.25), base="adamw")),
         (["replicator=DiLoCo", "period=9"], FlexDeMoConfig(replicator=DiLoCo(period=9), base="adamw")),

@@ -131,7 +131,7 @@ def test_costs_are_those_of_newton_schulz_and_adamw() -> None:
     assert adamw == [28 * 4, 28 * 3, 28 * 3, 28]
 
 
-# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/estimates.py).
+# Square matrices: on CUDA sharing pays from a side of about 1,000 on, with many of them (schedule/assign.py).
 _LARGE, _SMALL = 4096, 64
 
 

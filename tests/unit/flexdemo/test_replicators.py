@@ -13,18 +13,29 @@ from lightning_muon import (
     DCTTopK,
     DiLoCo,
     ExchangeStep,
+    Full,
     NoReplication,
     Random,
     Replicator,
     Slicing,
     Striding,
-    Turn,
 )
 from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
 from lightning_muon.math.dct import dct
-from tests.unit.flexdemo.cases import REPLICATORS, short_name
 
 STEP = ExchangeStep(step=3, part=1)
+REPLICATORS: list[Replicator] = [
+    DCTTopK(chunk_size=8, top_k=5),
+    DCTTopK(chunk_size=16, top_k=3, strips=True),
+    Random(rate=0.25, seed=3),
+    Striding(rate=1 / 3),
+    Slicing(rate=0.25),
+    Full(),
+]
+
+
+def short_name(value: object) -> str:
+    return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
 
 
 @pytest.mark.parametrize("shape", [(64,), (13, 7), (64, 64), (64, 13)], ids=str)
@@ -34,7 +45,7 @@ def test_what_is_left_are_the_smaller_coefficients(shape: tuple[int, ...], top_k
     replicator = DCTTopK(top_k=top_k)
     blocks = torch.randn(35, *shape)
     components = replicator.encode(blocks, STEP)
-    assert components.indices is not None and components.positions is components.indices
+    assert components.indices is not None
     assert components.values.shape == components.indices.shape == (35, top_k)
     coefficients = dct(blocks).flatten(1)
     order = coefficients.abs().sort(1, descending=True).indices
@@ -181,15 +192,6 @@ def test_a_replicator_that_breaks_the_contract_is_an_error(method: str, mistake:
         check_replicator(type("_Broken", (_Largest,), {method: mistake})())
 
 
-def test_names_of_before_work_and_warn() -> None:
-    assert Turn is ExchangeStep
-    with pytest.warns(FutureWarning, match="sends_positions is called sends_indices"):
-        kind = type("_Old", (_Largest,), {"sends_positions": False})
-    assert kind.sends_indices is False
-    with pytest.raises(TypeError, match="abstract"):
-        Replicator()  # type: ignore[abstract]
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -221,4 +223,4 @@ def test_local_steps_are_no_replicators() -> None:
     assert [way.bits_per_parameter() for way in (NoReplication(), DiLoCo(period=64))] == [0, 0.5]
     assert not isinstance(NoReplication(), Replicator)
     options = DiLoCo(period=500)
-    assert (options.outer_lr, options.outer_momentum, options.nesterov, options.overlap) == (0.7, 0.9, True, False)
+    assert (options.outer_lr, options.outer_momentum, options.nesterov) == (0.7, 0.9, True)

@@ -22,10 +22,9 @@ from lightning_muon.schedule.program import (
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import AddedOps, prefetch, step_program
 from lightning_muon.schedule.validate import check_step
-from tests.unit.schedule.specs import ALL_EARLY, UNIT, plan_of, sharded, with_adamw
+from tests.unit.schedule.specs import UNIT, plan_of, sharded, with_adamw
 
-BUCKETS = ("0", "1", "2")
-ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}  # Nothing was sent during backward.
+ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def plan() -> MuonPlan:
 
 
 def _program(plan: MuonPlan, look_ahead: int = 2, *, is_late: bool = False) -> Program:
-    return step_program(with_adamw(plan.program), look_ahead=look_ahead, early=BUCKETS, is_late=is_late)
+    return step_program(with_adamw(plan.program), look_ahead=look_ahead, is_late=is_late)
 
 
 def _names(program: Program, facts: Facts) -> list[str]:
@@ -47,15 +46,7 @@ def _names(program: Program, facts: Facts) -> list[str]:
 def test_every_branch_is_a_step(plan: MuonPlan, look_ahead: int, is_late: bool) -> None:
     program = _program(plan, look_ahead, is_late=is_late)
     check_step(program, [plan])
-    for facts in (ALL_IN_STEP, ALL_EARLY):
-        assert simulate(branch(program, facts), UNIT).makespan > 0
-
-
-def test_a_bucket_is_gathered_in_backward_or_in_the_step(plan: MuonPlan) -> None:
-    facts = {**ALL_IN_STEP, Condition.SENT: {"0", "1"}, "valid": {"0"}}
-    names = _names(_program(plan), facts)
-    assert names[:4] == ["early_momentum[0]", "early_gather[0]", "early_momentum[1]", "early_gather[1]"]
-    assert [name for name in names[4:] if "gather" in name] == ["gather[1]", "gather[2]"]
+    assert simulate(branch(program, ALL_IN_STEP), UNIT).makespan > 0
 
 
 def test_a_bucket_without_gradients_does_not_run(plan: MuonPlan) -> None:
@@ -135,11 +126,11 @@ def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[li
         (_check_late, "changes parameters before the step has waited for check"),
         (_changed("adamw[0 after check]", lambda op: replace(op, when=()), 0, 1), "each must run once"),
         (
-            _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[:-1]), 0, 1),
-            r"early_gather\[1\] of rank 0 has a result|does not depend on early_gather",
+            _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[1:]), 0, 1),
+            r"\bgather\[1\] of rank 0 has a result|does not depend on gather",
         ),
     ],
-    ids=["check", "adamw", "early gather"],
+    ids=["check", "adamw", "gather"],
 )
 def test_a_broken_step_is_refused(plan: MuonPlan, change: Callable[[list[Op]], list[Op]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
