@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 import yaml  # Comes with accelerate.
 
-from lightning_muon.cli.plan_model import count
+from lightning_muon.cli.table import count
 from lightning_muon.config import MuonConfig, option_docs
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import __version__
-from lightning_muon.cli.plan_model import count, memory_of_host, table
+from lightning_muon.cli.table import count, memory_of_host, table
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast

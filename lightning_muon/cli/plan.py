@@ -24,14 +24,12 @@ from lightning_muon.cli.plan_model import (
     PlannedModel,
     add_model_arguments,
     config_from_words,
-    count,
-    positive,
     read_model,
-    table,
     with_fused,
     with_stacks_cut_along,
 )
 from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Outcome, Setting, choice_of, compare_strategies
+from lightning_muon.cli.table import count, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.monitor import html

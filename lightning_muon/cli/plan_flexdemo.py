@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, get_args
 from rich.console import RenderableType
 from torch.distributed.tensor import Shard
 
-from lightning_muon.cli.plan_model import Mesh, table
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.table import table
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig, ValueFormatName
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, LocalSteps, SharedElements, period

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightning_muon.cli.plan_model import cells_of
 from lightning_muon.cli.plan_strategies import Outcome
+from lightning_muon.cli.table import cells_of
 from lightning_muon.config import join_names
 from lightning_muon.monitor import html
 from lightning_muon.schedule.draw import rows_shown

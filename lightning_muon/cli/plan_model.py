@@ -5,19 +5,17 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import math
-import os
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch import nn
 
+from lightning_muon.cli.table import count
 from lightning_muon.config import MuonConfig, from_arguments, nearest
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
@@ -29,7 +27,6 @@ from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
 _REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
-_LONGEST_NAME = 80  # Columns of 120.
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 # Keys that the words may set beside the options of the replicator: others change neither bytes nor times.
 _KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
@@ -98,51 +95,6 @@ def read_model(arguments: Namespace) -> PlannedModel:
     if arguments.config is not None:
         return read_config(arguments.config)
     return PlannedModel(shapes=read_shapes(arguments.shapes))
-
-
-def count(text: str) -> int:
-    """The type of options that are whole numbers from 1 on."""
-    value = int(text)
-    if value < 1:
-        raise ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
-
-
-def positive(text: str) -> float:
-    """The type of options that are finite numbers above 0."""
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise ArgumentTypeError(f"must be finite and above 0, got {value}")
-    return value
-
-
-def memory_of_host() -> int:
-    """Bytes of memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def cells_of(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> list[list[str]]:
-    """The values as text, by the formats of ``columns``; ``None`` is a dash."""
-    return [
-        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
-        for row in rows
-    ]
-
-
-def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Make a table; ``columns`` are titles with formats: text is left-aligned, numbers right, ``None`` is a dash.
-
-    A column without any text is left out. Cells that are too long are wrapped, those of the first column last.
-    """
-    cells = zip(columns.items(), *cells_of(columns, rows), strict=True)
-    shown = [(*column,) for column in cells if any(column[1:])]
-    found = Table(box=None, pad_edge=False)
-    for index, ((title, form), *column) in enumerate(shown):
-        is_whole = index == 0 and max(map(len, column)) <= _LONGEST_NAME
-        found.add_column(title, justify="right" if form else "left", overflow="fold", no_wrap=is_whole)
-    for row in zip(*(column[1:] for column in shown), strict=True):
-        found.add_row(*row)
-    return found
 
 
 def read_fit_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:

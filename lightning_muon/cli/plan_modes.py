@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import nn
 
 from lightning_muon.cli.plan_html import pipeline_section, step_section, table_section
-from lightning_muon.cli.plan_model import PlannedModel, count, memory_of_host, positive, table
+from lightning_muon.cli.plan_model import PlannedModel
 from lightning_muon.cli.plan_parts import PlannedParts
 from lightning_muon.cli.plan_strategies import Setting
 from lightning_muon.cli.split_rules import TRAINING_MODES, Job, TrainingMode, simulated_step
@@ -33,6 +33,7 @@ from lightning_muon.cli.split_search import (
     size_text,
     unit_of,
 )
+from lightning_muon.cli.table import count, memory_of_host, positive, table
 from lightning_muon.engine.model_setup import SUPPORTED, mixed_precision_policy
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import read_yaml

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_muon.cli.plan_model import count, positive, table
+from lightning_muon.cli.table import count, positive, table
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import (
     SCHEDULES,

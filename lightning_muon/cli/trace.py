@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli import trace_pipeline
-from lightning_muon.cli.plan_model import add_model_arguments, count, memory_of_host, read_model
+from lightning_muon.cli.plan_model import add_model_arguments, read_model
+from lightning_muon.cli.table import count, memory_of_host
 from lightning_muon.math.product_costs import MeasuredCosts
 from lightning_muon.monitor.calibrate import ARITHMETIC, Comparison, compare, run_on_ranks, this_device
 from lightning_muon.monitor.measure_products import measure_costs, model_matrices

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_muon.cli.main import lightning_cli
-from lightning_muon.cli.plan_model import count, read_fit_file
+from lightning_muon.cli.plan_model import read_fit_file
+from lightning_muon.cli.table import count
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.monitor.calibrate import duration
 from lightning_muon.monitor.timeline import MeasuredSeconds, Recording, StepRecorder, predict, trace_events

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from lightning_muon.cli.plan_model import count, positive
+from lightning_muon.cli.table import count, positive
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.integrations.registry import STRATEGY_NAME, TRAINERS, first_installed
 
