@@ -1,3 +1,4 @@
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -5,7 +6,7 @@ import pytest
 
 from lightning_muon import __all__, __version__
 from scripts import check_ascii, check_imports, docs_hooks, release
-from scripts.check_sizes import crowded_signatures, long_files, long_functions
+from scripts.check_sizes import beyond_budgets, crowded_signatures, long_files, long_functions
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,15 @@ def _function(num_lines: int, docstring_lines: int = 0) -> str:
 def test_files_above_600_lines_are_named() -> None:
     assert not list(long_files("a.py", "x = 1\n" * 600))
     assert list(long_files("a.py", "x = 1\n" * 601)) == ["a.py: 601 lines, more than 600"]
+
+
+def test_more_lines_or_files_than_the_budget_are_a_complaint(tmp_path: Path) -> None:
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text("x = 1\n" * 5)
+    assert not list(beyond_budgets({"*.py": (10, 2)}, tmp_path))
+    for budget in ((9, 2), (10, 1)):
+        (complaint,) = beyond_budgets({"*.py": budget}, tmp_path)
+        assert complaint.startswith("*.py: 10 lines in 2 files")
 
 
 @pytest.mark.parametrize("docstring_lines", [0, 30])

@@ -1,0 +1,74 @@
+"""Every mode, optimizer and schedule gives the bits that are written in ``golden.json``.
+
+After a change that is meant to change them: ``python -m tests.golden.test_golden``, and the reason in the commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.golden.plans import plans
+from tests.support.programs import ROOT, program_environment
+from tests.support.worker import free_port
+
+FILE = Path(__file__).with_name("golden.json")
+# The code that is the same on every x86 processor: sums in one order, no fused multiplication and addition.
+SAME_EVERYWHERE = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
+TORCH = "2.13"  # Another version may add in another order.
+needs_pinned = pytest.mark.skipif(
+    not torch.__version__.startswith(f"{TORCH}.") or platform.machine() != "x86_64" or sys.platform != "linux",
+    reason=f"the digests are those of torch {TORCH} for Linux on x86",
+)
+
+
+def trained(size: int) -> dict[str, str]:
+    """Digests of all trainings on so many ranks."""
+    common = program_environment() | SAME_EVERYWHERE
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "golden"}
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
+        ranks: list[subprocess.Popen[bytes]] = []
+        for rank, log in enumerate(logs):
+            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            environment = common | {key: str(value) for key, value in names.items()}
+            command = [sys.executable, "-m", "tests.golden.trainings"]
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
+            stack.callback(ranks[-1].kill)
+        codes = [each.wait(timeout=150) for each in ranks]
+        for log in logs:
+            log.seek(0)
+        failed = next((rank for rank, code in enumerate(codes) if code), 0)
+        assert not codes[failed], logs[failed].read()[-5000:]
+        return json.loads(logs[0].read().splitlines()[-1])
+
+
+def golden() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+@needs_pinned
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_trainings_end_with_the_same_bits(size: int) -> None:
+    assert trained(size) == golden()[f"{size} ranks"]
+
+
+def test_plans_of_all_shipped_shapes_are_the_same() -> None:
+    assert plans() == golden()["plans"]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    content = {f"{size} ranks": trained(size) for size in range(1, 5)} | {"plans": plans()}
+    FILE.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
