@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.cli.plan_step import Setting
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
@@ -21,12 +21,12 @@ from lightning_muon.grad_sync.reducer import BUCKET_BYTES
 from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.step import scatter_buffers_for
 
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
+GIB = 2**30
 MODES: tuple[Mode, ...] = get_args(Mode)
 PRECISIONS = {"32-true": (4, 4, 4), "bf16-mixed": (4, 2, 4), "bf16-true": (2, 2, 2)}
 """Bytes of an element of weights, gradients and state; of the weights that compute; of gradients that FSDP2 sums."""
@@ -36,7 +36,7 @@ _LOGIT_BYTES = 12
 _CODEC_TENSORS = 15
 
 
-class Part(NamedTuple):
+class Counts(NamedTuple):
     """Numbers of some parameters."""
 
     numel: float = 0
@@ -48,9 +48,9 @@ class Part(NamedTuple):
     activations: float = 0  # Elements per token that go into these products and come out.
     attention: float = 0  # Width of attention, all heads together.
 
-    def plus(self, other: Part, times: float) -> Part:
-        """This part, and ``times`` the other one."""
-        return Part(*(one + times * two for one, two in zip(self, other, strict=True)))
+    def plus(self, other: Counts, times: float) -> Counts:
+        """These, and ``times`` the other ones."""
+        return Counts(*(one + times * two for one, two in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class Sizes:
     """A model, or a stage of it, in numbers."""
 
     layers: float  # Number of layers.
-    layer: Part  # Mean of the layers.
-    root: Part
+    layer: Counts  # Mean of the layers.
+    root: Counts
     vocabulary: int  # Logits of a token.
     width: int  # Elements of a token between two layers.
     largest: int  # Elements of the largest parameter.
@@ -68,7 +68,7 @@ class Sizes:
     is_tied: bool  # Whether the embedding is the output head, too.
 
     @property
-    def all(self) -> Part:
+    def all(self) -> Counts:
         """Numbers of layers and root."""
         return self.root.plus(self.layer, self.layers)
 
@@ -78,7 +78,7 @@ class Sizes:
         layers = math.ceil((self.layers + head) / number)
         numel, trained = (self.all.numel + tied) / number, (self.all.trained + tied) / number
         # The embedding and the output head are on AdamW.
-        root = Part(numel, trained, max(0.0, trained - self.embedding)).plus(Part(*self.layer[:3]), -layers)
+        root = Counts(numel, trained, max(0.0, trained - self.embedding)).plus(Counts(*self.layer[:3]), -layers)
         first = replace(self, layers=layers, root=root, vocabulary=0)
         of_last = max(0.0, layers - head)
         return first, replace(self, layers=of_last, root=root.plus(self.layer, layers - of_last))
@@ -99,7 +99,9 @@ def sizes_of(model: ModelShapes, num_steps: int) -> Sizes:
     matrices = [sides for each in model.parameters for sides in _matrices(each)]
     return Sizes(
         layers=len(layers),
-        layer=Part().plus(_part([each for some in layers for each in some], head, num_steps), 1 / max(1, len(layers))),
+        layer=Counts().plus(
+            _part([each for some in layers for each in some], head, num_steps), 1 / max(1, len(layers))
+        ),
         root=_part([each for each in model.parameters if each.name not in inside], head, num_steps),
         vocabulary=head.shape[0] if head else 0,
         width=next((each.shape[-1] for each in (*tables, *model.parameters) if len(each.shape) > 1), 0),
@@ -121,7 +123,7 @@ def _matrices(parameter: ParameterShape) -> list[tuple[int, int]]:
     return [(min(m.rows, m.cols), max(m.rows, m.cols)) for m in logical_matrices(parameter.shape, parameter)]
 
 
-def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num_steps: int) -> Part:
+def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num_steps: int) -> Counts:
     matrices = [sides for each in parameters for sides in _matrices(each)]
     products = [each for each in parameters if len(each.shape) > 1 and (each is head or not _is_embedding(each))]
     attention: dict[str, int] = {}  # It is as wide as the inputs of its last matrix, the output projection.
@@ -130,7 +132,7 @@ def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num
         found = [index for index, word in enumerate(words) if "attn" in word or "attention" in word]
         if found:
             attention[".".join(words[: found[0] + 1])] = each.shape[-1]
-    return Part(
+    return Counts(
         numel=sum(math.prod(each.shape) for each in parameters),
         trained=sum(math.prod(each.shape) for each in parameters if not each.frozen),
         muon=sum(short * long for short, long in matrices),
@@ -143,21 +145,16 @@ def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """A training: model, batch and machine."""
+class Job(Setting):
+    """A training: model, optimizer, machine and batch."""
 
-    model: ModelShapes
     num_ranks: int
     node_ranks: int
     rows: int  # Rows of a step, of all ranks together.
     length: int  # Tokens of a row.
     memory_bytes: float  # That a rank may fill.
-    cost: CostModel
-    is_cpu: bool = False
-    precision: str = "bf16-mixed"
-    wire_itemsize: int = 2  # Bytes of an element that travels for Newton-Schulz.
-    config: MuonConfig = field(default_factory=MuonConfig)
-    flexdemo: FlexDeMoConfig = field(default_factory=lambda: FlexDeMoConfig(base="muon"))
+    precision: str
+    flexdemo: FlexDeMoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +201,7 @@ class Row:
     way: Way
     memory: Memory
     seconds: float
-    muon_seconds: float  # Part of the seconds.
+    muon_seconds: float  # Counts of the seconds.
     fits: bool
 
 
@@ -268,19 +265,25 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _Step, *, on_their_way: int)
     weight_shards = way.shard if way.is_fsdp else 1
     shards = way.shard if way.mode == "zero2" else weight_shards  # Of gradients and state.
     weights, gradients = own * every.numel / weight_shards, own * every.trained / shards
-    state = own * (every.muon + 2 * (every.trained - every.muon)) / shards
-    kept, working = step.kept, step.working
-    if way.mode == "flexdemo":  # Residuals take the place of momenta; their blocks, the updates and a bucket.
-        has_residuals = not isinstance(job.flexdemo.replicator, LocalSteps)
-        state += (STATE_ITEMSIZE * every.trained - own * every.muon) / shards if has_residuals else 0
-        kept += STATE_ITEMSIZE * every.trained / shards if has_residuals else 0
-        working += STATE_ITEMSIZE * every.trained / shards + job.flexdemo.chunk_bytes
+    of_matrices, of_others, kept, working = 1, 2, step.kept, step.working  # Tensors of state, and bytes.
+    if way.mode == "flexdemo":
+        of_matrices, of_others = {"muon": (1, 2), "adamw": (2, 2), "sgd": (0, 0)}[job.flexdemo.base]
+        working += STATE_ITEMSIZE * every.trained / shards + job.flexdemo.chunk_bytes  # Updates, and a bucket.
+        if isinstance(job.flexdemo.replicator, LocalSteps):  # The last average, and the outer momentum.
+            of_matrices, of_others = of_matrices + 2, of_others + 2
+        else:  # The residual takes the place of the momentum, and is there as blocks, too.
+            of_matrices, of_others = of_matrices + (job.flexdemo.base != "muon"), of_others + 1
+            kept += STATE_ITEMSIZE * every.trained / shards
+    state = own * (of_matrices * every.muon + of_others * (every.trained - every.muon)) / shards
     of_layer = used * layer.activations
     of_head = (used + _LOGIT_BYTES) * sizes.vocabulary + used * sizes.width
     of_layers = on_their_way * sizes.layers * (used * sizes.width if way.recompute else of_layer)
     activations = way.tokens(job) * (of_layers + max(of_head, of_layer if way.recompute else 0))
-    if way.is_fsdp:  # Gathered are the root and two layers, in a pipeline all layers of the stage.
-        gathered = used * (every.numel if way.pipeline > 1 else root.numel + min(2, sizes.layers) * layer.numel)
+    whole = sent = 0.0
+    if way.pipeline > 1:  # A stage is gathered once, and its gradients stay whole until the last micro-batch.
+        gathered, accumulated = used * every.numel, summed * every.trained
+    elif way.is_fsdp:  # Gathered are the root and two layers.
+        gathered = used * (root.numel + min(2, sizes.layers) * layer.numel)
         accumulated = summed * every.trained if way.passes > 1 else 0
         # Gradients of the root stay whole until the end, and are packed to be summed.
         whole, sent = used * root.trained, used * root.numel + summed * root.trained
@@ -289,17 +292,15 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _Step, *, on_their_way: int)
         accumulated = own * every.trained if way.passes > 1 else 0
         # A bucket to be sent; with zero2 also as it arrives, and the shares of the other ranks.
         copies = {"none": 0.0, "ddp": 1.0}.get(way.mode, 2 + (way.shard - 1) / way.shard)
-        whole, sent = 0, copies * max(BUCKET_BYTES, own * sizes.largest)
+        sent = copies * min(own * every.trained, max(BUCKET_BYTES, own * sizes.largest))
+    moments = (accumulated + activations + gathered, gradients + whole + sent, gradients + working)
     return Memory(
         weights=weights,
         gradients=max(accumulated, gradients + whole),
         state=state,
         activations=activations,
         buffers=kept + max(gathered, sent, working),
-        peak=weights
-        + state
-        + kept
-        + max(accumulated + activations + gathered, gradients + whole + sent, gradients + working),
+        peak=weights + state + kept + max(moments),
     )
 
 
@@ -307,7 +308,8 @@ def _send(job: Job, num_bytes: float, between: float, calls: float = 1) -> float
     """Seconds to send so many bytes, of them the share ``between`` to other nodes, side by side."""
     latency, links = job.cost.latency_seconds, job.cost.bandwidth
     inside = calls * latency[0] + num_bytes * (1 - between) / links[0]
-    return max(inside, calls * latency[-1] + num_bytes * between / links[-1]) if between else inside
+    outside = calls * latency[-1] + num_bytes * between / links[-1] if between else 0.0
+    return max(inside, outside) if num_bytes else 0.0
 
 
 def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float]:
@@ -317,7 +319,7 @@ def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float]:
 
     def ring(num_bytes: float, size: int, nodes: int) -> float:
         """Seconds of an all-gather or reduce-scatter in a ring that enters every node once."""
-        return _send(job, num_bytes * (size - 1) / size, nodes / size if nodes > 1 else 0, calls) if size > 1 else 0.0
+        return _send(job, num_bytes * (size - 1) / size, nodes / size if nodes > 1 else 0.0, calls)
 
     shard_nodes, replica_nodes = way.nodes(job)
     num_bytes = (summed if way.is_fsdp else own) * part.trained
@@ -344,7 +346,7 @@ def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
     part, layer, cost = sizes.all, sizes.layer, job.cost
     forward, again = (
         way.tokens(job) * (2 * some.products + 4 * job.length * some.attention) / cost.flops_per_second
-        for some in (part, Part().plus(layer, sizes.layers))
+        for some in (part, Counts().plus(layer, sizes.layers))
     )
     backward = 2 * forward + (again if way.recompute else 0)
     gather, reduce = _transfers(job, sizes, way)
@@ -363,7 +365,7 @@ def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
     return seconds + (_exchange_seconds(job, part, way) if way.mode == "flexdemo" else 0)
 
 
-def _exchange_seconds(job: Job, part: Part, way: Way) -> float:
+def _exchange_seconds(job: Job, part: Counts, way: Way) -> float:
     """Seconds in which the nodes of a FlexDeMo encode, exchange and decode."""
     replicator, own, cost = job.flexdemo.replicator, part.trained / way.shard, job.cost
     is_between = float(way.nodes(job)[1] > 1)
@@ -395,6 +397,7 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
     if not part.muon or (way.mode == "flexdemo" and job.flexdemo.base != "muon"):
         return _Step(elementwise)
     (short, long), replicate = sizes.matrix, 1 if way.mode == "flexdemo" else way.replicate
+    inside = 0.0 if way.mode == "zero2" else (way.shard - 1) / way.shard  # Of a matrix, what its owner does not have.
     shards_leave, replicas_leave = (float(nodes > 1) for nodes in way.nodes(job))
     found: list[_Step] = []
     for replicas in {1 if way.shard > 1 else replicate, replicate}:
@@ -402,21 +405,18 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
         share = job.wire_itemsize * part.muon / owners  # Bytes that a rank owns, as they travel.
         buckets = max(1, min(math.ceil(part.matrices / owners), math.ceil(share / config.chunk_bytes)))
         most = max(share / buckets, job.wire_itemsize * short * long)  # On the busiest rank of a bucket.
-        inside = 0.0 if way.mode == "zero2" else most * (way.shard - 1) / way.shard
-        between = most * (replicas - 1)
-        gather = _send(job, inside, shards_leave) if inside else 0.0
-        scatter = max(gather, _send(job, between, replicas_leave)) if between else gather
+        gather = _send(job, most * inside, shards_leave)
+        moved = gather + max(gather, _send(job, most * (replicas - 1), replicas_leave))
         flops = max(part.newton_schulz / owners, newton_schulz_flops(short, long, config.ns_steps))
-        work, moved = (flops / cost.flops_per_second + elementwise) / buckets, gather + scatter
-        # Buckets on their way: what the busiest rank owns of them, and an average one.
+        work = (flops / cost.flops_per_second + elementwise) / buckets
+        # Buckets on their way, each as it is sent and as it is received.
         gathered, scattered = (
-            (min(lines * most, max(share, most)) + min(lines, buckets) * share / buckets) / most
-            for lines in (config.look_ahead, scatter_buffers_for(config.look_ahead))
+            min(buckets, each) for each in (config.look_ahead, scatter_buffers_for(config.look_ahead))
         )
         found.append(
             _Step(
                 seconds=work + moved + (buckets - 1) * max(work, moved),
-                kept=gathered * inside + scattered * (inside + between),
+                kept=2 * share / buckets * (gathered * inside + scattered * (inside + replicas - 1)),
                 working=job.wire_itemsize * (3 * short * long + 2 * short**2),
             )
         )

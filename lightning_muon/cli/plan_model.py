@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from fnmatch import fnmatchcase
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +19,11 @@ from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
 
-_REPLICATORS: tuple[type[Any], ...] = (DCTTopK, Random, Striding, Slicing, Full, NoReplication, DiLoCo)
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
-# Keys that the words may set beside the options of the replicator: others change neither bytes nor times.
-_KEYS = ("base", "value_format", "dense_below", "delay", "overlap", "chunk_bytes")
 
 
 class Mesh(NamedTuple):
@@ -58,7 +52,7 @@ class PlannedModel:
     module: nn.Module | None = None  # Model of the file; its parameters are those of `shapes`, in the same order.
     precision: str | None = None  # Precision of the file's Trainer.
 
-    def mesh(self, arguments: Namespace, *, fewest_replicas: int = 1) -> Mesh:
+    def mesh(self, arguments: Namespace) -> Mesh:
         """The mesh by the sizes of the command line, or else of the file."""
         shard = arguments.shard_size or self.shard
         if shard is None:
@@ -66,28 +60,17 @@ class PlannedModel:
                 f"{arguments.config or arguments.shapes} does not say how many ranks there are; add --shard-size (and "
                 "--replicate-size)"
             )
-        return Mesh(arguments.replicate_size or self.replicate or fewest_replicas, shard)
+        return Mesh(arguments.replicate_size or self.replicate or 1, shard)
 
 
-def add_model_arguments(parser: ArgumentParser) -> Any:
-    """Declare the options that choose the model and the number of ranks; argparse takes ``--shard`` for short, too.
-
-    Returns the group of options of which one is required.
-    """
+def add_model_arguments(parser: ArgumentParser) -> None:
+    """Declare the options that choose the model and the number of ranks."""
     model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="what lightning-muon fit takes")
+    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="a file for lightning-muon fit")
     model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
-    parser.add_argument(
-        "--replicate-size",
-        "--replicate",
-        metavar="R",
-        type=count,
-        help="replicas (the config's, or 1; with FlexDeMo 2)",
-    )
-    parser.add_argument(
-        "--shard-size", "--shard", metavar="S", type=count, help="ranks per replica (the config's; of shapes, plan: 8)"
-    )
-    return model
+    add = parser.add_argument
+    add("--replicate-size", metavar="R", type=count, help="number of replicas (default: the config's, or 1)")
+    add("--shard-size", metavar="S", type=count, help="ranks of a replica (default: the config's; 8 for shapes)")
 
 
 def read_model(arguments: Namespace) -> PlannedModel:
@@ -170,52 +153,3 @@ def read_config(path: Path) -> PlannedModel:
         module=model,
         precision=str(trainer.get("precision", "32-true")),
     )
-
-
-def with_fused(model: ModelShapes, fused: Mapping[str, Sequence[int]]) -> ModelShapes:
-    """Divide the weights whose names match a shell pattern into parts of these sizes, or into so many equal parts."""
-    parameters = list(model.parameters)
-    for pattern, parts in fused.items():
-        matched = [
-            i for i, p in enumerate(parameters) if p.kind == "matrix" and fnmatchcase(p.name, pattern) and not p.frozen
-        ]
-        if not matched:
-            raise ValueError(f"fused pattern {pattern!r} matches no matrix of {model.name}")
-        for i in matched:
-            weight = parameters[i]
-            sizes = tuple(parts) if len(parts) > 1 else (weight.shape[0] // parts[0],) * parts[0]
-            reason = f"{weight.reason}, {len(sizes)} fused"
-            parameters[i] = replace(weight, splits=sizes, split_dim=0, reason=reason)
-    return replace(model, parameters=tuple(parameters))
-
-
-def with_stacks_cut_along(model: ModelShapes, dim: int) -> ModelShapes:
-    """Shard stacks along dimension ``dim`` instead of the one that counts matrices."""
-    if not any(parameter.kind == "stack" for parameter in model.parameters):
-        raise ValueError(f"{model.name} has no stacks of matrices that could be cut along dimension {dim}")
-    return replace(
-        model, parameters=tuple(replace(p, shard_dim=dim) if p.kind == "stack" else p for p in model.parameters)
-    )
-
-
-def config_from_words(words: Sequence[str], base: FlexDeMoConfig) -> FlexDeMoConfig:
-    """``base`` with other values: ``key=value`` of its fields, ``replicator=NAME``, and fields of the replicator."""
-    values: dict[str, Any] = {}
-    for word in words:
-        key, equals, text = word.partition("=")
-        if not (key and equals and text):
-            raise ValueError(f"--flexdemo takes KEY=VALUE, such as top_k=8, got {word!r}")
-        try:
-            values[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[key] = text
-    kind: Any = type(base.replicator)
-    if "replicator" in values:
-        known = {each.__name__: each for each in _REPLICATORS}
-        check_keys([values["replicator"]], list(known), where="--flexdemo replicator")
-        kind = known[values.pop("replicator")]
-    own = [each.name for each in fields(kind)]
-    check_keys(values, ("replicator", *_KEYS, *own), where="--flexdemo")
-    options = {key: values.pop(key) for key in own if key in values}
-    kept = vars(base.replicator) if kind is type(base.replicator) else {}
-    return replace(base, replicator=kind(**{**kept, **options}), **values)

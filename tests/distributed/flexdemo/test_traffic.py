@@ -1,4 +1,4 @@
-"""What ``lightning-muon plan`` says that FlexDeMo sends, against the bytes that processes really write."""
+"""What a FlexDeMo says that it sends, against the bytes that processes really write."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -9,14 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import FlexDeMo
-from lightning_muon.cli.plan_flexdemo import node_traffic
-from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, Full, Random
-from lightning_muon.schedule.shapes import ParameterShape
 from tests.support.processes import ProcessPool
 
 # Rows that do not divide, a stack, a convolution, a bias and a small matrix that travel dense, several buckets.
@@ -58,12 +54,6 @@ def _step(optimizer: FlexDeMo, parameters: list[nn.Parameter]) -> None:
     dist.barrier()
 
 
-def _planned(config: FlexDeMoConfig, nodes: int, shard: int) -> float:
-    kinds = {1: "elementwise", 2: "matrix", 3: "stack", 4: "convolution"}
-    shapes = [ParameterShape(name=f"p{i}", shape=shape, kind=kinds[len(shape)]) for i, shape in enumerate(SHAPES)]
-    return node_traffic(shapes, Mesh(replicate=nodes, shard=shard), config).sent
-
-
 @pytest.mark.skipif(not _COUNTER.exists(), reason="counts the bytes that the Linux kernel reports for a process")
 @pytest.mark.parametrize(
     ("config", "nodes"),
@@ -76,27 +66,6 @@ def _planned(config: FlexDeMoConfig, nodes: int, shard: int) -> float:
     ],
     ids=["dct", "dct int8", "strips", "random, summed up", "full"],
 )
-def test_the_planned_bytes_are_those_that_a_process_writes(
-    config: FlexDeMoConfig, nodes: int, gloo: ProcessPool
-) -> None:
-    planned = _planned(config, nodes, 1)
-    results = gloo.run(_written_per_step, config, world_size=nodes)
-    assert planned == max(said for _, said in results)
-    for written, said in results:
+def test_the_bytes_are_those_that_a_process_writes(config: FlexDeMoConfig, nodes: int, gloo: ProcessPool) -> None:
+    for written, said in gloo.run(_written_per_step, config, world_size=nodes):
         assert said <= written <= said + OVERHEAD[nodes]
-
-
-def _said_on_a_grid(config: FlexDeMoConfig) -> int:
-    """What the optimizer of this rank says that it sends, with FSDP2 inside of two nodes."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    module = nn.Module()
-    for i, shape in enumerate(SHAPES):
-        module.register_parameter(f"p{i}", nn.Parameter(torch.zeros(shape)))
-    fully_shard(module, mesh=mesh["shard"])
-    return FlexDeMo.from_config(module.parameters(), config, mesh=mesh).sent_bytes_per_step
-
-
-def test_a_node_is_planned_as_the_sum_of_its_ranks(gloo: ProcessPool) -> None:
-    config = FlexDeMoConfig(replicator=DCTTopK(top_k=8), chunk_bytes=300_000)
-    said = gloo.run(_said_on_a_grid, config, world_size=4)
-    assert _planned(config, 2, 2) == sum(said[:2]) == sum(said[2:]) > 0
