@@ -1,7 +1,7 @@
 """The first minutes on a CUDA card: what the package promises there, checked and measured, in at most nine minutes.
 
     make gpu                                                 # one card, no network
-    python benchmarks/gpu.py --parts newton_schulz,race      # some parts
+    python benchmarks/gpu.py --parts newton_schulz,steps     # some parts
     python benchmarks/gpu.py --device cpu --small            # tries this program itself, without a card
     python benchmarks/gpu.py --include outputs/gpu/NVIDIA-H200.json    # puts a result into docs/performance.md
 

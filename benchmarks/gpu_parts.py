@@ -16,7 +16,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,10 +27,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.math.quantization import dequantize, quantize
-from lightning_muon.math.symmetric import add_square, halves_of
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
-from lightning_muon.optim.executor import StreamExecutor
+from lightning_muon.math.symmetric import add_square, panels_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -124,7 +120,7 @@ def newton_schulz(device: Device) -> Iterator[Row]:
         ours = ns.orthogonalize(x, **options)
         seconds = device.seconds(lambda x=x: ns.orthogonalize(x, **options))
         torch_seconds = device.seconds(lambda x=x: _zeropower_via_newtonschulz(x, _COEFFICIENTS, 5, 1e-7))
-        rate = ns.newton_schulz_flops(*shape, 5) / seconds / 1e12
+        rate = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16).flops(*shape) / seconds / 1e12
         yield Row(
             f"{shape[0]} x {shape[1]}",
             f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s, {seconds / torch_seconds:.2f} of torch.optim.Muon's",
@@ -150,18 +146,18 @@ def newton_schulz(device: Device) -> Iterator[Row]:
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
-    """``b A + c A A`` by the Triton kernel against cuBLAS: where ``ns_costs`` will let it be chosen."""
+    """``b A + c A A`` by the Triton kernel against cuBLAS: what Newton-Schulz would gain by it."""
     if not device.is_cuda or find_spec("triton") is None:
         yield Row("symmetric products by a kernel", "needs a card and triton")
         return
-    from lightning_muon.math.symmetric_kernel import symmetric_addmm
+    from symmetric_kernel import symmetric_addmm
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
             x = torch.randn(side, side, device=device.name) / side
             gram = (x @ x.mT).to(dtype)
             full, half = torch.empty_like(gram), torch.empty_like(gram)
-            library = partial(add_square, gram, 0.5, 2.0, halves_of(gram, by_kernel=False), out=full)
+            library = partial(add_square, gram, 0.5, 2.0, panels_of(gram), out=full)
             kernel = partial(symmetric_addmm, gram, gram, out=half, bias=gram, beta=0.5, alpha=2.0)
             share = device.seconds(kernel) / device.seconds(library)
             error = ((half.double() - full.double()).abs().max() / full.double().abs().max()).item()
@@ -196,8 +192,7 @@ def waiting(device: Device) -> Iterator[Row]:
     """How often the host waits for the device in a step, beside the one event."""
     nodes = {"mesh_shape": (2, 4), "name": "fsdp"}
     modes: dict[str, dict[str, Any]] = {
-        "fsdp, overlap='step'": {"name": "fsdp", "overlap": "step"},
-        "fsdp, overlap='backward'": {"name": "fsdp", "overlap": "backward"},
+        "fsdp": {"name": "fsdp"},
         "zero2": {"name": "zero2"},
         "ddp": {"name": "ddp"},
         "FlexDeMo": nodes | {"nodes": FlexDeMoConfig(check_every=0)},
@@ -243,33 +238,6 @@ def _sync_warnings(device: Device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def race(device: Device) -> Iterator[Row]:
-    """Early gathers whose stream is late: the check of what was sent must wait for it, or steps are run twice."""
-    failed: list[int] = []
-    execute_early, note = StreamExecutor.execute_early, BackwardPrefetch.failed
-
-    def late(executor: Any, op: Any) -> None:
-        with torch.cuda.stream(executor._early):
-            torch.cuda._sleep(100_000_000)  # Some 50 ms.
-        execute_early(executor, op)
-
-    def noted(early: Any, void: Any) -> None:
-        failed.append(len(void))
-        note(early, void)
-
-    with (
-        one_rank_of_mode("fsdp", device=device.name, overlap="backward") as rank,
-        mock.patch.object(StreamExecutor, "execute_early", late),
-        mock.patch.object(BackwardPrefetch, "failed", noted),
-    ):
-        for _ in range(5):
-            rank.backward()
-            rank.step()
-            device.synchronize()
-    held = sum(failed) == 0
-    yield Row("buckets sent in vain in five steps", str(sum(failed)), held if device.is_cuda else None)
-
-
 def two_ranks(device: Device) -> Iterator[Row]:
     """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
     found = train_two_ranks(device.name)
@@ -281,15 +249,14 @@ def two_ranks(device: Device) -> Iterator[Row]:
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
     for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
-        for overlap in ("step", "backward"):
-            yield from _step_of(device, shapes, overlap)
+        yield _step_of(device, shapes)
 
 
-def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
+def _step_of(device: Device, shapes: str) -> Row:
     if device.is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with one_rank_of(8, shapes, device=device.name, overlap=overlap) as (optimizer, parameters):
+    with one_rank_of(8, shapes, device=device.name) as (optimizer, parameters):
         held = sum(parameter.to_local().numel() for _, parameter in parameters)
         host: list[float] = []
         total: list[float] = []
@@ -306,8 +273,8 @@ def _step_of(device: Device, shapes: str, overlap: str) -> Iterator[Row]:
                 total.append(time.perf_counter() - start)
         launches = _launches(device, optimizer, parameters)
     peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
-    yield Row(
-        f"{shapes} on 8 ranks, overlap={overlap!r}",
+    return Row(
+        f"{shapes} on 8 ranks",
         f"{statistics.median(total) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f} ms, {launches} launches, "
         f"{held / 1e9:.2f} billion parameters here{peak}",
     )
@@ -323,41 +290,6 @@ def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequ
         device.synchronize()
     kinds = torch.autograd.DeviceType.CUDA
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
-
-
-def momenta(device: Device) -> Iterator[Row]:
-    """Momenta in 8 bits and on the host: bits of the weights, time of a step, memory, and codes as a CPU has them."""
-    x = torch.randn(64, 5000, device=device.name)
-    pairs = zip(quantize(x), quantize(x.cpu()), strict=True)
-    same = all(torch.equal(mine.cpu(), other) for mine, other in pairs)
-    yield Row("codes and maxima as on a CPU", str(same), same)
-    again = quantize(dequantize(*quantize(x)))
-    same = all(torch.equal(mine, other) for mine, other in zip(quantize(x), again, strict=True))
-    yield Row("codes of decoded codes", str(same), same)
-    layers, width = (2, 64) if device.is_small else (16, 2048)
-    for dtype in ("auto", "int8"):
-        weights: dict[str, list[Tensor]] = {}
-        seconds: dict[str, float] = {}
-        for offload in ("none", "momentum"):
-            optimizer, parameters = _matrices(device, layers, width, momentum_dtype=dtype, offload=offload)
-            for seed in range(3):
-                torch.manual_seed(seed)
-                for parameter in parameters:
-                    parameter.grad = torch.randn_like(parameter)
-                optimizer.step()
-            weights[offload] = [parameter.detach().clone() for parameter in parameters]
-            seconds[offload] = device.seconds(optimizer.step)
-            held = f", {torch.cuda.memory_allocated() / 2**30:.2f} GiB held" if device.is_cuda else ""
-            yield Row(f"momentum_dtype={dtype!r}, offload={offload!r}", f"{seconds[offload] * 1e3:.1f} ms{held}")
-        same = all(map(torch.equal, *weights.values()))
-        yield Row(f"momentum_dtype={dtype!r}, bits with and without offload", str(same), same)
-
-
-def _matrices(device: Device, layers: int, width: int, **options: Any) -> tuple[ParallelMuon, list[nn.Parameter]]:
-    torch.manual_seed(0)
-    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
-    parameters = [nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes]
-    return ParallelMuon([(f"w{index}", each) for index, each in enumerate(parameters)], lr=1e-3, **options), parameters
 
 
 def one_card(device: Device) -> Iterator[Row]:
@@ -399,8 +331,6 @@ PARTS = {
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
     "one_card": Part(one_card, 60),
-    "momenta": Part(momenta, 60),
     "steps": Part(steps, 150),
-    "race": Part(race, 60),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

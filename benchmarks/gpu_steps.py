@@ -27,7 +27,7 @@ from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
 
 Parameters = Sequence[tuple[ParameterShape, nn.Parameter]]
-_OVERLAPS = ("off", "step", "backward")
+_OVERLAPS = ("off", "step")
 
 
 @contextmanager

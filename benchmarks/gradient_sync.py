@@ -1,6 +1,6 @@
 """Time, traffic and memory of whole training steps, for every way to divide gradients; ratios in one run.
 
-    python benchmarks/gradient_sync.py --ranks 2 4 --exposed
+    python -m benchmarks.gradient_sync --ranks 2 4 --exposed
 
 Starts gloo processes on this machine (one thread each), or runs under torchrun, and takes turns between
 
@@ -29,21 +29,229 @@ import argparse
 import json
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from gradient_contenders import CONTENDERS, DDP, MIB, ZERO, Contender, num_bytes
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch._C._distributed_c10d import _create_work_from_future
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_muon.monitor.calibrate import run_on_ranks, this_device
+from benchmarks.ranks import run_on_ranks, this_device
+from lightning_muon import ParallelMuon
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.modes import make_mode
+
+LR, WEIGHT_DECAY = 1e-3, 0.01
+HEADS = 4
+ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
+MIB = 2**20
+
+
+class Block(nn.Module):
+    """Attention and feed-forward part of a transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, length, width) -> the same."""
+        inputs = self.norms[0](x)
+        q, k, v = (
+            part(inputs).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.queries, self.keys, self.values)
+        )
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Transformer(nn.Module):
+    """A small language model; with the defaults of this script 10.5 million parameters."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(arguments.words, arguments.width)
+        self.blocks = nn.ModuleList(Block(arguments.width) for _ in range(arguments.layers))
+        self.head = nn.Linear(arguments.width, arguments.words, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, length) -> logits (batch, length, words)."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """A model and its optimizers, and what has to be called around them.
+
+    Attributes:
+        net: What is called.
+        optimizers: All of them.
+        no_sync: For all micro-batches but the last.
+        finish_gradients: After the last backward pass.
+        wait: Until all parameters have arrived.
+        gradient: The calling rank's part of a reduced gradient.
+        mode: The mode of this package, if it is one.
+    """
+
+    net: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    no_sync: Callable[[], AbstractContextManager[Any]]
+    finish_gradients: Callable[[], None] = lambda: None
+    wait: Callable[[], None] = lambda: None
+    gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad
+    mode: Any = None
+
+    def backward(self, batches: Sequence[Tensor]) -> Tensor:
+        """Gradients of one step; returns the loss of the last micro-batch."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss = torch.zeros(())
+        for index, tokens in enumerate(batches):
+            with nullcontext() if index == len(batches) - 1 else self.no_sync():
+                loss = F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+                (loss / len(batches)).backward()
+        self.finish_gradients()
+        return loss.detach()
+
+    def step(self) -> None:
+        """Step all optimizers."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+        if self.mode is not None:
+            self.mode.end_step()
+
+    def held(self) -> tuple[int, int, int]:
+        """Bytes of parameters, gradients and optimizer state on this rank; call it before :meth:`step`."""
+        parameters = list(self.net.parameters())
+        gradients = [self.gradient(parameter) for parameter in parameters]
+        inner = [getattr(optimizer, "optim", optimizer) for optimizer in self.optimizers]
+        state = [value for each in inner for values in each.state.values() for value in values.values()]
+        return num_bytes(parameters), num_bytes(gradients), num_bytes(state)
+
+
+def num_bytes(tensors: Iterable[Any]) -> int:
+    """Size of the memory of the local parts, shared memory once."""
+    found = [local_tensor(tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+    return sum({(t.data_ptr(), t.numel()): t.numel() * t.element_size() for t in found}.values())
+
+
+def muon(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [ParallelMuon(net, LR, WEIGHT_DECAY)]
+
+
+def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW(net.parameters(), LR, weight_decay=WEIGHT_DECAY)]
+
+
+def parallel_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    return [ParallelMuon(net, LR, WEIGHT_DECAY, algorithm="adamw", **options)]
+
+
+def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
+    named = dict(net.named_parameters())
+    matrices = [
+        p for name, p in named.items() if p.ndim == 2 and not name.endswith(("embedding.weight", "head.weight"))
+    ]
+    rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+    return [
+        torch.optim.Muon(matrices, LR, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, LR, weight_decay=WEIGHT_DECAY),
+    ]
+
+
+def zero(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [
+        ZeroRedundancyOptimizer(
+            net.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, weight_decay=WEIGHT_DECAY
+        )
+    ]
+
+
+Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
+
+
+def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
+    net = new_net(arguments)
+    mesh = init_device_mesh(this_device().type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB)))
+    mode.prepare(net)
+    made = optimizers(net)
+    mode.attach(net, made)
+    return Contender(
+        net=net,
+        optimizers=made,
+        no_sync=mode.no_sync,
+        finish_gradients=mode.finish_gradients,
+        wait=mode.finish_parameters,
+        gradient=mode.layout.gradient,
+        mode=mode,
+    )
+
+
+def distributed_data_parallel(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
+    # As views of the buckets, so that gradients are not held twice.
+    net = DistributedDataParallel(new_net(arguments), gradient_as_bucket_view=True, bucket_cap_mb=arguments.bucket_mib)
+    return Contender(net=net, optimizers=optimizers(net.module), no_sync=net.no_sync)
+
+
+def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
+    net = new_net(arguments)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+
+    def set_sync(enabled: bool) -> None:
+        for unit in (unit for unit in net.modules() if isinstance(unit, FSDPModule)):
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+            unit.set_is_last_backward(enabled)
+
+    @contextmanager
+    def no_sync() -> Generator[None]:
+        set_sync(False)
+        yield
+        set_sync(True)
+
+    return Contender(net=net, optimizers=optimizers(net), no_sync=no_sync)
+
+
+def new_net(arguments: argparse.Namespace) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(arguments).to(this_device())
+
+
+CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
+    "zero2 + ParallelMuon": partial(ours, "zero2", muon),
+    "fsdp + ParallelMuon": partial(ours, "fsdp", muon),
+    "ddp + ParallelMuon": partial(ours, "ddp", muon),
+    "torch DDP + torch.optim.Muon and AdamW": partial(distributed_data_parallel, torch_muon),
+    "zero2 + AdamW": partial(ours, "zero2", parallel_adamw),
+    # As the other contenders, which do not look for NaN.
+    "zero2 + AdamW, error_if_nonfinite=False": partial(
+        ours, "zero2", partial(parallel_adamw, error_if_nonfinite=False)
+    ),
+    ZERO: partial(distributed_data_parallel, zero),
+    "ddp + AdamW": partial(ours, "ddp", adamw),
+    DDP: partial(distributed_data_parallel, adamw),
+    "fsdp + AdamW": partial(ours, "fsdp", adamw),
+    "FSDP2 + AdamW (ModelParallelStrategy)": partial(fsdp2, adamw),
+}
 
 
 class Wire(TorchDispatchMode):
@@ -55,18 +263,16 @@ class Wire(TorchDispatchMode):
 
     def __init__(self, *, muted: bool = False) -> None:
         super().__init__()
-        self.num_bytes, self.calls, self._muted = 0.0, list[tuple[str, float, dist.Work]](), muted
+        self.num_bytes, self._muted = 0.0, muted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace != "c10d" or func.overloadpacket.__name__ == "barrier":
             return func(*args, **(kwargs or {}))
-        name, began = func.overloadpacket.__name__, time.monotonic()
+        name = func.overloadpacket.__name__
         self.num_bytes += bytes_out(name, args)
         tensors = [tensor for each in args[:2] for tensor in (each if isinstance(each, list) else [each])]
         if not self._muted or not any(isinstance(each, Tensor) and each.is_floating_point() for each in tensors):
-            result = func(*args, **(kwargs or {}))
-            self.calls.append((name, began, dist.Work.unbox(result[-1] if isinstance(result, tuple) else result)))
-            return result
+            return func(*args, **(kwargs or {}))
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(args[0])
         work = _create_work_from_future(future).boxed()
@@ -109,8 +315,6 @@ def worker(num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]
             seconds[name, mode].append(time_steps(contenders[name], batches, arguments.steps, wire))
     for (name, mode), values in seconds.items():
         rows[name][mode] = statistics.median(values)
-    if arguments.timeline and "zero2 + ParallelMuon" in contenders:
-        record_timeline(contenders["zero2 + ParallelMuon"], batches, f"{arguments.timeline}")
     return [{"ranks": num_ranks, "name": name} | row for name, row in rows.items()]
 
 
@@ -182,53 +386,6 @@ def check_losses(rows: dict[str, dict[str, Any]]) -> None:
             raise RuntimeError(f"the contenders with {optimizer} differ in what they compute: {losses}")
 
 
-def record_timeline(contender: Contender, batches: Sequence[Tensor], path: str) -> None:
-    """Write when the parts of a step and its communication ran on all ranks, for https://ui.perfetto.dev."""
-    contender.wait()
-    dist.barrier()
-    spans: list[tuple[str, str, float, float]] = []
-    returns, stop = contender.mode._all_gather, threading.Event()
-    wire = Wire()
-    watcher = threading.Thread(target=watch, args=(wire, returns, spans, stop))
-    watcher.start()
-    with wire:
-        for parts in (batches, batches):
-            began = time.monotonic()
-            contender.backward(parts)
-            middle = time.monotonic()
-            contender.step()
-            spans += [("host", "forward and backward", began, middle), ("host", "step", middle, time.monotonic())]
-        contender.wait()
-    stop.set()
-    watcher.join()
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, spans)
-    if dist.get_rank() == 0:
-        events = [
-            {"name": name, "ph": "X", "pid": rank, "tid": lane, "ts": 1e6 * start, "dur": 1e6 * (end - start)}
-            for rank, of_rank in enumerate(everyone)
-            for lane, name, start, end in of_rank
-        ]
-        Path(path).write_text(json.dumps({"traceEvents": events}))
-
-
-def watch(wire: Wire, returns: Any, spans: list[tuple[str, str, float, float]], stop: threading.Event) -> None:
-    """Note when exchanges are done, and when new values have been waited for, to 0.2 ms."""
-    known, on_the_way = 0, dict[int, float]()
-    pending: list[tuple[str, float, dist.Work]] = []
-    while not stop.is_set() or pending or on_the_way:
-        time.sleep(2e-4)
-        pending += [call for call in wire.calls[known:] if call[0] == "alltoall_base_"]
-        known, now = len(wire.calls), time.monotonic()
-        for call in [call for call in pending if call[2].is_completed()]:
-            pending.remove(call)
-            spans.append(("reduction", "bucket of gradients", call[1], now))
-        travelling = tuple(returns.travelling)
-        arrived = [index for index in on_the_way if index not in travelling]
-        spans += [("return", f"bucket {index} of values", on_the_way.pop(index), now) for index in arrived]
-        on_the_way |= {index: now for index in travelling if index not in on_the_way}
-
-
 def table(rows: Sequence[dict[str, Any]], *, exposed: bool) -> str:
     heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
     heads += ["MiB held: parameters", "gradients", "state", "peak MiB", *(["ms exposed"] if exposed else [])]
@@ -257,7 +414,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     parser.add_argument("--exposed", action="store_true", help="measure also without communication")
-    parser.add_argument("--timeline", help="file for a Chrome trace of two steps of zero2")
     return parser.parse_args()
 
 

@@ -1,23 +1,30 @@
-"""Losses of a small GPT on real text with AdamW, Muon and its relatives, after each has got its learning rate.
+"""Losses of small trainings with AdamW, Muon and its relatives, after each has got its learning rate.
 
-    python benchmarks/loss.py --tune adamw muon --seeds 0 1 2 --workers 2 --out results/pretraining
-    python benchmarks/loss.py --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
-    python benchmarks/loss.py --finetune --tune adamw muon --steps 300 --out results/finetuning
+    python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --workers 2 --out results/pretraining
+    python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
+    python -m benchmarks.loss --program finetune lora --tune adamw muon --steps 300 --out results/finetuning
+    python -m benchmarks.loss --program CNN MLP ViT --grid --only muon --rates 3e-4 1e-3 3e-3 --factors 2 3 4
+    python -m benchmarks.loss --program t5 --tune adamw muon
 
-Trains a byte-level GPT in one process with one thread per run, with each configuration of ``CONFIGURATIONS`` or --only;
-what the installed ParallelMuon has no option for is skipped. The last tenth of the shuffled files is held out. --tune
-gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning rate of
-all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not named takes
-the factor of "muon". Rates warm up over a twentieth of the steps and fall linearly to a tenth.
+Trains each program with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run;
+what the installed ParallelMuon has no option for is skipped. The programs:
 
---finetune first trains a model with AdamW on --text, then goes on from it on other text: with all weights, and with
-LoRA of rank 8 on the layers of the blocks. --first-steps and --first-lr are of the first training; "forgetting" is the
-rise of the loss on the first text. Without --tune the rates are --lr and --factor.
+- gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out. Rates warm up over a twentieth of
+  the steps and fall linearly to a tenth.
+- finetune, lora: the same model, first trained with AdamW on --text (--first-steps, --first-lr), goes on on --new-text,
+  with all weights or with LoRA of rank 8 on the layers of the blocks. "forgetting": the rise of the loss on --text.
+- t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; ROUGE-L as well.
+- decoder, encoder-decoder, CNN, ViT, MLP: programs as users write them, on Python's reference manual and on scanned
+  digits (which need scikit-learn).
 
-Each run leaves a file in --out (step, held-out loss, loss on the first text, seconds per step) and is not run again as
-long as that is there; ``losses.csv`` has them all. Ends with a Markdown table: the mean final loss and the standard
+--tune gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning
+rate of all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not
+named takes the factor of "muon", or --factor and --lr. --grid instead runs all --rates and --factors.
+
+Each run leaves a file in --out (step, held-out loss, forgetting or ROUGE-L, seconds per step) and is not run again as
+long as that is there; ``losses.csv`` has them all. Ends with Markdown tables: the mean final loss and the standard
 deviation over the seeds, the first step at which the loss is AdamW's final one, seconds per step over AdamW's.
---picture draws the losses over steps and over seconds, a line for each seed; with --finetune those of all weights.
+--picture draws the losses over steps and over seconds, a line for each seed.
 """
 
 from __future__ import annotations
@@ -26,14 +33,19 @@ import argparse
 import csv
 import hashlib
 import inspect
+import itertools
 import json
 import math
+import os
 import random
+import subprocess
+import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -46,56 +58,116 @@ from typing_extensions import override
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 
+ROOT = Path(__file__).parents[1]
 # Options of ParallelMuon; None is torch's AdamW.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "adamw": None,
     "muon": {},
-    **{name: {"ns_coefficients": name} for name in ("polar_express", "you", "cans", "cubic")},
-    "deepseek_v4": {"ns_coefficients": "deepseek_v4", "ns_steps": 10},
+    "polar_express": {"ns_coefficients": "polar_express"},
     "fast": {"ns_quality": "fast"},
     "cautious decay": {"cautious_weight_decay": True},
-    **{f"MuonEq {variant}": {"muon_eq": variant} for variant in ("R", "C", "RC")},
-    **{f"Muon+ {variant}": {"muon_plus": variant} for variant in ("row", "col", "row_col", "col_row")},
     **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
     "Muon on B": {"lora": "b_only"},
     "normuon": {"normuon": True},
-    "hyperball": {"hyperball": True},
-    "8-bit momentum": {"momentum_dtype": "int8"},
 }
 TUNING_SEED = 1000
-TITLES = ["mode", "configuration", "lr", "seed", "step", "loss", "loss on the first text", "seconds per step"]
 SUFFIXES = (".py", ".txt", ".rst", ".md")
-# Not Python's library; pydoc_data is the text of --finetune.
+# Not Python's library; pydoc_data is the text of fine-tunings.
 EXCLUDED = {"site-packages", "dist-packages", "pydoc_data"}
-LORA_RANK = 8
+LORA_RANK, STEPS_OF_EPOCH = 8, 160
+Batch = tuple[Tensor, ...]
+Rows = list[tuple[int, float, float, float]]  # Step, loss, something else that the program measures, seconds per step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One training."""
 
-    text: tuple[str, ...]
-    megabytes: float
-    width: int
-    layers: int
-    context: int
-    batch: int
-    steps: int
-    evaluations: int
-    weight_decay: float
-    init_std: float  # Of all weights; less in layers that add to the residual stream.
+    program: str
     lr: float
+    settings: dict[str, Any]  # Options of the command line that the program reads.
     name: str = "adamw"
     options: dict[str, Any] | None = None
     seed: int = 0
-    mode: str = "all weights"
-    first_text: tuple[str, ...] = ()  # Of the model that a fine-tuning begins with.
-    checkpoint: str = ""  # Its weights, in --out.
 
     def path(self, folder: Path) -> Path:
         """Where its losses are."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
-        return folder / f"{self.mode}-{self.name}-{self.lr:g}-{self.seed}-{digest}.csv".replace(" ", "_")
+        return folder / f"{self.program}-{self.name}-{self.lr:g}-{self.seed}-{digest}.csv".replace(" ", "_")
+
+    def optimizer(self, model: nn.Module, **common: Any) -> torch.optim.Optimizer:
+        """AdamW or ParallelMuon."""
+        if self.options is None:
+            return torch.optim.AdamW(model.parameters(), lr=self.lr, **common)
+        return ParallelMuon(model, lr=self.lr, **common | self.options)
+
+
+def falling(step: int, steps: int) -> float:
+    """Warms up over a twentieth of the steps and falls linearly to a tenth."""
+    return min(20 * (step + 1) / steps, 1 - 0.9 * step / steps)
+
+
+def cosine(step: int, steps: int) -> float:
+    """Warms up over a twentieth of the steps and falls along a cosine."""
+    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """A training by a loss of batches. Functions get the settings of the run."""
+
+    model: Callable[[dict[str, Any]], nn.Module]
+    loss: Callable[[nn.Module, Batch], Tensor]
+    batches: Callable[[dict[str, Any], torch.Generator], Iterator[Batch]]
+    held_out: Callable[[dict[str, Any]], Sequence[Batch]]
+    first: Callable[[dict[str, Any]], Sequence[Batch]] = lambda settings: ()  # Of the text before.
+    steps: int = 400
+    rate: Callable[[int, int], float] | None = cosine  # None: constant, and gradients are not clipped.
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float | None = 0.01  # None: that of the command line.
+    data_seed: int = 1000
+
+    def train(self, run: Run, folder: Path) -> Rows:
+        """Losses at several steps; leaves the weights of a model that others begin with."""
+        torch.manual_seed(run.seed)
+        settings, steps = run.settings, run.settings["steps"] or self.steps
+        model = self.model(settings | {"folder": folder})
+        decay = settings["weight_decay"] if self.weight_decay is None else self.weight_decay
+        optimizer = run.optimizer(model, betas=self.betas, weight_decay=decay)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: self.rate(step, steps) if self.rate else 1.0
+        )
+        batches = self.batches(settings, torch.Generator().manual_seed(self.data_seed + run.seed))
+        rows, seconds = Rows(), [0.0]
+        marks = {steps * part // settings["evaluations"] for part in range(settings["evaluations"] + 1)}
+        for step in range(steps + 1):
+            if step in marks:
+                losses = (self.mean_loss(model, each(settings)) for each in (self.held_out, self.first))
+                rows.append((step, *losses, median(seconds)))
+            if step == steps:
+                break
+            batch, started = next(batches), time.perf_counter()
+            self.loss(model, batch).backward()
+            if self.rate is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            try:
+                optimizer.step()
+            except NonFiniteGradientError:
+                return [*rows, (steps, math.inf, math.inf, median(seconds))]
+            scheduler.step()
+            optimizer.zero_grad()
+            seconds.append(time.perf_counter() - started)
+        if settings.get("keeps"):
+            torch.save(model.state_dict(), run.path(folder).with_suffix(".pt"))
+        return rows
+
+    @torch.no_grad()
+    def mean_loss(self, model: nn.Module, batches: Sequence[Batch]) -> float:
+        """NaN without batches."""
+        model.eval()
+        losses = [float(self.loss(model, batch)) for batch in batches]
+        model.train()
+        return mean(losses) if losses else math.nan
 
 
 class Block(nn.Module):
@@ -118,15 +190,17 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes ``(batch, context)`` to logits ``(batch, context, 256)``; heads of 32 channels."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, run.width), nn.Embedding(run.context, run.width)
-        self.blocks = nn.ModuleList(Block(run.width) for _ in range(run.layers))
-        self.norm, self.head = nn.LayerNorm(run.width), nn.Linear(run.width, 256, bias=False)
+        width, layers = settings["width"], settings["layers"]
+        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(settings["context"], width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
-                depth = 2 * run.layers if name.endswith(("out.weight", "down.weight")) else 1
-                nn.init.normal_(parameter, std=run.init_std / math.sqrt(depth))
+                # Less in layers that add to the residual stream.
+                depth = 2 * layers if name.endswith(("out.weight", "down.weight")) else 1
+                nn.init.normal_(parameter, std=settings["init_std"] / math.sqrt(depth))
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -151,6 +225,22 @@ class LoRALinear(nn.Module):
         return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
 
 
+def trained_gpt(settings: dict[str, Any]) -> nn.Module:
+    """A GPT that has seen --text."""
+    model = GPT(settings)
+    model.load_state_dict(torch.load(settings["folder"] / settings["checkpoint"]))
+    return model
+
+
+def lora_gpt(settings: dict[str, Any]) -> nn.Module:
+    """The same with factors to train."""
+    model = trained_gpt(settings).requires_grad_(False)
+    for block in model.blocks:
+        for name in ("query", "key", "value", "out", "up", "down"):
+            setattr(block, name, LoRALinear(getattr(block, name)))
+    return model
+
+
 @cache
 def corpus(paths: tuple[str, ...], megabytes: float) -> tuple[Tensor, Tensor]:
     """Bytes for training and held-out ones of the files, or of those in the folders, shuffled."""
@@ -167,68 +257,217 @@ def corpus(paths: tuple[str, ...], megabytes: float) -> tuple[Tensor, Tensor]:
     return whole[: len(whole) * 9 // 10], whole[len(whole) * 9 // 10 :]
 
 
-def windows(data: Tensor, count: int, context: int, generator: torch.Generator) -> Tensor:
-    starts = torch.randint(len(data) - context, (count, 1), generator=generator)
-    return data[starts + torch.arange(context + 1)].long()
+def windows(data: Tensor, count: int, size: int, generator: torch.Generator) -> Batch:
+    """``(count, size)``."""
+    starts = torch.randint(len(data) - size + 1, (count, 1), generator=generator)
+    return (data[starts + torch.arange(size)].long(),)
 
 
-def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
+def bytes_of(settings: dict[str, Any], generator: torch.Generator, text: str = "text") -> Iterator[Batch]:
+    data = corpus(tuple(settings[text]), settings["megabytes"])[0]
+    while True:
+        yield windows(data, settings["batch"], settings["context"] + 1, generator)
 
 
-@torch.no_grad()
-def held_out_loss(model: nn.Module, run: Run, text: tuple[str, ...]) -> float:
-    data, generator = corpus(text, run.megabytes)[1], torch.Generator().manual_seed(77)
-    return mean(float(loss_of(model, windows(data, 64, run.context, generator))) for _ in range(4))
+def held_out_bytes(settings: dict[str, Any], text: str = "text") -> list[Batch]:
+    data = corpus(tuple(settings[text]), settings["megabytes"])[1]
+    generator = torch.Generator().manual_seed(77)
+    return [windows(data, 64, settings["context"] + 1, generator) for _ in range(4)]
+
+
+def next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:])
+
+
+@cache
+def manual() -> Tensor:
+    """Python's reference manual as numbers of characters: about 700,000 of them, 96 different ones."""
+    import pydoc_data.topics
+
+    text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
+    return torch.tensor([min(max(ord(char) - 31, 0), 95) for char in text])
+
+
+def characters(size: int, batch: int) -> dict[str, Any]:
+    """Batches of text; its last tenth is held out."""
+
+    def batches(settings: dict[str, Any], generator: torch.Generator) -> Iterator[Batch]:
+        text = manual()[: len(manual()) * 9 // 10 - 1]
+        while True:
+            yield windows(text, batch, size, generator)
+
+    def held_out(settings: dict[str, Any]) -> list[Batch]:
+        text, generator = manual()[len(manual()) * 9 // 10 : -1], torch.Generator().manual_seed(77)
+        return [windows(text, 64, size, generator) for _ in range(4)]
+
+    return {"batches": batches, "held_out": held_out}
+
+
+def decoder(settings: dict[str, Any]) -> nn.Module:
+    """GPT-2 with tied embeddings, 0.4 million parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_positions=64, n_embd=96, n_layer=3, n_head=4, vocab_size=96, eos_token_id=0, bos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config)
+
+
+def encoder_decoder(settings: dict[str, Any]) -> nn.Module:
+    """T5 with 0.5 million parameters."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=192, num_layers=3, num_heads=4, dropout_rate=0.0)
+    config.decoder_start_token_id = config.pad_token_id = 0
+    return T5ForConditionalGeneration(config)
+
+
+def second_half_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The second half of a piece of text after its first half."""
+    source, target = batch[0].chunk(2, dim=1)
+    return model(input_ids=source, labels=target.contiguous()).loss
+
+
+@cache
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """1,797 scanned digits, 8 x 8: (training images, labels, held-out images, labels)."""
+    from sklearn.datasets import load_digits
+
+    images, labels = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
+    images = (images.float().reshape(-1, 1, 8, 8) - 4.9) / 6
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(5))
+    images, labels = images[order], labels[order]
+    return images[:1400], labels[:1400], images[1400:], labels[1400:]
+
+
+def image_batches(settings: dict[str, Any], generator: torch.Generator) -> Iterator[Batch]:
+    """Shifted by up to a pixel, with noise, so that 1,400 images last."""
+    images, labels, *_ = digits()
+    while True:
+        chosen = torch.randint(len(images), (64,), generator=generator)
+        row, column = torch.randint(3, (2,), generator=generator).tolist()
+        shifted = F.pad(images[chosen], (1, 1, 1, 1), value=-4.9 / 6)[..., row : row + 8, column : column + 8]
+        yield shifted + 0.5 * torch.randn(shifted.shape, generator=generator), labels[chosen]
+
+
+def held_out_images(settings: dict[str, Any]) -> list[Batch]:
+    images, labels = digits()[2:]
+    return [(images + 0.5 * torch.randn(images.shape, generator=torch.Generator().manual_seed(3)), labels)]
+
+
+def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
+    out = model(batch[0])
+    return F.cross_entropy(out if isinstance(out, Tensor) else out.logits, batch[1])
+
+
+def convolutions(settings: dict[str, Any]) -> nn.Module:
+    """A CNN with batch norms, 0.1 million parameters."""
+    layers: list[nn.Module] = []
+    for inputs, outputs, stride in ((1, 32, 1), (32, 64, 2), (64, 96, 2)):
+        layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10))
+
+
+def vision_transformer(settings: dict[str, Any]) -> nn.Module:
+    """ViT on patches of 2 x 2, 0.2 million parameters."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=64, num_attention_heads=4, num_labels=10)
+    config.num_hidden_layers, config.intermediate_size = 4, 192
+    return ViTForImageClassification(config)
+
+
+def autoencoder(settings: dict[str, Any]) -> nn.Module:
+    """An MLP through 12 numbers."""
+    sizes = (64, 256, 256, 12, 256, 256, 64)
+    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.GELU())]
+    return nn.Sequential(nn.Flatten(), *layers[:-1])
+
+
+class Recipe:
+    """The recipe for T5 in one process; "adamw" is Lightning's own strategy with the recipe's torch.optim.AdamW."""
+
+    steps = 4 * STEPS_OF_EPOCH
+
+    def train(self, run: Run, folder: Path) -> Rows:
+        """Validation loss and ROUGE-L after each epoch, of steps of 32 rows."""
+        started, place, steps = time.perf_counter(), run.path(folder).with_suffix("").resolve(), self.steps
+        place.mkdir(parents=True, exist_ok=True)
+        strategy = {"replicate_size": 1, "shard_size": 1, "optimizer": run.options}
+        muon = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": strategy}
+        epochs = math.ceil((run.settings["steps"] or steps) / STEPS_OF_EPOCH)
+        trainer = {"devices": 1, "strategy": "auto" if run.options is None else muon, "max_epochs": epochs}
+        trainer |= {"enable_progress_bar": False, "enable_checkpointing": False, "callbacks": None}
+        rates = {"lr": run.lr, "embedding_lr_scale": run.settings["embedding_lr"] / run.lr}
+        rows = {"batch_size": 32, "cache_dir": str(ROOT / "outputs/cache")}
+        changed = {
+            "seed_everything": run.seed,
+            "trainer": trainer,
+            "model": {"class_path": "recipes.t5_summarization.model.T5Summarizer", "init_args": rates},
+            "data": {"class_path": "recipes.t5_summarization.data.SummarizationData", "init_args": rows},
+        }
+        (place / "changed.json").write_text(json.dumps(changed))
+        words = ["--config", "recipes/t5_summarization/demo.yaml", "--config", str(place / "changed.json")]
+        words += ["--trainer.logger.init_args.save_dir", str(place)]
+        command = [sys.executable, "-m", "lightning_muon", "fit", *words]
+        with (place / "output.txt").open("w") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        seconds = (time.perf_counter() - started) / (epochs * STEPS_OF_EPOCH)  # Validations are in it.
+        with max(place.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime).open(newline="") as file:
+            found = [row for row in csv.DictReader(file) if row.get("val_loss")]
+        return [(int(row["step"]), float(row["val_loss"]), float(row.get("rougeL") or 0), seconds) for row in found]
+
+
+_GPT: dict[str, Any] = {
+    "model": GPT,
+    "loss": next_byte_loss,
+    "batches": bytes_of,
+    "held_out": held_out_bytes,
+    "steps": 1000,
+    "rate": falling,
+    "betas": (0.9, 0.95),
+    "weight_decay": None,
+    "data_seed": 0,
+}
+_FINETUNE = _GPT | {
+    "batches": partial(bytes_of, text="new_text"),
+    "held_out": partial(held_out_bytes, text="new_text"),
+    "first": held_out_bytes,
+}
+_IMAGES: dict[str, Any] = {"loss": classification_loss, "batches": image_batches, "held_out": held_out_images}
+PROGRAMS: dict[str, Supervised | Recipe] = {
+    "gpt": Supervised(**_GPT),
+    "finetune": Supervised(**_FINETUNE | {"model": trained_gpt}),
+    "lora": Supervised(**_FINETUNE | {"model": lora_gpt}),
+    "t5": Recipe(),
+    "decoder": Supervised(
+        model=decoder, loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, **characters(64, 16)
+    ),
+    "encoder-decoder": Supervised(model=encoder_decoder, loss=second_half_loss, **characters(96, 12)),
+    "CNN": Supervised(model=convolutions, **_IMAGES, steps=300, rate=None),
+    "ViT": Supervised(model=vision_transformer, **_IMAGES),
+    "MLP": Supervised(
+        model=autoencoder,
+        **_IMAGES | {"loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[0].flatten(1))},
+        steps=600,
+        rate=None,
+    ),
+}
+_SETTINGS = ("text", "new_text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
+_SETTINGS += ("weight_decay", "init_std", "embedding_lr")
 
 
 def train(run: Run, folder: Path) -> None:
-    """Train and leave the file of the run, and the weights of a model that others begin with."""
+    """Train and leave the file of the run."""
     torch.set_num_threads(1)
-    torch.manual_seed(run.seed)
-    model, path = GPT(run), run.path(folder)
-    if run.checkpoint:
-        model.load_state_dict(torch.load(folder / run.checkpoint))
-    if run.mode == "LoRA":
-        model.requires_grad_(False)
-        for block in model.blocks:
-            for name in ("query", "key", "value", "out", "up", "down"):
-                setattr(block, name, LoRALinear(getattr(block, name)))
-    common: dict[str, Any] = {"lr": run.lr, "weight_decay": run.weight_decay, "betas": (0.9, 0.95)}
-    make = torch.optim.AdamW if run.options is None else ParallelMuon
-    given: Any = model.named_parameters() if run.options is None else model
-    optimizer = make(given, **common | (run.options or {}))
-    rate = lambda step: min(20 * (step + 1) / run.steps, 1 - 0.9 * step / run.steps)  # noqa: E731
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    data, generator = corpus(run.text, run.megabytes)[0], torch.Generator().manual_seed(run.seed)
-    rows: list[tuple[int, float, float, float]] = []
-    seconds = [0.0]
-    marks = {run.steps * part // run.evaluations for part in range(run.evaluations + 1)}
-    for step in range(run.steps + 1):
-        if step in marks:
-            first = held_out_loss(model, run, run.first_text) if run.first_text else math.nan
-            rows.append((step, held_out_loss(model, run, run.text), first, median(seconds)))
-        if step == run.steps:
-            break
-        started = time.perf_counter()
-        loss_of(model, windows(data, run.batch, run.context, generator)).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        try:
-            optimizer.step()
-        except NonFiniteGradientError:
-            rows.append((run.steps, math.inf, math.inf, median(seconds)))
-            break
-        scheduler.step()
-        optimizer.zero_grad()
-        seconds.append(time.perf_counter() - started)
-    if run.mode == "first":
-        torch.save(model.state_dict(), path.with_suffix(".pt"))
+    path = run.path(folder)
+    rows = PROGRAMS[run.program].train(run, folder)
     with path.with_suffix(".part").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
     path.with_suffix(".part").replace(path)
 
 
-def train_all(runs: list[Run], folder: Path, workers: int) -> None:
+def train_all(runs: Sequence[Run], folder: Path, workers: int) -> None:
     """Train those that have no file yet, several at once in processes of their own."""
     missing = {run.path(folder): run for run in runs if not run.path(folder).exists()}.values()
     if workers == 1 or len(missing) < 2:
@@ -241,10 +480,10 @@ def train_all(runs: list[Run], folder: Path, workers: int) -> None:
         print(f"{run.path(folder).stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
 
 
-def curve(run: Run, folder: Path) -> list[tuple[int, float, float, float]]:
-    """Step, held-out loss, loss on the first text (NaN without one), seconds per step."""
+def curve(run: Run, folder: Path) -> Rows:
+    """What the run has left."""
     with run.path(folder).open(newline="") as file:
-        return [(int(step), float(loss), float(first), float(spent)) for step, loss, first, spent in csv.reader(file)]
+        return [(int(step), float(loss), float(other), float(spent)) for step, loss, other, spent in csv.reader(file)]
 
 
 def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]:
@@ -272,25 +511,37 @@ def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]
     return runs
 
 
+def on_grid(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]:
+    """All rates, and for Muon all factors; AdamW at each rate first."""
+    found: dict[str, Run] = {}
+    for lr in arguments.rates:
+        for name, run in runs.items():
+            for factor in arguments.factors if run.options is not None else (0,):
+                options = run.options if run.options is None else run.options | {"muon_lr_factor": factor}
+                found[f"{name} {lr:g} {factor:g}"] = replace(run, lr=lr, options=options)
+    return found
+
+
 def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     """One row for each configuration, from the files of its seeds."""
     seeds, folder = arguments.seeds, arguments.out
     curves = {name: [curve(replace(run, seed=seed), folder) for seed in seeds] for name, run in runs.items()}
     finals = {name: [each[-1][1] for each in found] for name, found in curves.items()}
     seconds = {name: median(each[-1][3] for each in found) for name, found in curves.items()}
-    goal = mean(finals["adamw"])
-    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "forgetting"], ["---"] * 7]
+    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "other"], ["---"] * 7]
     for name, run in runs.items():
+        base = next(its for its in runs if runs[its].options is None and runs[its].lr == run.lr)
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
-        reached = [next((step for step, loss, _, _ in each if loss <= goal), math.inf) for each in curves[name]]
-        lines.append([name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
+        goal = mean(finals[base])
+        reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
+        lines.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
         lines[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
-        forgetting = mean(each[-1][2] - each[0][2] for each in curves[name])
-        lines[-1] += [f"{seconds[name] / seconds['adamw']:.2f}", f"{forgetting:+.4f}" if run.first_text else "-"]
+        other = mean(each[-1][2] - (each[0][2] if run.program != "t5" else 0) for each in curves[name])
+        lines[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:+.4f}"]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def draw(runs: dict[str, Run], arguments: argparse.Namespace) -> None:
+def draw(runs: dict[str, Run], arguments: argparse.Namespace, path: Path) -> None:
     """The picture; seconds are steps times the median over the seeds of what a step takes."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -305,11 +556,11 @@ def draw(runs: dict[str, Run], arguments: argparse.Namespace) -> None:
             look = {"color": f"C{number}", "linewidth": 1, "label": name if each is curves[0] else None}
             by_steps.plot(steps, losses, **look)
             by_seconds.plot([step * seconds for step in steps], losses, **look)
-    by_steps.set(xlabel="optimizer step", ylabel="held-out loss, nats per byte")
+    by_steps.set(xlabel="optimizer step", ylabel="held-out loss")
     by_seconds.set(xlabel="seconds of training")
     by_steps.legend()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-muon"}):
-        figure.savefig(arguments.picture, metadata={"Date": None} if arguments.picture.suffix == ".svg" else None)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
@@ -330,14 +581,25 @@ def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", nargs="+", default=[sysconfig.get_path("stdlib")], help="default: Python's library")
-    parser.add_argument("--finetune", nargs="*", metavar="TEXT", help="default: Python's reference manual")
-    sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "steps": 1000, "evaluations": 20}
-    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "first-steps": 1000, "first-lr": 4e-3}
-    others = {"megabytes": 20.0, "init-std": 0.02}
-    for name, value in (sizes | rates | others).items():
+    library = sysconfig.get_path("stdlib")
+    parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
+    parser.add_argument("--text", nargs="+", default=[library], help="default: Python's library")
+    topics = f"{library}/pydoc_data/topics.py"
+    parser.add_argument("--new-text", nargs="+", default=[topics], help="default: Python's reference manual")
+    sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "evaluations": 20}
+    rates = {
+        "lr": 4e-3,
+        "factor": 3.0,
+        "weight-decay": 0.1,
+        "first-steps": 1000,
+        "first-lr": 4e-3,
+        "embedding-lr": 0.16,
+    }
+    for name, value in (sizes | rates | {"megabytes": 20.0, "init-std": 0.02}).items():
         parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    parser.add_argument("--steps", type=int, default=0, help="default: as the program says")
     parser.add_argument("--tune", nargs="*", default=[], metavar="CONFIGURATION")
+    parser.add_argument("--grid", action="store_true", help="all rates and factors, and no search")
     parser.add_argument("--rates", nargs="+", type=float, default=[5e-4, 1e-3, 2e-3, 4e-3, 8e-3])
     parser.add_argument("--factors", nargs="+", type=float, default=[0.5, 1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help="names, or NAME=JSON of options")
@@ -348,17 +610,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def first_run(arguments: argparse.Namespace) -> Run:
-    """AdamW's training that is compared; with --finetune the model that it begins with is trained first."""
-    names = {field.name for field in fields(Run)} - {"text"}
-    run = Run(text=tuple(arguments.text), **{name: each for name, each in vars(arguments).items() if name in names})
-    if arguments.finetune is None:
-        return run
-    before = replace(run, steps=arguments.first_steps, lr=arguments.first_lr, mode="first")
-    train_all([before], arguments.out, 1)
-    text = arguments.finetune or [f"{sysconfig.get_path('stdlib')}/pydoc_data/topics.py"]
-    checkpoint = before.path(arguments.out).with_suffix(".pt").name
-    return replace(run, text=tuple(text), first_text=run.text, checkpoint=checkpoint)
+def settings_of(program: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says; with the model that a fine-tuning begins with, which is trained first."""
+    settings = {name: getattr(arguments, name) for name in _SETTINGS}
+    if program in ("finetune", "lora"):
+        own = settings | {"steps": arguments.first_steps, "keeps": True}
+        before = Run(program="gpt", name="first", lr=arguments.first_lr, settings=own)
+        train_all([before], arguments.out, 1)
+        settings["checkpoint"] = before.path(arguments.out).with_suffix(".pt").name
+    return settings
 
 
 def main() -> None:
@@ -366,22 +626,21 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = configurations(arguments.only)
-    rows: list[list[Any]] = [TITLES]
-    first = first_run(arguments)
-    for mode in ("all weights", "LoRA") if first.checkpoint else ("all weights",):
+    rows: list[list[Any]] = [["program", "configuration", "lr", "seed", "step", "loss", "other", "seconds per step"]]
+    for program in arguments.program:
+        settings = settings_of(program, arguments)
         runs = {
-            name: replace(first, name=name, options=options, mode=mode)
+            name: Run(program=program, name=name, options=options, lr=arguments.lr, settings=settings)
             for name, options in chosen.items()
-            if mode == "LoRA" or "lora" not in (options or {})  # All weights have no factors.
-            if mode != "LoRA" or "hyperball" not in (options or {})  # It would keep B, which begins with zeros, there.
+            if program == "lora" or "lora" not in (options or {})  # All weights have no factors.
         }
-        runs = tuned(runs, arguments)
+        runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
         train_all(wanted, arguments.out, arguments.workers)
-        rows += [[mode, run.name, run.lr, run.seed, *row] for run in wanted for row in curve(run, arguments.out)]
-        print(f"\n{mode}\n\n{table(runs, arguments)}\n", flush=True)
-        if arguments.picture and mode == "all weights":
-            draw(runs, arguments)
+        rows += [[program, run.name, run.lr, run.seed, *row] for run in wanted for row in curve(run, arguments.out)]
+        print(f"\n{program}\n\n{table(runs, arguments)}\n", flush=True)
+        if arguments.picture:
+            draw(runs, arguments, arguments.picture)
     with (arguments.out / "losses.csv").open("w", newline="") as file:
         csv.writer(file).writerows(rows)
 

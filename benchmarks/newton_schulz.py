@@ -1,28 +1,29 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
     python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --no-rates --draw FILE.svg    # five minutes on one core
+    python benchmarks/newton_schulz.py --all --no-rates                    # three minutes on one core
     python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
+    python benchmarks/newton_schulz.py --coefficients                      # those of math/coefficients.py
 
-GFLOP/s are textbook FLOPs (``newton_schulz_flops``) per second: what is computed by half counts in full, so the rate
+GFLOP/s are textbook FLOPs (``NewtonSchulz.flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
 dtypes the same products by torch. "ceiling" is the rate of the product of two square matrices with the short side. The
 candidates take turns and the fastest of each counts, since other work on the machine only ever adds. A second table
 compares batches with one matrix after the other.
 
-Then all methods: their time beside that of torch's products, with their FLOPs in brackets; how far singular values of
-at least 0.01 of the norm are from 1, for sides of at most 512; and what ns_quality chooses, by FLOPs and by measured
-costs of products (ns_costs), with its time beside the fastest method that keeps the same promise. Matrices that the
-optimizer does not batch are measured alone: eight take eight times as long. --draw makes a picture of errors and times.
+Then all methods: their time beside that of torch's products, and in brackets their FLOPs, halves counted as such; and
+how far singular values of at least 0.01 of the norm are from 1, for sides of at most 512. Matrices that the optimizer
+does not batch are measured alone: eight take eight times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -30,13 +31,9 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import MuonConfig, NsMethod, Quintic
-from lightning_muon.math.coefficients import band, polar_express, steps_of
-from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
-from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
-from lightning_muon.math.product_costs import product_flops
+from lightning_muon.math.coefficients import FAST, steps_of
+from lightning_muon.math.newton_schulz import NewtonSchulz, gram_restarts, orthogonalize, worth_batching
 from lightning_muon.math.symmetric import share_of_full_product
-from lightning_muon.monitor.measure_products import fastest as fastest_call
-from lightning_muon.monitor.measure_products import measure_costs
 
 SHAPES = {
     "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
@@ -46,18 +43,9 @@ BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": 
 BATCH = 8
 SIDES = (256, 512, 1024, 2048)
 DEFAULT = ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"]
-PRESETS = {
-    "jordan 5": steps_of("jordan", 5),
-    "cubic 5": steps_of("cubic", 5),
-    "you 5": steps_of("you", 5),
-    "polar_express 5": steps_of("polar_express", 5),
-    "from 0.01, 3": polar_express(3, 0.01),
-    "from 0.01, 4": polar_express(4, 0.01),
-}
-ALL_PRESETS = PRESETS | {"cans 5": steps_of("cans", 5), "deepseek_v4 10": steps_of("deepseek_v4", 10)}
+PRESETS = {"jordan 5": steps_of("jordan", 5), "polar_express 5": steps_of("polar_express", 5), "fast 3": FAST}
 METHODS: tuple[NsMethod, ...] = ("plain", "gram")
 _MOST_FOR_ERROR = 512
-BANDS = {"fast": (0.65, 1.35), "(0.85, 1.15)": (0.85, 1.15), "(0.95, 1.05)": (0.95, 1.05)}
 
 
 @dataclass(frozen=True)
@@ -75,13 +63,17 @@ Ways = Mapping[str, NewtonSchulz]
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.coefficients:
+        for name, steps in {"POLAR_EXPRESS": polar_express(10, 1e-3), "FAST": polar_express(3, 0.01)}.items():
+            print(name, *steps, sep="\n")
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in arguments.dtypes]
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
     if arguments.rates:
         print_rates(arguments, device, dtypes)
     texts = arguments.shapes or (all_shapes(device) if arguments.all else DEFAULT)
-    ways = {dtype: ways_of(ALL_PRESETS if arguments.all else PRESETS, dtype) for dtype in dtypes}
+    ways = {dtype: ways_of(PRESETS, dtype) for dtype in dtypes}
     names = list(ways[dtypes[0]])
     found: dict[tuple[torch.dtype, str], dict[str, Found]] = {}
     print(f"\nOf torch's time (of its FLOPs):\n\n| shape | dtype | {' | '.join(names)} |")
@@ -97,9 +89,6 @@ def main() -> None:
     for dtype in dtypes:
         errors = [max(of_ways[name].error for (its, _), of_ways in found.items() if its == dtype) for name in names]
         print(f"| {name_of(dtype)} | {' | '.join(f'{error:.3f}' for error in errors)} |")
-    print_choices(found, ways, torch.device(device))
-    if arguments.draw:
-        draw(arguments.draw, found)
 
 
 def all_shapes(device: str) -> list[str]:
@@ -113,25 +102,6 @@ def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> W
     return {
         f"{name}, {method}": NewtonSchulz(steps, dtype, method) for name, steps in presets.items() for method in METHODS
     }
-
-
-def print_choices(
-    found: Mapping[tuple[torch.dtype, str], Mapping[str, Found]], ways: Mapping[torch.dtype, Ways], device: torch.device
-) -> None:
-    """What is chosen by FLOPs and by measured products, and its time beside the fastest that keeps the promise."""
-    shapes = {text: parse_shape(text)[-2:] for _, text in found}
-    costs = measure_costs(set(shapes.values()), device, dtypes=list(ways))
-    titles = " | ".join(f"{each}: by FLOPs | by costs" for each in BANDS)
-    print(f"\nTime of the choice, of the fastest:\n\n| shape | dtype | {titles} |")
-    print(f"| --- | --- |{' --- | --- |' * len(BANDS)}")
-    for (dtype, text), of_ways in found.items():
-        cells: list[str] = []
-        for allowed in BANDS.values():
-            for known in (None, costs):
-                options = NewtonSchulzOptions(allowed, "jordan", 5)
-                choice = options.choice(*shapes[text], Arithmetic(device.type, dtype, known))
-                cells.append(choice_cell(allowed, choice, of_ways, ways[dtype]))
-        print(f"| {text} | {name_of(dtype)} | {' | '.join(cells)} |")
 
 
 def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[torch.dtype]) -> None:
@@ -152,14 +122,14 @@ def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[tor
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]ROWSxCOLS")
-    parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8, all coefficients")
+    parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8")
+    parser.add_argument("--coefficients", action="store_true", help="compute those of Polar Express")
     # Without units for bfloat16 it is a hundred times as slow, and nobody would take it.
     is_fast = torch.cuda.is_available() or cpu_multiplies_bfloat16_fast()
     default = ["bfloat16", "float32"] if is_fast else ["float32"]
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=default)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
     parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first two tables")
-    parser.add_argument("--draw", type=Path, help="an .svg or .png: error against time")
     return parser.parse_args()
 
 
@@ -177,7 +147,7 @@ def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
         "torch": lambda: by_torch(matrix, dtype),
     }
     best = fastest(candidates, seconds)
-    rate = newton_schulz_flops(rows, cols, MuonConfig.ns_steps) / best["ours"]
+    rate = NewtonSchulz(PRESETS["jordan 5"], dtype).flops(rows, cols) / best["ours"]
     ceiling = 2 * short**3 / best["product"]
     return (
         f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {best['ours'] / best['torch']:.2f} | "
@@ -207,7 +177,7 @@ def measure(matrix: Tensor, dtype: torch.dtype, ways: Ways, seconds: float) -> d
     candidates: dict[str, Callable[[], object]] = {name: partial(orthogonalize_all, way) for name, way in ways.items()}
     best = fastest(candidates | {"torch": lambda: [by_torch(each, dtype) for each in members]}, seconds)
     share = 1.0 if as_batch and len(members) > 1 else share_of_full_product(min(rows, cols), matrix.device.type)
-    flops, flops_of_torch = product_flops(rows, cols, symmetric=share), newton_schulz_flops(rows, cols, 5)
+    flops_of_torch = NewtonSchulz(PRESETS["jordan 5"], dtype).flops(rows, cols)
     # Of large matrices a part: their singular values would take longer than all else.
     part = members[0][: _MOST_FOR_ERROR * max(1, rows // cols), : _MOST_FOR_ERROR * max(1, cols // rows)]
     left, singular, right = torch.linalg.svd(part, full_matrices=False)
@@ -217,20 +187,18 @@ def measure(matrix: Tensor, dtype: torch.dtype, ways: Ways, seconds: float) -> d
         update = way.orthogonalize(part, eps=MuonConfig.eps)
         values = (left.mT @ update.float() @ right.mT).diagonal()[is_large]
         error = (values - 1).abs().max().item()
-        found[name] = Found(best[name], best[name] / best["torch"], way.cost(flops) / flops_of_torch, error)
+        flops = halved_flops(way, rows, cols, share) / flops_of_torch
+        found[name] = Found(best[name], best[name] / best["torch"], flops, error)
     return found
 
 
-def choice_cell(allowed: tuple[float, float], choice: NewtonSchulz, found: Mapping[str, Found], ways: Ways) -> str:
-    """Time of the choice over that of the fastest of the ways that keep a band, and the names of both."""
-    keeps = {name: band(way.steps, 0.01) for name, way in ways.items()}
-    names = [name for name, (low, high) in keeps.items() if allowed[0] <= low and high <= allowed[1]]
-    chosen = next((name for name in names if ways[name] == choice), None)
-    if chosen is None:
-        return f"- ({len(choice.steps)} steps, {choice.method}, not in the table)"
-    best = min(names, key=lambda name: found[name].seconds)
-    share = found[chosen].seconds / found[best].seconds
-    return f"{share:.2f}: {chosen}" + ("" if best == chosen else f" (fastest: {best})")
+def halved_flops(way: NewtonSchulz, rows: int, cols: int, share: float) -> float:
+    """FLOPs of all products, of those with a symmetric result this share; every step has a fifth power."""
+    short, long = sorted((rows, cols))
+    num_steps = len(way.steps)
+    num_parts = num_steps if way.method == "plain" else len(gram_restarts(way.steps, way.dtype)) + 1
+    num_small = num_steps + 3 * (num_steps - num_parts)
+    return 2 * short * short * ((1 + share) * num_parts * long + share * num_small * short)
 
 
 def by_torch(matrix: Tensor, dtype: torch.dtype) -> Tensor:
@@ -247,30 +215,6 @@ def by_torch(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if matrix.size(0) > matrix.size(1) else x
 
 
-def draw(path: Path, found: Mapping[tuple[torch.dtype, str], Mapping[str, Found]]) -> None:
-    """One point for each method and shape: error of singular values against time; needs matplotlib."""
-    # Without pyplot: no window, no global state.
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
-    figure = Figure(figsize=(6.2 * len(dtypes), 4.6), layout="constrained")
-    for axes, dtype in zip(figure.subplots(1, len(dtypes), squeeze=False)[0], dtypes, strict=True):
-        of_dtype = [of_ways for (its, _), of_ways in found.items() if its == dtype]
-        presets = list(dict.fromkeys(name.rpartition(", ")[0] for name in of_dtype[0]))
-        for index, preset in enumerate(presets):
-            for method, marker in (("plain", "o"), ("gram", "x")):
-                points = [of_ways[f"{preset}, {method}"] for of_ways in of_dtype]
-                times, errors = [each.of_torch for each in points], [each.error for each in points]
-                axes.scatter(times, errors, marker=marker, color=f"C{index}", s=28, label=f"{preset}, {method}")
-        axes.set_yscale("log")
-        axes.set(title=name_of(dtype), xlabel="time, of torch's", ylabel="largest error of a singular value")
-        axes.axvline(1.0, color="0.8", linewidth=1, zorder=0)
-        axes.legend(fontsize=7)
-    with rc_context({"svg.hashsalt": "lightning-muon"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
 def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return orthogonalize(
         matrix,
@@ -281,10 +225,68 @@ def ours(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Seconds of the fastest call of each, in turns; of the first one where a round takes longer than ``seconds``."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    first = fastest_call(candidates, 0.0, device, least_rounds=1)
-    return first if sum(first.values()) > seconds else fastest_call(candidates, seconds, device, least_rounds=1)
+    """Seconds of the fastest call of each, in turns; of the second one where a round takes longer than ``seconds``."""
+    best = dict.fromkeys(candidates, math.inf)
+    for call in candidates.values():
+        call()  # Loads libraries and touches memory.
+    deadline = time.perf_counter() + seconds
+    while math.inf in best.values() or time.perf_counter() < deadline:
+        for name, call in candidates.items():
+            synchronize()
+            started = time.perf_counter()
+            call()
+            synchronize()
+            best[name] = min(best[name], time.perf_counter() - started)
+    return best
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def polar_express(num_steps: int, least: float) -> list[Quintic]:
+    """Steps each of which is the best for what the steps before it have left of the singular values in [least, 1].
+
+    The first seven are scaled so that values up to 1.01 stay in the interval, since rounding to bfloat16 carries values
+    above it. Source: Amsel et al. 2025, arXiv:2505.16932, Algorithm 1, section 3.4 and its listing.
+    """
+    steps: list[Quintic] = []
+    lower, upper, cushion = least, 1.0, 0.02407327424182761  # Least quotient of an interval's ends.
+    for index in range(num_steps):
+        a, b, c = best_quintic(max(lower, cushion * upper), upper)
+        if lower < cushion * upper:  # Centered around 1 on the whole interval again.
+            scale = 2 / (value_of((a, b, c), lower) + value_of((a, b, c), upper))
+            a, b, c = scale * a, scale * b, scale * c
+        lower = value_of((a, b, c), lower)
+        upper = 2 - lower
+        safety = 1.01 if index < 7 else 1.0
+        steps.append((a / safety, b / safety**3, c / safety**5))
+    return steps
+
+
+def best_quintic(lower: float, upper: float) -> Quintic:
+    """The odd polynomial of degree 5 that is nearest to 1 on an interval, by the Remez algorithm.
+
+    It errs by as much, and in turn, at four points: both ends and its two extrema between them.
+    """
+    if lower > (1 - 5e-6) * upper:  # The limit, a Pade approximation; the equations below are singular.
+        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
+    inner = [(3 * lower + upper) / 4, (lower + 3 * upper) / 4]
+    a, b, c, error, last = 0.0, 0.0, 0.0, 1.0, math.inf
+    while abs(last - error) > 1e-15:
+        last = error
+        rows = [[x, x**3, x**5, (-1.0) ** index] for index, x in enumerate([lower, *inner, upper])]
+        equations, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
+        a, b, c, error = torch.linalg.solve(equations, ones).tolist()
+        root = math.sqrt(9 * b * b - 20 * a * c)
+        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
+    return a, b, c
+
+
+def value_of(step: Quintic, x: float) -> float:
+    a, b, c = step
+    return x * (a + x * x * (b + c * x * x))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -45,8 +45,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.config import NsQuality
 from lightning_muon.math.coefficients import steps_of
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
-from lightning_muon.math.newton_schulz import lr_scale, newton_schulz_flops, orthogonalize
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions, lr_scale, orthogonalize
 from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
 from lightning_muon.schedule.assign import longest_first
 
@@ -238,7 +237,8 @@ def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter], *, atol: f
 
 
 def table(rows: list[dict], shapes: str) -> str:
-    flops = sum(newton_schulz_flops(r, c, 5) * n for r, c, n in SHAPES[shapes])
+    default = NewtonSchulz(steps_of("jordan", 5), torch.bfloat16)
+    flops = sum(default.flops(r, c) * n for r, c, n in SHAPES[shapes])
     lines = [
         f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
         "| mesh | optimizer | ms per step | of torch.optim.Muon | processor ms | of torch.optim.Muon |",

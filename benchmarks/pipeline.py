@@ -1,20 +1,20 @@
 """Time of training steps with each pipeline schedule, measured and predicted, and of Muon's step in the bubble.
 
-    python benchmarks/pipeline.py                         # 4 ranks, whose arithmetic is a wait
-    python benchmarks/pipeline.py --compute real          # 2 ranks
+    python -m benchmarks.pipeline                         # 4 ranks, whose arithmetic is a wait
+    python -m benchmarks.pipeline --compute real          # 2 ranks
+    python -m benchmarks.pipeline --compute real --schedules 1f1b zb_h1 --draw FOLDER    # and pictures of a step
 
 Starts gloo processes on this machine (one thread each), which train a stack of equal layers with ParallelMuon, one
 stage or two on each rank, and takes turns between the schedules. A layer that waits takes the same time whatever the
 cores of the machine do, as one does that runs on a device of its own; messages, autograd and the runtime are the real
-ones. The simulator gets what the same run measures: seconds of each kind of op in each stage, of the host between ops,
-of a message and of an agreement of all ranks.
+ones. The simulator gets what the same run measures, by the ranges that torch.profiler sees: seconds of each kind of op
+in each stage, of the host between ops, of a message and of an agreement of all ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,25 +23,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.ranks import run_on_ranks
+from benchmarks.timelines import host_order
 from lightning_muon import ModeOptions, Options
 from lightning_muon.comm.agreement import gather
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.monitor.timeline import TimelineRecorder, host_order
+from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import Pipeline, PipelineKind, add_reduce_grad, build_program, make_order
 from lightning_muon.schedule.program import Op, Program
-from lightning_muon.schedule.simulate import simulate
+from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
-SCHEDULES = (
-    *("1f1b", "gpipe", "zb_h1", "zb_1p", "zb_2p"),
-    *("interleaved_1f1b", "zb_v", "v_half", "v_min", "dual_pipe_v"),
-)
+SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_1p", "zb_2p", "interleaved_1f1b", "zb_v", "v_half", "v_min")
 MUON_SCHEDULES = ("1f1b", "zb_2p")
 WAYS = {"at once": "in the bubble", "barrier": "behind a barrier", "norm": "behind one norm"}
 MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
 COMPUTE = (PipelineKind.FORWARD, PipelineKind.BACKWARD, PipelineKind.BACKWARD_INPUT, PipelineKind.BACKWARD_WEIGHT)
+PREFIX = "lightning_muon::"
 Batch = tuple[Tensor, Tensor]
 Key = tuple[str, int]  # Kind of op, and its stage, or rank for an op of a whole rank.
 
@@ -98,28 +98,40 @@ class Stack(nn.Sequential):
         return (output - target).square().sum(), target.numel()
 
 
-class HostRecorder(TimelineRecorder):
-    """Also adds up what the host does between ops, to post messages among it."""
+class Ranges:
+    """The ranges of one call, by the profiler: name -> begin without what it waited, and end, in seconds of the host.
 
-    host_seconds, _last, _has_compared = 0.0, None, False
+    Args:
+        action: What is profiled, on this rank.
+    """
 
-    def started(self, op: Op) -> None:
-        """See the base class; an op that has waited for its input starts a second time."""
-        now = time.monotonic()
-        # Before its first message a rank waits for the comparison of batches, which is not the host's work.
-        if self._last is not None and op not in self._starts and (self._has_compared or not op.group):
-            self.host_seconds += now - self._last
-        self._has_compared |= bool(op.group)
-        super().started(op)
-        self._last = now
+    def __init__(self, action: Callable[[], object]) -> None:
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            now = time.monotonic()
+            with record_function("origin"):
+                pass
+            action()
+        events = {event.name: event.time_range for event in profiled.events() or ()}
+        shift = now - 1e-6 * events["origin"].start
+        whole = {
+            name.removeprefix(PREFIX): (shift + 1e-6 * its.start, shift + 1e-6 * its.end)
+            for name, its in events.items()
+            if name.startswith((PREFIX, "Optimizer.step#"))
+        }
+        self.waits = {name: its for name, its in whole.items() if name.startswith("wait")}
+        self.spans: dict[str, tuple[float, float]] = {}
+        for name, (begin, end) in whole.items():
+            waited = [its[1] for its in self.waits.values() if begin <= its[0] and its[1] <= end]
+            self.spans[name] = max([begin, *waited]), end
+        step = next((name for name in whole if name.startswith("Optimizer.step#")), None)
+        self.step = None if step is None else whole[step]
 
-    def ended(self, op: Op) -> None:
-        """See the base class."""
-        super().ended(op)
-        now = time.monotonic()
-        if op.kind in MESSAGES and self._last is not None and op.group[0] == dist.get_rank():
-            self.host_seconds += now - self._last
-        self._last = now
+    def host_seconds(self, ops: Sequence[Op]) -> float:
+        """What the host does between the ops of a batch that compute, to post messages among it, for each of them."""
+        times = [self.spans[op.name] for op in ops if op.kind in COMPUTE]
+        begin, end = (limit(time[place] for time in times) for place, limit in ((0, min), (1, max)))
+        waited = sum(last - first for first, last in self.waits.values() if begin <= first and last <= end)
+        return (end - begin - waited - sum(last - first for first, last in times)) / len(times)
 
 
 class Contender:
@@ -143,9 +155,10 @@ class Contender:
         )
         self.engine.shard(torch.device("cpu"))
         (self.optimizer,) = self.engine.attach([torch.optim.AdamW(model.parameters(), lr=1e-4)], source="benchmark")
-        self.pipeline = Pipeline(
+        problem = Pipeline(
             num_ranks=size, num_microbatches=arguments.microbatches, stages_per_rank=options.stages_per_rank
         )
+        self.program = add_reduce_grad(build_program(make_order(name, problem), problem, tells_loss=True))
 
     def step(self, batch: Batch) -> None:
         """Of training."""
@@ -154,10 +167,7 @@ class Contender:
             dist.barrier()
         elif self.way == "norm":
             self.engine.clip_by_norm(list(self.engine.module.parameters()), 1e9)
-        self.step_optimizer()
-
-    def step_optimizer(self) -> None:
-        """Takes the time of a larger stage, if one is set."""
+        # Takes the time of a larger stage, if one is set.
         time.sleep(self.optimizer_wait)
         self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
         self.optimizer.zero_grad()
@@ -170,29 +180,45 @@ class Contender:
             self.step(batch)
         return max(gather(time.perf_counter() - start, None)) / number
 
-    def measure_ops(self, batch: Batch) -> dict[Key, float]:
+    def measure_ops(self, batch: Batch) -> tuple[dict[Key, float], Ranges]:
         """Of one step on this rank: median seconds of each kind of op in each stage, with its share of the host's."""
-        runtime = self.engine.pipeline
-        assert runtime is not None
-        runtime.recorder = recorder = HostRecorder(torch.device("cpu"))
         dist.barrier()
-        self.engine.run_pipeline(batch)
-        runtime.recorder = None
-        start = time.perf_counter()
-        self.step_optimizer()
-        found: dict[Key, list[float]] = {(PipelineKind.OPTIMIZER, dist.get_rank()): [time.perf_counter() - start]}
-        spans = [span for span in recorder.spans() if span.op.kind in COMPUTE]
-        host_seconds = recorder.host_seconds / len(spans)
-        for op, begin, end in spans:
-            found.setdefault((op.kind, op.items[0]), []).append(end - begin + host_seconds)
+        ranges, own = Ranges(lambda: self.step(batch)), self.program[dist.get_rank()]
+        assert ranges.step is not None
+        seconds = ranges.step[1] - ranges.step[0] + self.optimizer_wait
+        found: dict[Key, list[float]] = {(PipelineKind.OPTIMIZER, dist.get_rank()): [seconds]}
+        host_seconds = ranges.host_seconds(own)
+        for op in own:
+            if op.kind in COMPUTE:
+                begin, end = ranges.spans[op.name]
+                found.setdefault((op.kind, op.items[0]), []).append(end - begin + host_seconds)
         found["host", dist.get_rank()] = [host_seconds]
-        return {key: statistics.median(values) for key, values in found.items()}
+        return {key: statistics.median(values) for key, values in found.items()}, ranges
 
-    def predicted(self, costs: Measured, num_steps: int, way: str = "at once") -> float:
-        """Seconds of so many steps in a row, divided by their number."""
-        order = make_order(self.name, self.pipeline)
-        program = add_reduce_grad(build_program(order, self.pipeline, tells_loss=True))
-        return simulate(host_order(in_a_row(program, num_steps, way)), costs).makespan / num_steps
+    def predicted(self, costs: Measured, num_steps: int, way: str = "at once") -> Timeline:
+        """So many steps in a row."""
+        return simulate(host_order(in_a_row(self.program, num_steps, way)), costs)
+
+    def measured(self, ranges: Ranges) -> Timeline:
+        """The step of all ranks; a message ends when its receiver has waited for it. Collective; all must call it."""
+        everyone = gather((ranges.spans, ranges.waits, ranges.step), None)
+        begun = min(begin for spans, _, _ in everyone for begin, _ in spans.values())
+        timeline: dict[int, list[Span]] = {}
+        for rank, ops in self.program.items():
+            spans, _, step = everyone[rank]
+            timeline[rank] = [Span(op, *spans[op.name]) for op in ops if not op.group]
+            for op in (op for op in ops if op.kind in MESSAGES):
+                sender, receiver = op.group
+                takers = [each.key for each in self.program[receiver] if op.name in each.deps]
+                waits = everyone[receiver][1]
+                taken = next((waits[key][1] for each in takers if (key := f"wait[{each}]") in waits), None)
+                begin, end = everyone[sender][0][op.name]
+                timeline[rank].append(Span(op, begin, max(begin, taken or end)))
+            if step is not None:
+                timeline[rank].append(Span(Op(kind=PipelineKind.OPTIMIZER, key="all", rank=rank), *step))
+        return Timeline(
+            {rank: [Span(op, a - begun, b - begun) for op, a, b in spans] for rank, spans in timeline.items()}
+        )
 
 
 @dataclass(frozen=True)
@@ -242,54 +268,45 @@ def in_a_row(program: Program, num_steps: int, way: str) -> Program:
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", choices=("wait", "real"), default="wait")
     parser.add_argument("--ranks", type=int, help="default: 4, and 2 with --compute real")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument(
-        "--milliseconds", type=float, default=6.0, help="of each pass of a layer that waits; a rank has two"
-    )
+    parser.add_argument("--milliseconds", type=float, default=6.0, help="of each pass of a layer; a rank has two")
     parser.add_argument("--rows", type=int, help="of a micro-batch; default: 16, and 256 with --compute real")
     parser.add_argument("--width", type=int, help="default: 64, and 192 with --compute real")
     parser.add_argument("--steps", type=int, default=4, help="in a row")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
+    parser.add_argument("--draw", type=Path, help="folder for pipeline-SCHEDULE.svg, a step above its prediction")
     arguments = parser.parse_args()
-    defaults = (
-        {"ranks": 4, "rows": 16, "width": 64}
-        if arguments.compute == "wait"
-        else {"ranks": 2, "rows": 256, "width": 192}
-    )
+    is_wait = arguments.compute == "wait"
+    defaults = {"ranks": 4, "rows": 16, "width": 64} if is_wait else {"ranks": 2, "rows": 256, "width": 192}
     for name, value in defaults.items():
         setattr(arguments, name, getattr(arguments, name) or value)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, args=(arguments, folder), nprocs=arguments.ranks)
-        print(Path(folder, "result.txt").read_text())
+    print(run_on_ranks(worker, arguments, num_ranks=arguments.ranks))
 
 
-def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
+def worker(arguments: argparse.Namespace) -> str:
+    """The tables. Collective; every rank must call it."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=arguments.ranks)
     generator = torch.Generator().manual_seed(0)
-    batch = tuple(
-        torch.randn(arguments.rows * arguments.microbatches, arguments.width, generator=generator) for _ in range(2)
-    )
+    size = arguments.rows * arguments.microbatches, arguments.width
+    batch = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
     contenders = [Contender(name, arguments) for name in dict.fromkeys(("1f1b", *arguments.schedules))]
     lines = [*compare_schedules(contenders, batch, arguments), ""]
     if arguments.compute == "wait":
         lines += compare_ways([each for each in contenders if each.name in MUON_SCHEDULES], batch, arguments)
-    if rank == 0:
-        Path(folder, "result.txt").write_text("\n".join(lines))
-    dist.barrier()
     for contender in contenders:
         contender.engine.close()
-    dist.destroy_process_group()
+    return "\n".join(lines)
 
 
-def medians(found: Sequence[Mapping[Key, float]], message: float, agreement: float) -> Measured:
+def medians(found: Sequence[Mapping[Key, float]], arguments: argparse.Namespace) -> Measured:
     """What all ranks have found in several rounds. Collective; every rank must call it."""
     own = {key: statistics.median(each[key] for each in found) for key in found[0]}
-    return Measured({key: value for each in gather(own, None) for key, value in each.items()}, message, agreement)
+    everyone = {key: value for each in gather(own, None) for key, value in each.items()}
+    return Measured(everyone, *link_seconds(arguments))
 
 
 def link_seconds(arguments: argparse.Namespace) -> tuple[float, float]:
@@ -318,16 +335,17 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
     numbers = (1, arguments.steps)
     seconds: dict[tuple[str, int], list[float]] = {(each.name, number): [] for each in contenders for number in numbers}
     costs: dict[str, list[dict[Key, float]]] = {each.name: [] for each in contenders}
-    for round_ in range(arguments.rounds + 1):
+    steps: dict[str, list[Timeline]] = {each.name: [] for each in contenders}
+    for each in contenders:
+        each.timed(batch, 2)  # Warms up.
+    for _ in range(arguments.rounds):
         for each in contenders:
-            if round_ == 0:  # Warms up.
-                each.timed(batch, 2)
-                continue
-            costs[each.name].append(each.measure_ops(batch))
+            cost, ranges = each.measure_ops(batch)
+            costs[each.name].append(cost)
+            steps[each.name].append(each.measured(ranges))
             for number in numbers:
                 seconds[each.name, number].append(each.timed(batch, number))
-    links = link_seconds(arguments)
-    known = {name: medians(found, *links) for name, found in costs.items()}
+    known = {name: medians(found, arguments) for name, found in costs.items()}
     median = {key: statistics.median(values) for key, values in seconds.items()}
     lines = [
         f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches",
@@ -341,9 +359,15 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
         cells = [each.name]
         for number in numbers:
             measured = median[each.name, number]
-            ratios = measured / median["1f1b", number], measured / each.predicted(known[each.name], number)
+            predicted = each.predicted(known[each.name], number).makespan / number
+            ratios = measured / median["1f1b", number], measured / predicted
             cells += [f"{1e3 * measured:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
         lines.append(f"| {' | '.join(cells)} |")
+        if arguments.draw is not None and dist.get_rank() == 0:
+            fastest = min(steps[each.name], key=lambda timeline: timeline.makespan)
+            timelines = {"measured": fastest, "planned": each.predicted(known[each.name], 1)}
+            title = f"{each.name} on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
+            draw_timelines(timelines, arguments.draw / f"pipeline-{each.name}.svg", title=title)
     return lines
 
 
@@ -364,10 +388,10 @@ def compare_ways(contenders: Sequence[Contender], batch: Batch, arguments: argpa
                 for each.way, values in seconds.items():
                     values.append(each.timed(batch, arguments.steps))
                 each.way = "at once"
-                costs.append(each.measure_ops(batch))
-            known = medians(costs, *link_seconds(arguments))
+                costs.append(each.measure_ops(batch)[0])
+            known = medians(costs, arguments)
             measured = {way: statistics.median(values) for way, values in seconds.items()}
-            predicted = {way: each.predicted(known, arguments.steps, way) for way in WAYS}
+            predicted = {way: each.predicted(known, arguments.steps, way).makespan for way in WAYS}
             cells = [each.name, title, *(f"{1e3 * value:.1f}" for value in measured.values())]
             cells += [f"{times['at once'] / times['barrier']:.3f}" for times in (measured, predicted)]
             lines.append(f"| {' | '.join(cells)} |")

@@ -48,12 +48,12 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.nn import Embedding, Linear, ReLU, Sequential
 
+from benchmarks.ranks import run_on_ranks
 from lightning_muon import ParallelMuonFabricStrategy
 from lightning_muon.checkpoint import manifest
 from lightning_muon.checkpoint.background import THREAD
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import write_checkpoint
-from lightning_muon.monitor.calibrate import run_on_ranks
 from tests.integration import test_killed_while_saving as killing
 from tests.integration import test_torchrun as launching
 from tests.integration.checkpoint.test_full_disk import require_unharmed

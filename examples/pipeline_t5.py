@@ -1,8 +1,5 @@
 """An encoder-decoder that says itself how it is cut: the blocks of a T5, each in a small module that hands on the rest.
 
-A T5ForConditionalGeneration needs none of this: ``pipeline_size=2`` cuts it so by itself. It shows what another
-encoder-decoder writes.
-
 python examples/pipeline_t5.py                               # 2 CPU processes
 """
 

@@ -1,10 +1,12 @@
 """Ray Train with a worker that fails: two workers on one machine, and a run that goes on by itself.
 
-    pip install "lightning-muon[lightning,ray] @ git+https://github.com/lightning-muon/lightning-muon"
+    pip install "lightning-muon[lightning] @ git+https://github.com/lightning-muon/lightning-muon" "ray[train]"
     python examples/ray_train.py                    # 12 steps
     python examples/ray_train.py --kill-at 6        # worker 1 is killed in step 6, once
 
-The only lines of this package are the import, the name of the strategy and AutoResume.
+The strategy is told of Ray's processes by a plugin and two attributes, in place of Ray's `prepare_trainer`, which knows
+its own strategies only. Nodes must have equal numbers of workers (`placement_strategy` of ScalingConfig), and see the
+folder of AutoResume, which goes on from the newest valid checkpoint in it, with another number of workers, too.
 """
 
 from __future__ import annotations
@@ -24,12 +26,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 def train(options: dict[str, Any]) -> None:
     """What each worker runs, and runs again when one has failed."""
-    # isort: off
-    import lightning_muon.ray  # noqa: F401  before prepare_trainer
-    from ray.train.lightning import RayLightningEnvironment, prepare_trainer
-
-    # isort: on
     from lightning.pytorch import LightningModule, Trainer
+    from ray.train import get_context
+    from ray.train.lightning import RayLightningEnvironment
+    from ray.train.torch import get_device
 
     from lightning_muon import AutoResume
 
@@ -62,8 +62,11 @@ def train(options: dict[str, Any]) -> None:
         enable_progress_bar=False,
         callbacks=[AutoResume(Path(options["folder"]) / "checkpoints", every_n_train_steps=4)],
     )
+    num_workers, on_this_node = get_context().get_world_size(), get_context().get_local_world_size()
+    trainer.strategy.parallel_devices = [get_device()] * on_this_node
+    trainer.strategy.num_nodes = num_workers // on_this_node
     rows = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
-    prepare_trainer(trainer).fit(Denoiser(), DataLoader(TensorDataset(rows), batch_size=4, shuffle=True))
+    trainer.fit(Denoiser(), DataLoader(TensorDataset(rows), batch_size=4, shuffle=True))
 
 
 def main() -> None:

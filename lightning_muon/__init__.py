@@ -36,12 +36,10 @@ if TYPE_CHECKING:
         Replicator,
         Slicing,
         Striding,
-        Turn,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
     from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
-    from lightning_muon.integrations.lightning.qk_clip import QKClipCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.monitor.step_monitor import StepMonitor
@@ -68,9 +66,6 @@ if TYPE_CHECKING:
     class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
         pass
 
-    class QKClip(QKClipCallback, Callback):  # noqa: D101
-        pass
-
     class ParallelMuonStrategy(TrainerStrategy, ModelParallelStrategy):  # noqa: D101
         pass
 
@@ -88,7 +83,6 @@ __all__ = [
     "ParallelMuon",
     "ParallelMuonFabricStrategy",
     "ParallelMuonStrategy",
-    "QKClip",
     # what nodes send each other
     "Components",
     "DCTTopK",
@@ -100,7 +94,6 @@ __all__ = [
     "Replicator",
     "Slicing",
     "Striding",
-    "Turn",
     # loops of your own
     "StepMonitor",
     "StopSignals",
@@ -127,9 +120,9 @@ _MODULES = {
     "flexdemo.config": "FlexDeMoConfig",
     "flexdemo.optimizer": "FlexDeMo",
     "flexdemo.replicators": (
-        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding Turn"
+        "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
-    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy QKClip",
+    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
     "monitor.signals": "StopSignals",
     "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",

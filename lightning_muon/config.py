@@ -20,26 +20,21 @@ VERSION = "0.2.0"
 T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw", "spectral_mup"]
-MuonEq = Literal["none", "R", "C", "RC"]
-MuonPlus = Literal["none", "row", "col", "row_col", "col_row"]
 Lora = Literal["both", "b_only"]
 # (a, b, c) of a Newton-Schulz step x <- a x + b x^3 + c x^5.
 Quintic = tuple[float, float, float]
-NsPreset = Literal["jordan", "polar_express", "you", "cans", "cubic", "deepseek_v4"]
+NsPreset = Literal["jordan", "polar_express"]
 NsCoefficients = NsPreset | Quintic | tuple[Quintic, ...]
 NsMethod = Literal["plain", "gram"]
-# Where singular values of at least 0.01 of the norm may end: by name, or the least and the largest.
-NsQuality = Literal["reference", "fast"] | tuple[float, float]
-# Presets that were made for a number of steps.
-_STEPS_OF_PRESET: dict[str, int] = {"you": 5, "cans": 5, "cubic": 5, "deepseek_v4": 10}
+NsQuality = Literal["reference", "fast"]
+# What takes the place of Newton-Schulz: (matrices, *, newton_schulz) -> updates; see docs/family.md.
+Orthogonalize = Callable[..., Any] | Literal["newton_schulz"]
 Algorithm = Literal["auto", "muon", "adamw"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
-Overlap = Literal["auto", "backward", "step", "off"]
-MomentumDtype = Literal["auto", "int8"]
-Offload = Literal["none", "momentum"]
+Overlap = Literal["step", "off"]
 # Muon's learning rate over AdamW's, where one was chosen for AdamW: benchmarks/muon_rate.py, docs/performance.md.
 MEASURED_MUON_LR_FACTOR = 3.0
 
@@ -154,19 +149,15 @@ class OptimizerConfig:
         momentum: Decay of the exponential moving average of the gradients.
         nesterov: Orthogonalize the look-ahead ``lerp(grad, momentum_buffer, momentum)``, not the buffer itself.
         ns_coefficients: ``(a, b, c)`` of the quintic Newton-Schulz polynomial (https://kellerjordan.github.io/posts/muon),
-            one for each step, or a name: ``"polar_express"``, ``"you"``, ``"cans"``, ``"cubic"``, ``"deepseek_v4"``.
+            one for each step, or ``"polar_express"`` (Amsel et al. 2025, arXiv:2505.16932).
         eps: Lower bound of the Frobenius norm by which a matrix is divided before Newton-Schulz.
         ns_steps: Number of Newton-Schulz iterations.
-        ns_quality: Where singular values of at least 0.01 of the norm of a matrix must end. ``"reference"``: where
-            ``ns_coefficients`` and ``ns_steps`` take them, by the arithmetic of torch.optim.Muon, bit for bit.
-            ``"fast"``: between 0.65 and 1.35, or between two numbers ``(0.85, 1.15)``, by whatever is cheapest for each
-            matrix.
-        ns_costs: File that ``lightning-muon trace`` has measured on such a machine: by it, and no longer by FLOPs
-            alone, ``ns_quality`` chooses methods and, with ``compute_dtype="auto"``, dtypes.
-        muon_eq: Equalize the lengths of the rows (``"R"``), columns (``"C"``) or both (``"RC"``) of what is
-            orthogonalized, before Newton-Schulz (Chang et al. 2026, arXiv:2603.28254).
-        muon_plus: Give the rows or the columns of the orthogonalized update the length 1, after Newton-Schulz, or first
-            one and then the other (Zhang et al. 2026, arXiv:2602.21545).
+        ns_quality: ``"reference"``: the steps of ``ns_coefficients`` and ``ns_steps``, by the arithmetic of
+            torch.optim.Muon, bit for bit. ``"fast"``: three steps of Polar Express, on the Gram matrix where that costs
+            fewer FLOPs; singular values of at least 0.01 of the norm of a matrix end between 0.65 and 1.35.
+        orthogonalize: ``"newton_schulz"``, or a function ``(matrices, *, newton_schulz) -> updates`` that is called on
+            the owner with whole matrices (batch, outputs, inputs), as Muon+ in docs/family.md. ``newton_schulz`` is the
+            function that it takes the place of. Updates have the shape and the dtype of the matrices.
         adjust_lr_fn: Factor on the learning rate of a matrix: ``"original"`` ``sqrt(max(1, rows / cols))``,
             ``"match_rms_adamw"`` ``0.2 * sqrt(max(rows, cols))``, ``"spectral_mup"`` ``sqrt(outputs / inputs)``.
         muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
@@ -196,9 +187,7 @@ class OptimizerConfig:
     eps: float = 1e-7
     ns_steps: int = 5
     ns_quality: NsQuality = "reference"
-    ns_costs: str = ""
-    muon_eq: MuonEq = "none"
-    muon_plus: MuonPlus = "none"
+    orthogonalize: Orthogonalize = "newton_schulz"
     adjust_lr_fn: AdjustLr = "match_rms_adamw"
     muon_lr_factor: float | Literal["auto"] = "auto"
     betas: tuple[float, float] = (0.9, 0.999)
@@ -216,8 +205,6 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_hyperparameters(vars(self))
         check_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtypeName))
-        if not isinstance(self.ns_costs, str):
-            raise ValueError(f"ns_costs must be the name of a file, got {self.ns_costs!r}")
         check_one_of("wire_dtype", self.wire_dtype, get_args(DtypeName))
         check_one_of("lora", self.lora, get_args(Lora))
         for key in ("adamw_patterns", "muon_patterns"):
@@ -244,17 +231,15 @@ class ExchangeOptions:
             in turn. ``"redundant"``: every rank gathers and computes all of them.
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
             ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
-        overlap: ``"backward"``: the gathers start while backward still runs, ``"step"``: they hide behind the
-            arithmetic of the step, ``"off"``: one after the other. ``"auto"``: ``"backward"`` for the matrices whose
-            links are so slow that this saves more than it costs, else ``"step"``. The weights are the same, bit for
-            bit.
+        overlap: ``"step"``: transfers hide behind the arithmetic of the step, ``"off"``: one after the other. The
+            weights are the same, bit for bit.
         look_ahead: Buckets that are gathered or on their way at a time during the step.
     """
 
     chunk_bytes: int = 4 * 2**20
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
-    overlap: Overlap = "auto"
+    overlap: Overlap = "step"
     look_ahead: int = 3
 
     def __post_init__(self) -> None:
@@ -273,28 +258,14 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
         normuon: Divide each row of an orthogonalized matrix, a neuron, by the root of its second moment, and keep the
             norm of the whole (NorMuon: Li et al. 2025, arXiv:2510.05491, Algorithm 1).
         normuon_beta2: Decay of these second moments.
-        hyperball: Matrices on Muon keep the Frobenius norm R that they begin with, and each step goes ``lr *
-            muon_lr_factor * R`` far (Wen et al. 2026, arXiv:2606.16899). They have no weight decay then, and
-            ``adjust_lr_fn`` does not count; ``weight_decay`` is for the parameters on AdamW.
-        momentum_dtype: Of the momentum of matrices between steps. ``"auto"``: that of the parameter. ``"int8"``: 8 bits
-            and a float32 scale for each 2048 elements of a row (Gupta et al. 2025, arXiv:2509.23106). The moments of
-            AdamW stay as they are. See docs/family.md.
-        offload: ``"momentum"``: on CUDA the momentum of matrices is in pinned memory of the host, and each bucket comes
-            to the device for its part of the step only. The weights are the same, bit for bit. Without effect for
-            parameters on a CPU. See docs/family.md.
     """
 
     normuon: bool = False
     normuon_beta2: float = 0.95
-    hyperball: bool = False
-    momentum_dtype: MomentumDtype = "auto"
-    offload: Offload = "none"
 
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         ExchangeOptions.__post_init__(self)
-        check_one_of("momentum_dtype", self.momentum_dtype, get_args(MomentumDtype))
-        check_one_of("offload", self.offload, get_args(Offload))
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
@@ -313,22 +284,12 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     _check_newton_schulz(group)
     check_flag("nesterov", group.get("nesterov", True))
     check_flag("cautious_weight_decay", group.get("cautious_weight_decay", False))
-    check_one_of("muon_eq", group.get("muon_eq", "none"), get_args(MuonEq))
-    check_one_of("muon_plus", group.get("muon_plus", "none"), get_args(MuonPlus))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
     check_flag("normuon", group.get("normuon", False))
     check_number("normuon_beta2", group.get("normuon_beta2", 0.0))
     if not 0.0 <= float(group.get("normuon_beta2", 0.0)) < 1.0:
         raise ValueError(f"normuon_beta2 must be in [0, 1), got {group['normuon_beta2']}")
-    if group.get("normuon") and group.get("muon_plus", "none") != "none":
-        raise ValueError(f"normuon=True and muon_plus={group['muon_plus']!r} both even out rows; leave out one of them")
-    check_flag("hyperball", group.get("hyperball", False))
-    if group.get("hyperball") and group.get("algorithm") == "muon" and float(group["weight_decay"]):
-        raise ValueError(
-            f"weight_decay={group['weight_decay']} has no effect on matrices with hyperball=True, which keep their "
-            "norm; set weight_decay=0 in this group with algorithm='muon'"
-        )
 
 
 def _check_newton_schulz(group: Mapping[str, Any]) -> None:
@@ -337,10 +298,6 @@ def _check_newton_schulz(group: Mapping[str, Any]) -> None:
         raise ValueError(f"ns_steps must be in [1, 99], got {num_steps}")
     if isinstance(coefficients, str):
         check_one_of("ns_coefficients", coefficients, get_args(NsPreset))
-        if _STEPS_OF_PRESET.get(coefficients, num_steps) != num_steps:
-            raise ValueError(
-                f"ns_coefficients={coefficients!r} has ns_steps={_STEPS_OF_PRESET[coefficients]}, got {num_steps}"
-            )
     elif isinstance(coefficients, tuple | list) and coefficients and all(map(_are_coefficients, coefficients)):
         if len(coefficients) != num_steps:
             raise ValueError(f"ns_coefficients has {len(coefficients)} steps, but ns_steps is {num_steps}")
@@ -348,16 +305,24 @@ def _check_newton_schulz(group: Mapping[str, Any]) -> None:
         raise ValueError(
             f"ns_coefficients must be three numbers (a, b, c), three for each step, or a name, got {coefficients}"
         )
-    if isinstance(quality, str):
-        check_one_of("ns_quality", quality, ("reference", "fast"))
-    elif not (_are_numbers(quality, 2) and 0 < quality[0] <= 0.999 and 1.001 <= quality[1] < math.inf):
+    check_one_of("ns_quality", quality, get_args(NsQuality))
+    function: object = group.get("orthogonalize", "newton_schulz")
+    if function != "newton_schulz" and not callable(function):
         raise ValueError(
-            "ns_quality must be 'reference', 'fast' or (least, largest), at most 0.999 and at least 1.001, "
-            f"got {quality!r}"
+            "orthogonalize must be 'newton_schulz' or a function (matrices, *, newton_schulz) -> updates, "
+            f"got {function!r}"
         )
     given = {"ns_coefficients": coefficients, "ns_steps": num_steps}
     if quality != "reference" and any(value != getattr(OptimizerConfig, key) for key, value in given.items()):
         raise ValueError(f"ns_quality={quality!r} chooses coefficients and steps: leave it out, or {given}")
+
+
+def name_of_function(function: object) -> str:
+    """The qualified name of a function, or of the class of another callable object; text is its own name."""
+    if isinstance(function, str):
+        return function
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _are_coefficients(value: Any) -> bool:

@@ -7,7 +7,6 @@ resumes what ``from_pretrained(distributed_config=...)`` has sharded.
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -35,6 +34,7 @@ from lightning_muon.checkpoint.saving import State, save
 from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -104,7 +104,7 @@ class OptimizerFactory:
         self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
     ) -> PlannedOptimizer:
         """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
-        config = _with_arguments(config, _calling_arguments(), given, has_config=has_config)
+        config = _with_arguments(config, _arguments_of(calling_trainer()), given, has_config=has_config)
         require_one_sharding(model)
         mesh = _mesh_of_replicas(config)
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -170,12 +170,8 @@ def decayed_names(model: nn.Module) -> set[str]:
     return set(transformers.Trainer.get_decay_parameter_names(no_trainer, model))
 
 
-def _calling_arguments() -> dict[str, tuple[Any, bool]]:
-    """``TrainingArguments`` of the ``Trainer`` whose method calls the caller: name -> (value, whether the user set it).
-
-    A Trainer passes an optimizer factory the model alone. Empty for any other caller.
-    """
-    trainer = sys._getframe(2).f_locals.get("self")
+def _arguments_of(trainer: Any) -> dict[str, tuple[Any, bool]]:
+    """``TrainingArguments``: name -> (value, whether the user set it); empty for what is no ``Trainer``."""
     if not isinstance(trainer, transformers.Trainer):
         return {}
     defaults = {field.name: field.default for field in fields(transformers.TrainingArguments)}
@@ -210,8 +206,7 @@ def require_one_sharding(model: Any) -> None:
     """Raise if both transformers and Accelerate shard the model; local, alike on all ranks."""
     from accelerate.utils import parse_flag_from_env  # accelerate is an optional extra.
 
-    is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-    if is_sharded and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if is_sharded_at_load(model) and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         raise ValueError(
             "from_pretrained(distributed_config=...) has sharded the model, and Accelerate is to shard it again; start "
             "the program with torchrun, or accelerate launch without FSDP (or leave out distributed_config)"
@@ -261,15 +256,11 @@ def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -
 class MuonMonitor(transformers.TrainerCallback):
     """Measures every n-th optimizer step of a ``Trainer``, and logs what it found with the Trainer's ``log``.
 
-    docs/monitor.md says what each number means. ``TrainingArguments(include_num_input_tokens_seen="all")`` makes
-    the Trainer count tokens; throughput and FLOPs of the model need it. Files for ``lightning-muon report`` are written
-    to ``muon_monitor/`` in ``output_dir``.
+    docs/monitor.md says what each number means.
 
     Args:
         trainer: The Trainer that gets the callback.
         every_n_steps: Measure every so many optimizer steps.
-        flops_per_token: FLOPs of forward and backward for a token; 0 takes 6 for each weight that is multiplied.
-        peak_flops: FLOP/s of a device for ``mfu/``; 0 leaves that out.
 
     Example::
 
@@ -277,32 +268,14 @@ class MuonMonitor(transformers.TrainerCallback):
         trainer.add_callback(lightning_muon.hf.MuonMonitor(trainer))
     """
 
-    def __init__(
-        self, trainer: Any, every_n_steps: int = 50, *, flops_per_token: float = 0.0, peak_flops: float = 0.0
-    ) -> None:
+    def __init__(self, trainer: Any, every_n_steps: int = 50) -> None:
         self._trainer, self._every_n_steps = trainer, every_n_steps
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._monitor: StepMonitor | None = None
-        self._tokens = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
         """Begin. Collective over all ranks; every rank must call it."""
-        self._tokens = state.num_input_tokens_seen
-        self._monitor = StepMonitor(
-            of_trainer["optimizer"],
-            of_trainer["model"],
-            every_n_steps=self._every_n_steps,
-            flops_per_token=self._flops_per_token,
-            peak_flops=self._peak_flops,
-            first_step=state.global_step,
-            folder=args.output_dir,
-        )
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Count tokens, which the Trainer has summed over the ranks; local."""
-        if self._monitor is not None:
-            new, self._tokens = state.num_input_tokens_seen - self._tokens, state.num_input_tokens_seen
-            self._monitor.count(new / (dist.get_world_size() if dist.is_initialized() else 1))
+        optimizer, first_step = of_trainer["optimizer"], state.global_step
+        self._monitor = StepMonitor(optimizer, every_n_steps=self._every_n_steps, first_step=first_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log what the step has given, if it was measured."""
@@ -310,16 +283,6 @@ class MuonMonitor(transformers.TrainerCallback):
             should_log = control.should_log
             self._trainer.log(values)
             control.should_log = should_log  # Or the loss of this step would not be logged any more.
-
-    def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        """Stop the clock, in an evaluation."""
-        if self._monitor is not None:
-            self._monitor.pause()
-
-    def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Go on."""
-        if self._monitor is not None:
-            self._monitor.resume()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Measure no more."""
@@ -332,7 +295,7 @@ _FOLDER, _METADATA = "sharded", "meta.pt"  # In a folder checkpoint-N, beside th
 _MODEL, _OPTIMIZER, _SCHEDULER = "model", "optimizer", "scheduler"
 
 
-class Trainer(transformers.Trainer):
+class Trainer(ShardedAtLoad, transformers.Trainer):
     """A ``transformers.Trainer`` that saves the state of the optimizer also for models sharded at load time.
 
     ``from_pretrained(distributed_config=...)`` shards a model as it loads it (FSDP2, HSDP, tensor parallel), and the
@@ -351,21 +314,10 @@ class Trainer(transformers.Trainer):
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         require_one_sharding(model)
-        # The refusal is in the constructor, and asks for this option.
-        is_sharded = getattr(model, "is_distributed_loading_by_transformers", False)
-        refused = args if is_sharded and args is not None and not args.save_only_model else None
-        if refused is not None:
-            refused.save_only_model = True
         super().__init__(model, args, *more, **options)
-        if refused is not None:
-            refused.save_only_model = False
 
-    @property
-    def _sharded_model(self) -> Any:
-        """The model, if it was sharded at load time."""
-        return self.model if getattr(self, "is_distributed_loading_by_transformers", False) else None
-
-    def _state_of(self, model: nn.Module) -> State:
+    def _state(self) -> State:
+        model: Any = self.model
         free_unsharded(model)  # An evaluation leaves the root whole.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
         state = State(optimizers={_OPTIMIZER: (model, optimizer)}, modules={_MODEL: (model, [optimizer])})
@@ -374,37 +326,26 @@ class Trainer(transformers.Trainer):
         return state
 
     @override
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        model, scheduler = self._sharded_model, self.lr_scheduler
-        if model is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        state = self._state_of(model)
-        state.rest[_SCHEDULER] = cast("Any", scheduler).state_dict()
-        save(Path(output_dir) / _FOLDER, state, model._device_mesh, filters={}, metadata_name=_METADATA)
+    def save_states(self, folder: Path) -> None:
+        state = self._state()
+        state.rest[_SCHEDULER] = cast("Any", self.lr_scheduler).state_dict()
+        save(folder / _FOLDER, state, mesh_of(self.model), filters={}, metadata_name=_METADATA)
 
     @override
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        own = self._sharded_model
-        if own is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
-        free_unsharded(own)
-        self._open(resume_from_checkpoint).load_weights(_MODEL, own, strict=True)
+    def load_weights(self, folder: Path) -> None:
+        model: Any = self.model
+        free_unsharded(model)
+        self._open(folder).load_weights(_MODEL, model, strict=True)
 
     @override
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        model = self._sharded_model
-        if model is None or checkpoint is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
-        saved, state = self._open(checkpoint), self._state_of(model)
+    def load_states(self, folder: Path) -> None:
+        saved, state = self._open(folder), self._state()
         saved.load_optimizer(_OPTIMIZER, *state.optimizers[_OPTIMIZER])
         saved.load_skipped_steps(state.checks)
         cast("Any", self.lr_scheduler).load_state_dict(saved.content[_SCHEDULER])
 
-    def _open(self, checkpoint: str) -> Checkpoint:
+    def _open(self, folder: Path) -> Checkpoint:
         """Collective; every rank must call it."""
-        found = Checkpoint.open(Path(checkpoint) / _FOLDER, metadata_name=_METADATA, weights_only=True)
+        found = Checkpoint.open(folder / _FOLDER, metadata_name=_METADATA, weights_only=True)
         found.state_advice = "load the weights with from_pretrained, and train without resume_from_checkpoint"
         return found

@@ -6,9 +6,27 @@ from __future__ import annotations
 # names that the package exported; commands, and their options as `lightning-muon COMMAND --option`.
 REMOVED: dict[str, str] = {
     # options of optimizers
+    "momentum_dtype": "momenta have the dtype of their parameters; those of bfloat16 parameters have half of the bytes",
+    "offload": "momenta are where the parameters are; shard over more ranks, or use CPUOffloadPolicy of FSDP2",
+    "hyperball": "it gained nothing in our runs; use weight_decay",
+    "muon_eq": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
+    "muon_plus": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
+    "ns_costs": "measured costs chose what FLOPs choose; leave it out",
     # values of these options
+    "ns_quality=(0.95, 1.05)": "there is 'fast', and for a narrower band ns_coefficients='polar_express'",
+    **{
+        f"ns_coefficients={name!r}": "pass its triples as ns_coefficients=((a, b, c), ...)"
+        for name in ("you", "cans", "cubic", "deepseek_v4")
+    },
+    "pipeline_schedule='auto'": "import examples/schedules.py of the repository, which registers it",
+    "pipeline_schedule='dual_pipe_v'": (
+        "import examples/schedules.py of the repository, which registers it, and set pipeline_stages_per_rank=2"
+    ),
     # options of strategies
     # names
+    "Turn": "it is called ExchangeStep",
+    "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
+    "ray": "examples/ray_train.py of the repository sets what Ray Train asks for",
     # commands, and options of commands
     **{
         f"lightning-muon plan --{name}": text
@@ -20,7 +38,7 @@ REMOVED: dict[str, str] = {
             "write-shapes": "pass --config, or write a shape file, whose format is in docs/planning.md",
             "fused": "give fused= of the optimizer in --config, or splits in a shape file",
             "stack-shard-dim": "give shard_dim in a shape file",
-            "json html": "read the text, or a picture by --draw; programs import lightning_muon.cli.plan_step",
+            "json": "read the text, or a picture by --draw; programs import lightning_muon.cli.plan_step",
             "flops memory-bandwidth bandwidth inter-bandwidth latency model-flops": "pass a file with rates as --cost",
             "ns-steps wire-bytes chunk-bytes look-ahead": "give it as an option of the optimizer in --config",
             "modes schedules activations microbatches width": "pass --ranks N, which chooses what it leaves open",
@@ -30,7 +48,30 @@ REMOVED: dict[str, str] = {
         }.items()
         for name in names.split()
     },
+    "lightning-muon report": "curves are drawn by TensorBoard, by Weights & Biases, or of metrics.csv by pandas",
+    "lightning-muon config": "start from examples/accelerate.yaml, which has every option, see docs/options.md",
+    "lightning-muon tune": "a loop over `lightning-muon fit` does it, see docs/learning-rates.md",
+    "lightning-muon convert --to": "it follows from SOURCE and TARGET; for transformers see docs/checkpoints.md",
+    "lightning-muon convert --optimizers": "the strategies go on from SOURCE itself, with any number of ranks",
+    "lightning-muon convert --key": "the weights keep the keys of SOURCE",
+    "lightning-muon convert --prefix": "names of weights stay; lines that change them are in docs/checkpoints.md",
+    "lightning-muon convert --config": "the model writes its own config, see docs/checkpoints.md",
+    "lightning-muon convert --config-from": "transformers writes the folder, see docs/checkpoints.md",
+    "lightning-muon convert --tokenizer-from": "transformers writes the folder, see docs/checkpoints.md",
+    "lightning-muon convert --run-dir": "there are no model cards any more; write README.md by hand",
+    "lightning-muon doctor --ranks": "torchrun starts the ranks: torchrun --nproc-per-node N -m lightning_muon doctor",
+    "lightning-muon doctor --seconds": "one exchange is tried on each axis, under torchrun",
+    "lightning-muon plan --html": "the timelines are drawn by --draw",
+    "lightning-muon plan --calibrate": (
+        "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as --cost"
+    ),
+    "lightning-muon trace": (
+        "each op of a step is a range of torch.profiler, see docs/traces.md; benchmarks/plan_accuracy.py draws a step "
+        "above its prediction"
+    ),
 }
+# Entry of the state of a parameter in a checkpoint -> the option above that needed it.
+STATE_OF: dict[str, str] = {"initial_norm": "hyperball"}
 
 
 def removed(name: str) -> str | None:

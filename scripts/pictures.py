@@ -1,26 +1,23 @@
 """Makes the pictures of docs/concepts.md from runs on this machine, in minutes: ``python -m scripts.pictures``.
 
 - ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
-- ``step.svg``: optimizer steps on the matrices of T5-small on two ranks, by ``lightning-muon trace``.
-- ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: training steps over two stages, by ``lightning-muon trace``.
+- ``step.svg``: an optimizer step on the parameters of T5-small on two ranks, by ``benchmarks/plan_accuracy.py``.
+- ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: training steps over two stages, by ``benchmarks/pipeline.py``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import lightning as L
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_muon import MuonConfig
 from lightning_muon.math.coefficients import steps_of
@@ -28,31 +25,6 @@ from lightning_muon.math.newton_schulz import orthogonalize
 from scripts.source_files import ROOT
 
 NUM_STEPS = 200
-
-
-class Layers(L.LightningModule):
-    """Equal layers for two stages; the pipeline trains it by ``pipeline_loss``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)) for _ in range(8))
-        self.layers = nn.Sequential(*blocks)
-
-    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        """The sum of the squared errors, and of how many."""
-        return (output - target).square().sum(), target.numel()
-
-    def training_step(self, batch: object, index: int) -> None:
-        """Not called in a pipeline."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, whose matrices go to Muon."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Noise."""
-        return DataLoader(TensorDataset(torch.randn(49_152, 256), torch.randn(49_152, 256)), batch_size=6_144)
 
 
 def trained_layer() -> tuple[Tensor, Tensor]:
@@ -100,12 +72,9 @@ def draw_singular_values(path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def trace(target: Path, *words: str) -> None:
-    """Keep the timeline that ``lightning-muon trace`` draws."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "lightning_muon", "trace", *words, "--out", folder]
-        subprocess.run(command, cwd=ROOT, check=True)
-        shutil.copyfile(Path(folder, "timeline.svg"), target)
+def run(module: str, *words: str) -> None:
+    """Run a benchmark."""
+    subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *words], cwd=ROOT, check=True)
 
 
 def main() -> None:
@@ -115,15 +84,11 @@ def main() -> None:
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     draw_singular_values(out / "singular-values.svg")
-    trace(out / "step.svg", "--shapes", "t5-small", "--shard-size", "2")
     with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder, "config.json")
-        strategy = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": {"pipeline_size": 2}}
-        trainer = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "strategy": strategy}
-        config.write_text(json.dumps({"model": {"class_path": "scripts.pictures.Layers"}, "trainer": trainer}))
-        for schedule in ("1f1b", "zb_h1"):
-            words = ("--pipeline-schedule", schedule, "--pipeline-microbatches", "6", "--steps", "4")
-            trace(out / f"pipeline-{schedule}.svg", "--config", str(config), *words)
+        run("plan_accuracy", *f"--shapes t5-small --adamw --ranks 2 --rounds 1 --out {folder}".split())
+        shutil.copyfile(Path(folder, "timeline.svg"), out / "step.svg")
+    words = "--compute real --schedules 1f1b zb_h1 --microbatches 6"
+    run("pipeline", *words.split(), "--draw", str(out.resolve()))
 
 
 if __name__ == "__main__":

@@ -29,20 +29,20 @@ from lightning_muon.checkpoint.manifest import describe
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_groups
-from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
-from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import (
     ADAMW_STATE,
     MUON_STATE,
-    NEURON_STATE,
-    of_version_0_1,
-    warn_of_new_neuron_state,
+    SECOND_MOMENT,
+    warn_of_new_second_moments,
 )
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.saved_states import are_ours, understood
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
+from lightning_muon.removed import STATE_OF
 from lightning_muon.sharding.shard_model import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
@@ -76,10 +76,8 @@ class Checkpoint:
         is_sharded = together(look)
 
         def read() -> dict[str, Any]:
-            if not is_sharded and not isinstance(path, UrlPath):
-                return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-            with (path / metadata_name if is_sharded else path).open("rb") as file:
-                return torch.load(file, map_location="cpu", weights_only=weights_only)
+            file = path / metadata_name if is_sharded else path
+            return torch.load(file, mmap=not is_sharded, map_location="cpu", weights_only=weights_only)
 
         content = together(read)
         if not isinstance(content, dict):
@@ -163,9 +161,9 @@ class Checkpoint:
                 sizes[stem + mark] = getattr(entry, "size", None)
         return sizes
 
-    def _optimizer_in_shards(self, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-        """Sizes of the entries of each parameter's state, and the keys of each param group by its number; local."""
-        sizes, groups = dict[str, dict[str, Any]](), dict[str, list[str]]()
+    def _optimizer_in_shards(self, key: str) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+        """Sizes of the entries of each parameter's state, and of each param group by its number; local."""
+        sizes, groups = dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
         for name, size in self._sizes_of_shards(f"{key}.").items():
             part, _, rest = name.partition(".")
             if part == "state":
@@ -173,7 +171,7 @@ class Checkpoint:
                 sizes.setdefault(parameter, {})[entry] = size
             elif part == "param_groups":
                 number, _, option = rest.partition(".")
-                groups.setdefault(number, []).append(option)
+                groups.setdefault(number, {})[option] = size
         return sizes, groups
 
     def _check_weights(
@@ -214,15 +212,16 @@ class Checkpoint:
 
     def _load_shards(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         own: Any = get_optimizer_state_dict(module, optimizer)
-        sizes, group_keys = self._optimizer_in_shards(key)
-        groups = own["param_groups"]
-        if len(group_keys) != len(groups):
-            raise ValueError(f"{len(group_keys)} param groups in the checkpoint, {len(groups)} here")
+        saved, saved_groups = self._optimizer_in_shards(key)
+        sizes = {name: {k: size for k, size in entries.items() if k not in STATE_OF} for name, entries in saved.items()}
+        own_groups = own["param_groups"]
+        if len(saved_groups) != len(own_groups):
+            raise ValueError(f"{len(saved_groups)} param groups in the checkpoint, {len(own_groups)} here")
         # A copy of a parameter of another stage takes the state of that one, if the checkpoint has no copies.
         originals = {copy: name for copy, name in names_of_copies(module).items() if copy not in sizes}
         of_now: dict[str, dict[str, Any]] = own["state"]
         needed = {originals.get(name, name): state for name, state in of_now.items()}
-        needed = _without_new_neuron_state(sizes, needed)
+        needed = _without_new_second_moments(sizes, needed)
         to_muon, to_adamw = _moved(sizes, needed)
         _check_entries(sizes, {name: state for name, state in needed.items() if name not in {*to_muon, *to_adamw}})
         states = needed | {name: {"exp_avg": needed[name]["momentum_buffer"]} for name in to_muon}
@@ -232,15 +231,21 @@ class Checkpoint:
                 size = sizes[name][entry]
                 if size[0] != state[entry].shape[0]:
                     state[entry] = zeros_of_nodes(state[entry], size)
-        # The names of a group are those of one stage.
-        names_of_groups = [group.pop("params") for group in groups]
-        for number, group in enumerate(groups):
-            group |= of_version_0_1(group_keys[str(number)])
+        # Not the names of parameters, which are those of one stage.
+        groups = [{k: value for k, value in group.items() if k != "params"} for group in own_groups]
+        is_planned = isinstance(optimizer, PlannedOptimizer)
+        if is_planned:  # All that was saved, maybe by another optimizer.
+            for number, group in enumerate(groups):
+                options = saved_groups[str(number)].items()
+                groups[number] = {k: group.get(k) for k, size in options if k in group or size is None}
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         planner = DefaultLoadPlanner(allow_partial_load=True)
         load({key: {"state": states, "param_groups": groups}}, checkpoint_id=self.path, planner=planner)
-        for group, names in zip(groups, names_of_groups, strict=True):
-            group["params"] = names
+        if is_planned:
+            gone = {name: {k: entries[k] for k in entries if k in STATE_OF} for name, entries in saved.items()}
+            groups = understood({"state": gone, "param_groups": groups})["param_groups"]
+        both = zip(own_groups, groups, strict=True)
+        own["param_groups"] = [{**mine, **group, "params": mine["params"]} for mine, group in both]
         for name in to_muon:
             states[name] = {"momentum_buffer": states[name]["exp_avg"]}
         for name in of_now:
@@ -250,20 +255,20 @@ class Checkpoint:
 
     def _load_whole(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         whole = self.whole(key)
-        state = optimizer.translated(whole) if isinstance(optimizer, ParallelMuon) else whole
-        named = named_optimizer_state(state, module, optimizer)
+        is_foreign = isinstance(optimizer, PlannedOptimizer) and not are_ours(whole["param_groups"])
+        if isinstance(optimizer, PlannedOptimizer):
+            whole = understood(whole)
+        named = named_optimizer_state(whole, module, optimizer)
         # The state that the optimizer would save; nothing if it creates state at its first step.
         own: Any = get_optimizer_state_dict(module, optimizer)["state"] if optimizer.state else {}
-        if state is not whole:
-            _begin_others(named["state"], own)
         to_muon, to_adamw = _moved(named["state"], own)
         for name in to_muon:
             named["state"][name] = {"momentum_buffer": named["state"][name]["exp_avg"]}
         for name in to_adamw:
             del named["state"][name]
-        if to_adamw:
+        if to_adamw or is_foreign:
             _begin_others(named["state"], own)
-        _begin_neuron_state(named["state"], own)
+        _begin_second_moments(named["state"], own)
         _check_entries(named["state"], own)
         # torch broadcasts tensors in the current sizes, so the saved ones must be equal. All ranks have the file.
         are_as_before = all(
@@ -318,10 +323,7 @@ def named_optimizer_state(
     numbers = chain.from_iterable(group["params"] for group in saved)
     states = {name: state["state"][n] for n, name in zip(numbers, chain(*names), strict=True) if n in state["state"]}
     states |= {copy: _cloned(states[name]) for copy, name in renamed.items() if name in states}
-    groups = [
-        {**group, **of_version_0_1(old), **old, "params": params}
-        for group, old, params in zip(ours, saved, own_names, strict=True)
-    ]
+    groups = [{**group, **old, "params": params} for group, old, params in zip(ours, saved, own_names, strict=True)]
     for group in groups:
         group.pop(NAMES, None)
     return {"state": states, "param_groups": groups}
@@ -359,25 +361,23 @@ def _begin_others(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) 
             states[name] = {entry: torch.zeros(value.shape, dtype=value.dtype) for entry, value in state.items()}
 
 
-def _without_new_neuron_state(
+def _without_new_second_moments(
     saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[str, Any]]:
-    """Leave out entries of NorMuon and Hyperball that the checkpoint lacks: they begin with zeros, with a warning."""
+    """Leave out second moments of NorMuon that the checkpoint lacks: they begin with zeros, with a warning."""
     return {
-        name: {entry: state[entry] for entry in state if entry not in NEURON_STATE or entry in saved.get(name, ())}
+        name: {entry: state[entry] for entry in state if entry != SECOND_MOMENT or entry in saved.get(name, ())}
         for name, state in own.items()
     }
 
 
-def _begin_neuron_state(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
-    """Add zeros for missing entries of NorMuon and Hyperball, whose current values torch would keep."""
-    missing: list[str] = []
-    for name, state in own.items():
-        entries = [key for key in NEURON_STATE if key in state and name in states and key not in states[name]]
-        if entries:
-            states[name] = {**states[name], **{entry: torch.zeros(state[entry].shape) for entry in entries}}
-        missing += entries
-    warn_of_new_neuron_state(missing)
+def _begin_second_moments(states: dict[str, Any], own: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add zeros for missing second moments of NorMuon, whose current values torch would keep."""
+    missing = [name for name in own if SECOND_MOMENT in own[name] and SECOND_MOMENT not in states.get(name, own[name])]
+    for name in missing:
+        states[name] = {**states[name], SECOND_MOMENT: torch.zeros(own[name][SECOND_MOMENT].shape)}
+    if missing:
+        warn_of_new_second_moments()
 
 
 def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[str]]:
@@ -385,7 +385,7 @@ def _moved(saved: Mapping[str, Iterable[str]], own: Mapping[str, Mapping[str, An
     to_muon: list[str] = []
     to_adamw: list[str] = []
     for name, state in own.items():
-        was, now = set(saved.get(name, ())) - {*NEURON_STATE}, state.keys() - {*NEURON_STATE}
+        was, now = set(saved.get(name, ())) - {SECOND_MOMENT}, state.keys() - {SECOND_MOMENT}
         if was == ADAMW_STATE and now == MUON_STATE:
             to_muon.append(name)
         elif was == MUON_STATE and now == ADAMW_STATE:

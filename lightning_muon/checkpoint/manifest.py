@@ -14,8 +14,7 @@ import re
 import time
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from io import UnsupportedOperation
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -23,7 +22,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from lightning_muon.checkpoint.urls import UrlPath
 from lightning_muon.errors import DamagedCheckpointError
 
 MANIFEST = "manifest.json"
@@ -182,21 +180,13 @@ def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], abou
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         _sync(file)
-    if not isinstance(directory, UrlPath):
-        sync_directory(directory)
-
-
-def hash_files(directory: Path) -> dict[str, dict[str, Any]]:
-    """The manifest's entries for files that another package has written into ``directory``; local."""
-    sizes = {path: path.stat().st_size for path in sorted(directory.iterdir())}
-    return {path.name: {"size": size, "sha256": _hash_of_file(path, size)} for path, size in sizes.items()}
+    sync_directory(directory)
 
 
 def _sync(file: IO[Any]) -> None:
-    """Wait until what was written is on the disk; an object store has it when the file is closed."""
+    """Wait until what was written is on the disk."""
     file.flush()
-    with suppress(UnsupportedOperation):
-        os.fsync(file.fileno())
+    os.fsync(file.fileno())
 
 
 def sync_directory(directory: Path) -> None:
@@ -248,7 +238,7 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
         return [str(problem)]
     if about is None:
         has_index = not path.is_dir() or (path / INDEX).is_file()
-        if not has_index and (isinstance(path, UrlPath) or path.suffix == ".ckpt"):
+        if not has_index and path.suffix == ".ckpt":
             return [f"{path} has neither {MANIFEST} nor {INDEX}: it was not written to its end, or they were lost"]
         return None
     if not path.is_dir():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +30,6 @@ from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
-from lightning_muon.sharding.shard_model import original_class
 from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
 
 _README_TEXT = """\
@@ -43,7 +40,6 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 """
 SKIPPED = "skipped_steps"  # Key in the manifest.
 NAMES = "qualified_names"  # Key in a param group of a single file: names of its parameters.
-MODELS = "transformers"  # Key in the checkpoint of a Trainer: models for `lightning-muon convert --to hf`.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
@@ -115,23 +111,6 @@ def weights_to_save(
         return of_first_node(state, mesh) if differ else state
 
 
-def describe_models(module: nn.Module) -> dict[str, dict[str, str]]:
-    """Class and config.json of each model of transformers in ``module``, by its name there; local."""
-    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    found: dict[str, dict[str, str]] = {}
-    parts: list[tuple[str, Any]] = [(clean_name(name), each) for name, each in module.named_modules()]
-    for name, model in parts:
-        if not isinstance(model, kind) or any(not outer or name.startswith(f"{outer}.") for outer in found):
-            continue
-        config, generation = model.config, getattr(model, "generation_config", None)
-        found[name] = {"class": original_class(model).__name__, "config": config.to_json_string()}
-        if generation is not None:
-            found[name]["generation_config"] = generation.to_json_string()
-        if config.name_or_path and not os.path.exists(config.name_or_path):  # On the hub.
-            found[name]["base_model"] = config.name_or_path
-    return found
-
-
 def optimizer_state_to_save(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
 ) -> dict[str, Any]:
@@ -178,7 +157,7 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
 def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Convert a state by name to one by position, as in ``state_dict()``; ``names`` are in order of the param groups.
 
-    Each group also gets the names, which a stage of a pipeline and ``lightning-muon convert`` need.
+    Each group also gets the names, which a stage of a pipeline needs.
     """
     numbers = {name: index for index, name in enumerate(names)}
     groups = [

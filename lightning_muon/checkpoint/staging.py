@@ -5,16 +5,13 @@ A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at w
 moved to the targets. A process may be killed at any point: :func:`last_written` finds the one that counts, and the next
 save to the same target finishes the move. The target itself exists throughout, perhaps as an empty directory, because
 a Trainer that looks for a checkpoint to resume from looks for its name before it asks a strategy.
-
-In object stores, which have no atomic rename, each save has a folder inside its target, and counts from the moment at
-which it has a manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,8 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
-from lightning_muon.checkpoint.urls import UrlPath
-from lightning_muon.comm.agreement import gather, on_first_rank, together
+from lightning_muon.comm.agreement import on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 
 # Files that torch.distributed.checkpoint, Fabric and we write into a directory.
@@ -32,7 +28,16 @@ _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
 # File in a finished folder: names beside it that are removed when its entries are moved.
 _OBSOLETE = ".obsolete"
-_SAVE = "save-"  # Folders inside of a URL.
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint; a ``ValueError`` for a URL, which would become a folder of that name. Local."""
+    if "://" in str(path):
+        raise ValueError(
+            f"checkpoints are written to folders, not to URLs such as {path}; give a folder of a disk that all nodes "
+            "see, or on which the store is mounted, and copy what is in it to the store when it is complete"
+        )
+    return Path(path)
 
 
 @contextmanager
@@ -48,11 +53,6 @@ def replacing(
     Collective over all ranks; every rank must call it, and the block fails on all of them or on none. A thread gives
     ``everyone``, all ranks with a process group of its own.
     """
-    if any(isinstance(path, UrlPath) for path in paths):
-        assert not obsolete, "nothing can be removed in the same moment at a URL"
-        with _adding(paths, whole=whole, everyone=everyone) as drafts:
-            yield drafts
-        return
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
     folders = list(dict.fromkeys(draft.parent for draft in drafts))
@@ -98,73 +98,14 @@ def replacing(
     on_first_rank(commit, everyone)
 
 
-@contextmanager
-def _adding(urls: Sequence[Path], *, whole: bool, everyone: AxisGroup | None) -> Generator[list[Path]]:
-    """:func:`replacing` without an atomic rename: a save counts when its manifest, written last, is there.
-
-    Each save of shards has its own folder inside ``urls``; of earlier saves, manifests are removed before shards.
-    Files are replaced by one request. Collective over all ranks; every rank must call it.
-    """
-    name = f"{_SAVE}{gather(time.time_ns(), everyone)[0]:x}"  # Alphabetical order is the order of time.
-    # The folder for a file always has the same name, so that the next save overwrites what a killed one has left.
-    drafts = [_folder(_UNFINISHED, url, url) / url.name if whole else url / name for url in urls]
-
-    def require_kind() -> None:
-        for url in urls:
-            if url.is_dir() if whole else url.is_file():
-                raise FileExistsError(f"{url} is a {'directory' if whole else 'file'}; save under another name")
-
-    def clear_away() -> None:
-        with suppress(OSError):  # The first error is raised, not one of the cleanup.
-            for draft in drafts:
-                remove(draft.parent if whole else draft)
-
-    def commit() -> None:
-        for url, draft in zip(urls, drafts, strict=True):
-            if whole:
-                draft.rename(url)
-                remove(draft.parent)
-            else:
-                _discard_saves([save for save in url.iterdir() if save.name.startswith(_SAVE) and save.name != name])
-
-    on_first_rank(require_kind, everyone)
-    on_first_rank(lambda: [draft.parent.mkdir() for draft in drafts], everyone)
-    try:
-        yield drafts
-    except BaseException:
-        if dist.get_rank() == 0:
-            clear_away()
-        raise
-    on_first_rank(commit, everyone)
-
-
-def _discard_saves(saves: Sequence[Path]) -> None:
-    for save in saves:
-        (save / MANIFEST).unlink(missing_ok=True)
-        remove(save)
-
-
-def _last_save(url: UrlPath) -> Path:
-    """The complete save inside ``url``, the newest if a process was killed before it removed the others; local."""
-    saves = [save for save in url.iterdir() if save.name.startswith(_SAVE)] if url.is_dir() else []
-    complete = [save for save in saves if (save / MANIFEST).is_file()]
-    return max(complete, default=url)
-
-
 def last_written(path: Path) -> Path:
     """Where to read the last complete save to ``path``, if any; local. Rank 0 should decide for all."""
-    if isinstance(path, UrlPath):
-        return _last_save(path)
     target = path.resolve()
     return next((folder / target.name for folder in _finished_with(target)), path)
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint, if there is one; it is moved away as a whole before it is deleted. Local."""
-    if isinstance(path, UrlPath):
-        _discard_saves([save for save in path.iterdir() if save.name.startswith(_SAVE)] if path.is_dir() else [])
-        remove(path)
-        return
     if path.is_symlink():
         path.unlink()
         return
@@ -177,9 +118,7 @@ def discard(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file, a link or a directory, if there is one."""
-    if isinstance(path, UrlPath):
-        path.remove()
-    elif path.is_dir() and not path.is_symlink():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

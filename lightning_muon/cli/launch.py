@@ -22,8 +22,8 @@ RUNNER = "lightning_muon.cli.launch"
 _HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]
 
 Starts an unchanged script of Accelerate, or of the transformers Trainer, in which accelerate.Accelerator is
-lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a section `lightning_muon:` for our options;
-`lightning-muon config` writes one. Everything else is as in `accelerate launch`:
+lightning_muon.accelerate.Accelerator. FILE is a config of Accelerate with a section `lightning_muon:` for our options,
+such as examples/accelerate.yaml. Everything else is as in `accelerate launch`:
 """
 
 
@@ -123,9 +123,6 @@ def replace_accelerator() -> None:
 
     def in_trainer(module: Any) -> None:
         module.Accelerator = importlib.import_module(ours).TrainerAccelerator
-        checkpoints = importlib.import_module("lightning_muon.integrations.accelerate.checkpoints")
-        for name in checkpoints.TRAINER_FUNCTIONS:
-            setattr(module, name, checkpoints.for_stages(getattr(module, name)))
 
     register_post_import_hook(in_accelerate, "accelerate")
     register_post_import_hook(in_trainer, "transformers.trainer")

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import sys
+import traceback
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_muon import __version__
-from lightning_muon.config import nearest
-from lightning_muon.errors import DamagedCheckpointError, UnknownOptionError
+from lightning_muon.config import nearest, unknown_option
+from lightning_muon.errors import DamagedCheckpointError
 from lightning_muon.removed import removed
 
 _PROG = "lightning-muon"
@@ -28,27 +26,17 @@ _LIGHTNING = {
     "test": "the same, over the test data",
     "predict": "the same, for predictions",
 }
-# Each is a module of this folder, with `add_arguments` and `run`.
+# Each is a module of this folder, with `add_arguments` and `run`; `launch` has the options of Accelerate.
 _COMMANDS = {
     "plan": "predict owners, bytes and time of a step, without a GPU",
-    "trace": "record real steps, drawn above their prediction",
-    "report": "one HTML page of a run: curves, parts of a step, timeline",
-    "tune": "short trainings with several learning rates of Muon",
-    "convert": "make one file of a checkpoint, or a folder for transformers",
+    "convert": "make one file of a checkpoint of shards, or safetensors",
     "doctor": "say what is installed here, and what will not work",
     "verify": "find damage to checkpoints by the hashes of their files",
-    "config": "write a config file for programs with Accelerate",
-    "launch": "start a program of Accelerate with such a file",
+    "launch": "start a program of Accelerate, our options in its config",
 }
-_EXTRAS = {"config": "accelerate", "launch": "accelerate"}
-_OPTIONAL = ("accelerate", "jsonargparse", "lightning", "matplotlib", "pytorch_lightning", "yaml")
-# Packages that no extra is for: what to install instead.
-_OTHERS = {"transformers": "transformers>=5", "huggingface_hub": "transformers>=5", "safetensors": "safetensors"}
-# Lines in LightningCLI's message on a wrong value; those between have the key, the value and the allowed ones.
-_NOISE = ("Does not validate", "Errors:", "Given value type:", "Given value: NestedArg", "Subtypes:")
-_NOISE += ("- Expected a <class 'NoneType'>",)
-_NO_CLASS = "Expected a dot import path string: parallel_muon"
-_MOST_LINES = 11
+# Package -> what brings it, if it is not the extra of the frameworks.
+_BRINGS = {"matplotlib": "lightning-muon[plots]", "safetensors": "safetensors"}
+_OF_FRAMEWORKS = ("accelerate", "jsonargparse", "lightning", "pytorch_lightning", "yaml")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -71,76 +59,79 @@ def main(args: Sequence[str] | None = None) -> None:
         reporting(each)
     name = words[0] if words else ""
     if name in _LIGHTNING or name.partition("=")[0] in ("-c", "--config"):
-        lightning_cli(args)
+        _run_lightning_cli(args)
     elif name in _COMMANDS:
         _run(name, parsers[name], words[1:])
     elif name.startswith("-") or not name:
         parser.parse_args(words)
     else:
-        gone = removed(f"{_PROG} {name}")
-        if gone is not None:
-            parser.error(gone)
         meant = nearest(name, list(parsers))
         hint = f"did you mean {meant!r}?" if meant else f"the commands are {', '.join(parsers)}"
-        parser.error(f"there is no command {name!r}; {hint}")
+        parser.error(removed(f"{_PROG} {name}") or f"there is no command {name!r}; {hint}")
 
 
 def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
     try:
         module = importlib.import_module(f"lightning_muon.cli.{name}")
-        if name == "launch":  # Whose options are those of Accelerate.
+        if name == "launch":
             module.launch_command(words)
-        else:
-            module.add_arguments(parser)
-            words = [re.sub(r"^--[^=]+", lambda option: option[0].replace("_", "-"), word) for word in words]
-            _check_options(parser, words)
-            module.run(parser.parse_args(words))
+            return
+        module.add_arguments(parser)
+        words = [re.sub(r"^--[^=]+", lambda option: option[0].replace("_", "-"), word) for word in words]
+        # Wrong options first: argparse would instead complain of a missing one.
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            if option not in parser._option_string_actions:
+                parser.error(f"unrecognized arguments: {option}")
+        module.run(parser.parse_args(words))
     except ModuleNotFoundError as error:
-        _refuse_missing(parser, error, _EXTRAS.get(name, "lightning"))
-    except (OSError, ValueError, TypeError, ImportError, DamagedCheckpointError) as error:
+        _refuse_missing(parser, error, "accelerate" if name == "launch" else "lightning")
+    except (OSError, ImportError, DamagedCheckpointError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
-
-
-def _check_options(parser: ArgumentParser, words: Sequence[str]) -> None:
-    """End the process at a wrong option first: argparse would instead complain of a missing one."""
-    for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-        if option not in parser._option_string_actions:
-            parser.error(removed(f"{parser.prog} {option}") or f"unrecognized arguments: {option}")
+    except ValueError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
+            raise  # Not our words: whoever reads them needs the traceback.
+        raise SystemExit(f"{parser.prog}: {error}") from error
 
 
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
     name = (error.name or "").partition(".")[0]
-    extra = "plots" if name == "matplotlib" else extra
-    wanted = f"lightning-muon[{extra}]" if name in _OPTIONAL else _OTHERS.get(name)
+    wanted = f"lightning-muon[{extra}]" if name in _OF_FRAMEWORKS else _BRINGS.get(name)
     parser.error(str(error) if wanted is None else f'{name} is not installed; pip install "{wanted}"')
 
 
 def reporting(parser: Any) -> Any:
-    """Return the parser, also one of jsonargparse, changed so that its errors do not print the usage."""
-    parser.error = partial(_refuse, parser)
+    """Return the parser, also one of jsonargparse, changed so that its errors print no usage, but the nearest name."""
+
+    def refuse(message: str, error: Exception | None = None) -> None:
+        of_command = getattr(error, "subcommand_parser", None) or parser
+        prog, options = of_command.prog.replace(" [options]", ""), list(of_command._option_string_actions)
+        of_command.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, options)}\n")
+
+    parser.error = refuse
     return parser
 
 
-def _refuse(parser: ArgumentParser, message: str, error: Exception | None = None) -> NoReturn:
-    parser = getattr(error, "subcommand_parser", None) or parser
-    _, is_unknown, unknown = message.partition("nrecognized arguments: ")
-    if is_unknown:
-        wrong = next((word for word in unknown.split() if word.startswith("-")), unknown)
-        meant = nearest(wrong.partition("=")[0], list(parser._option_string_actions))
-        message += f"; did you mean {meant}?" if meant else ""
-    message = message.replace(
-        _NO_CLASS, "For options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
-    )
-    lines = [line for line in message.splitlines() if not line.strip().startswith(_NOISE)]
-    lines = [line if len(line) <= 300 else f"{line[:300]}..." for line in lines[:_MOST_LINES]]
-    parser.exit(2, "{}: {}\n".format(parser.prog.replace(" [options]", ""), "\n".join(lines)))
+def _hint(prog: str, message: str, options: Sequence[str]) -> str:
+    """What follows the message on a wrong option, or on a wrong value: why it went, or what may be meant."""
+    if wrong := re.search(r"nrecognized arguments: (?:\S+ )*?(-[^\s=]+)", message):
+        gone, meant = removed(f"{prog} {wrong[1]}"), nearest(wrong[1], options)
+        return f"; {gone}" if gone else f"; did you mean {meant}?" if meant else ""
+    if "Expected a dot import path string: parallel_muon" in message:
+        return "\nFor options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
+    if "class_path 'lightning_muon." not in message:
+        return ""
+    from lightning_muon.engine.options import ELSEWHERE, Options
+
+    if wrong := re.search(r"Option '(\w+)' is not accepted", message):
+        return f"\n{unknown_option(wrong[1], list(vars(Options())), ELSEWHERE)}"
+    value = re.search(r'Parser key "(\w+)":\s+Expected .* Got value: (.+)', message)
+    gone = removed(f"{value[1]}={value[2]!r}") if value else None
+    return f"\n{gone}" if gone else ""
 
 
-def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), **options: Any) -> Any:
-    """Run the command in ``args`` with a LightningCLI whose default strategy is ``"parallel_muon"``; return the CLI.
-
-    ``callbacks`` are added to those of the files; ``options`` are further arguments of LightningCLI.
-    """
+def _run_lightning_cli(args: Sequence[str] | None) -> None:
+    """A LightningCLI whose default strategy is ``"parallel_muon"``."""
     try:
         import jsonargparse  # noqa: F401 - Lightning itself does not say how to install it.
 
@@ -155,28 +146,8 @@ def lightning_cli(args: Sequence[str] | None, *, callbacks: Sequence[Any] = (), 
             # A misspelt option is an error, even if it is the beginning of another one.
             return reporting(super().init_parser(allow_abbrev=False, **kwargs))
 
-    _check_files(list(sys.argv[1:] if args is None else args))
-    words = None if args is None else list(args)
-    defaults = {"strategy": STRATEGY_NAME, "callbacks": list(callbacks)}
-    return CLI(trainer_defaults=defaults, parser_kwargs={"prog": _PROG}, args=words, **options)
-
-
-def _check_files(words: Sequence[str]) -> None:
-    """End the process at a wrong key or strategy value in config files; LightningCLI's errors are hard to read."""
-    from lightning_muon.cli.plan_model import read_fit_file
-    from lightning_muon.engine.options import Options
-
-    paths = [value for word, value in pairwise(words) if word in ("--config", "-c")]
-    paths += [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
-    given, files = dict[str, Any](), list[str]()
-    try:
-        for path in filter(os.path.isfile, paths):  # All else is for LightningCLI to judge.
-            strategy = read_fit_file(path)[1].get("strategy")
-            if isinstance(strategy, dict) and str(strategy.get("class_path")).endswith("ParallelMuonStrategy"):
-                given |= strategy.get("init_args") or {}
-                files.append(path)
-        Options.from_mapping(given, source=f"{', '.join(files)}: trainer.strategy")
-    except ValueError as error:
-        # The command line may replace values.
-        if isinstance(error, UnknownOptionError) or not any(word.startswith("--trainer.strategy") for word in words):
-            _refuse(ArgumentParser(prog=_PROG), str(error))
+    CLI(
+        trainer_defaults={"strategy": STRATEGY_NAME},
+        parser_kwargs={"prog": _PROG},
+        args=None if args is None else list(args),
+    )

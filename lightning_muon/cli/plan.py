@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 
 from lightning_muon.cli.plan_fit import GIB, MODES, PRECISIONS, Job, Row, Way, best_rows
-from lightning_muon.cli.plan_model import Mesh, PlannedModel, add_model_arguments, read_model
+from lightning_muon.cli.plan_model import Mesh, PlannedModel, read_config
 from lightning_muon.cli.plan_step import Setting, planned_steps, report
 from lightning_muon.cli.table import count, memory_of_host, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 
 WIDTH = 120
 MOST_RANKS = 512  # Of an optimizer step, whose program is simulated.
@@ -35,8 +36,11 @@ weights, what travels, and what the optimizer works with."""
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    add_model_arguments(parser)
-    add = parser.add_argument
+    add, model = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="a file for lightning-muon fit")
+    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
+    add("--replicate-size", metavar="R", type=count, help="number of replicas (default: the config's, or 1)")
+    add("--shard-size", metavar="S", type=count, help="ranks of a replica (default: the config's; 8 for shapes)")
     add("--draw", metavar="FILE", type=Path, nargs="+", help="draw the optimizer step as .png, .svg or .pdf")
     add(
         "--machine",
@@ -61,7 +65,8 @@ def run(arguments: Namespace) -> None:
     if given:
         goes = "goes without --ranks" if arguments.ranks is not None else "means nothing without --ranks N"
         raise ValueError(f"{', '.join(given)} {goes}")
-    planned = read_model(arguments)
+    from_file = arguments.config is not None
+    planned = read_config(arguments.config) if from_file else PlannedModel(shapes=read_shapes(arguments.shapes))
     machine = arguments.machine or planned.machine
     cost = PRESETS[machine] if arguments.cost is None else CostModel.read(arguments.cost)
     setting = Setting(model=planned.shapes, cost=cost, config=planned.optimizer, is_cpu=machine == "cpu")

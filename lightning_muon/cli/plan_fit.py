@@ -18,11 +18,10 @@ from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.shapes import ParameterShape
 from lightning_muon.schedule.step import scatter_buffers_for
 
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
@@ -84,8 +83,9 @@ class Sizes:
         return first, replace(self, layers=of_last, root=root.plus(self.layer, layers - of_last))
 
 
-def sizes_of(model: ModelShapes, num_steps: int) -> Sizes:
-    """The numbers of a model for Newton-Schulz of ``num_steps``; layers are told by the numbers in names."""
+def sizes_of(setting: Setting) -> Sizes:
+    """The numbers of a model; layers are told by the numbers in names."""
+    model = setting.model
     named: defaultdict[str, list[ParameterShape]] = defaultdict(list)
     for each in model.parameters:
         words = each.name.split(".")
@@ -100,13 +100,13 @@ def sizes_of(model: ModelShapes, num_steps: int) -> Sizes:
     return Sizes(
         layers=len(layers),
         layer=Counts().plus(
-            _part([each for some in layers for each in some], head, num_steps), 1 / max(1, len(layers))
+            _counts([each for some in layers for each in some], head, setting), 1 / max(1, len(layers))
         ),
-        root=_part([each for each in model.parameters if each.name not in inside], head, num_steps),
+        root=_counts([each for each in model.parameters if each.name not in inside], head, setting),
         vocabulary=head.shape[0] if head else 0,
         width=next((each.shape[-1] for each in (*tables, *model.parameters) if len(each.shape) > 1), 0),
         largest=max(math.prod(each.shape) for each in model.parameters),
-        matrix=max(matrices, key=lambda sides: newton_schulz_flops(*sides, num_steps), default=(0, 0)),
+        matrix=max(matrices, key=lambda sides: setting.flops(*sides), default=(0, 0)),
         embedding=math.prod(tables[0].shape) if tables else 0,
         is_tied=not heads,
     )
@@ -123,7 +123,7 @@ def _matrices(parameter: ParameterShape) -> list[tuple[int, int]]:
     return [(min(m.rows, m.cols), max(m.rows, m.cols)) for m in logical_matrices(parameter.shape, parameter)]
 
 
-def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num_steps: int) -> Counts:
+def _counts(parameters: Sequence[ParameterShape], head: ParameterShape | None, setting: Setting) -> Counts:
     matrices = [sides for each in parameters for sides in _matrices(each)]
     products = [each for each in parameters if len(each.shape) > 1 and (each is head or not _is_embedding(each))]
     attention: dict[str, int] = {}  # It is as wide as the inputs of its last matrix, the output projection.
@@ -137,7 +137,7 @@ def _part(parameters: Sequence[ParameterShape], head: ParameterShape | None, num
         trained=sum(math.prod(each.shape) for each in parameters if not each.frozen),
         muon=sum(short * long for short, long in matrices),
         matrices=len(matrices),
-        newton_schulz=sum(newton_schulz_flops(*sides, num_steps) for sides in matrices),
+        newton_schulz=sum(setting.flops(*sides) for sides in matrices),
         products=sum(math.prod(each.shape) for each in products),
         activations=sum(each.shape[-1] + each.shape[-2] for each in products),
         attention=sum(attention.values()),
@@ -207,7 +207,7 @@ class Row:
 
 def best_rows(job: Job) -> list[Row]:
     """For each mode the fastest way that fits, or else the one with least memory; those that fit first."""
-    sizes = sizes_of(job.model, job.config.ns_steps)
+    sizes = sizes_of(job)
     found = [
         min(rows, key=lambda row: (not row.fits, row.seconds if row.fits else row.memory.peak))
         for mode in MODES
@@ -407,7 +407,7 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
         most = max(share / buckets, job.wire_itemsize * short * long)  # On the busiest rank of a bucket.
         gather = _send(job, most * inside, shards_leave)
         moved = gather + max(gather, _send(job, most * (replicas - 1), replicas_leave))
-        flops = max(part.newton_schulz / owners, newton_schulz_flops(short, long, config.ns_steps))
+        flops = max(part.newton_schulz / owners, job.flops(short, long))
         work = (flops / cost.flops_per_second + elementwise) / buckets
         # Buckets on their way, each as it is sent and as it is received.
         gathered, scattered = (

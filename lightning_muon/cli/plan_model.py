@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -13,15 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_muon.cli.table import count
-from lightning_muon.config import MuonConfig, from_arguments, nearest
+from lightning_muon.config import MuonConfig, nearest
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 
@@ -43,7 +41,7 @@ class PlannedModel:
     """A training, from a YAML file or a shape file."""
 
     shapes: ModelShapes  # The parameters, routed as the optimizer will route them.
-    # Config of the strategy, or the options that FlexDeMo shares with ParallelMuon.
+    # Config of the strategy, or of what the ranks of a node do together with its FlexDeMo.
     optimizer: MuonConfig = field(default_factory=MuonConfig)
     replicate: int | None = None  # Number of replicas in the file, if it says so.
     shard: int | None = None  # Number of shards in the file, if it says so.
@@ -51,52 +49,6 @@ class PlannedModel:
     machine: str = "reference"  # Machine whose rates are the default.
     module: nn.Module | None = None  # Model of the file; its parameters are those of `shapes`, in the same order.
     precision: str | None = None  # Precision of the file's Trainer.
-
-    def mesh(self, arguments: Namespace) -> Mesh:
-        """The mesh by the sizes of the command line, or else of the file."""
-        shard = arguments.shard_size or self.shard
-        if shard is None:
-            raise ValueError(
-                f"{arguments.config or arguments.shapes} does not say how many ranks there are; add --shard-size (and "
-                "--replicate-size)"
-            )
-        return Mesh(arguments.replicate_size or self.replicate or 1, shard)
-
-
-def add_model_arguments(parser: ArgumentParser) -> None:
-    """Declare the options that choose the model and the number of ranks."""
-    model = parser.add_mutually_exclusive_group(required=True)
-    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="a file for lightning-muon fit")
-    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
-    add = parser.add_argument
-    add("--replicate-size", metavar="R", type=count, help="number of replicas (default: the config's, or 1)")
-    add("--shard-size", metavar="S", type=count, help="ranks of a replica (default: the config's; 8 for shapes)")
-
-
-def read_model(arguments: Namespace) -> PlannedModel:
-    """The model of ``--config`` or ``--shapes``."""
-    if arguments.config is not None:
-        return read_config(arguments.config)
-    return PlannedModel(shapes=read_shapes(arguments.shapes))
-
-
-def read_fit_file(path: str | Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a file of ``lightning-muon fit``; return its content and its section ``trainer``.
-
-    A misspelled section or option of the Trainer is an ``UnknownOptionError``; keys that resemble none are left to
-    LightningCLI, which has further ones. Needs Lightning.
-    """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
-    content = read_yaml(path)
-    trainer = content.get("trainer")
-    trainer = trainer if isinstance(trainer, dict) else {}
-    package = importlib.import_module(first_installed(TRAINERS, "--config needs Lightning"))
-    options = list(inspect.signature(package.Trainer).parameters)
-    for where, keys, known in ((str(path), content, _SECTIONS), (f"{path}: trainer", trainer, options)):
-        names = [str(key).partition(".")[0].rstrip("+") for key in keys]  # `trainer.max_steps`, `callbacks+`.
-        check_keys([name for name in names if nearest(name, known)], known, where=where)
-    return content, trainer
 
 
 def read_config(path: Path) -> PlannedModel:
@@ -106,7 +58,7 @@ def read_config(path: Path) -> PlannedModel:
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    content, trainer = read_fit_file(path)
+    content, trainer = _read_fit_file(path)
     # As LightningCLI does it.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
@@ -129,9 +81,7 @@ def read_config(path: Path) -> PlannedModel:
     options = Options.from_mapping(given, source=str(path))
     config = FlexDeMoConfig() if strategy == "flexdemo" else options.config
     flexdemo = config if isinstance(config, FlexDeMoConfig) else None
-    # The options that FlexDeMo shares with ParallelMuon, without its `chunk_bytes` of the buckets between nodes.
-    shared = vars(config) if flexdemo is None else {**vars(config), "chunk_bytes": MuonConfig.chunk_bytes}
-    optimizer = from_arguments(MuonConfig, shared)
+    optimizer = config.inside_nodes if isinstance(config, FlexDeMoConfig) else config
     # The mesh as far as the file determines it without the machine.
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
     found: Sequence[int | str] = (options.replicate_size, options.shard_size)
@@ -153,3 +103,21 @@ def read_config(path: Path) -> PlannedModel:
         module=model,
         precision=str(trainer.get("precision", "32-true")),
     )
+
+
+def _read_fit_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of the file, and its section ``trainer``; raises for misspelled sections and options of the Trainer.
+
+    Keys that resemble none are left to LightningCLI, which has further ones.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
+    content = read_yaml(path)
+    trainer = content.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    package = importlib.import_module(first_installed(TRAINERS, "--config needs Lightning"))
+    options = list(inspect.signature(package.Trainer).parameters)
+    for where, keys, known in ((str(path), content, _SECTIONS), (f"{path}: trainer", trainer, options)):
+        names = [str(key).partition(".")[0].rstrip("+") for key in keys]  # `trainer.max_steps`, `callbacks+`.
+        check_keys([name for name in names if nearest(name, known)], known, where=where)
+    return content, trainer

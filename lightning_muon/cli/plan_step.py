@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.table import table
 from lightning_muon.config import Dedupe, MuonConfig, from_arguments
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import MeshRanks, ParameterToPlan, PlanOptions, group_matrices
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.schedule.assign import MatrixSpec, count_elements
@@ -52,6 +52,16 @@ class Setting:
         """Bytes of an element that travels."""
         dtype = self.config.wire_dtype if self.config.wire_dtype != "auto" else self.config.compute_dtype
         return 4 if dtype == "float32" else 2
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Arithmetic of Newton-Schulz."""
+        dtype = torch.float32 if self.config.compute_dtype == "float32" else torch.bfloat16
+        return Arithmetic("cpu" if self.is_cpu else "cuda", dtype)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs of Newton-Schulz for one matrix."""
+        return NewtonSchulzOptions.of(vars(self.config)).flops(rows, cols, self.arithmetic)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +138,7 @@ def _exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> Any:
         for each in setting.model.parameters
         if each.kind != "elementwise" and not each.frozen
     ]
-    dtype = torch.float32 if config.compute_dtype == "float32" else torch.bfloat16
-    arithmetic = Arithmetic("cpu" if setting.is_cpu else "cuda", dtype)
-    known = {"dedupe": dedupe, "itemsize": setting.wire_itemsize, "arithmetic": arithmetic}
+    known = {"dedupe": dedupe, "itemsize": setting.wire_itemsize, "arithmetic": setting.arithmetic}
     return group_matrices(parameters, from_arguments(PlanOptions, vars(config) | known))
 
 

@@ -34,21 +34,16 @@ def memory_of_host() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def cells_of(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> list[list[str]]:
-    """The values as text, by the formats of ``columns``; ``None`` is a dash."""
-    return [
-        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
-        for row in rows
-    ]
-
-
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
     """Make a table; ``columns`` are titles with formats: text is left-aligned, numbers right, ``None`` is a dash.
 
     A column without any text is left out. Cells that are too long are wrapped, those of the first column last.
     """
-    cells = zip(columns.items(), *cells_of(columns, rows), strict=True)
-    shown = [(*column,) for column in cells if any(column[1:])]
+    cells = [
+        ["-" if value is None else format(value, form) for value, form in zip(row, columns.values(), strict=True)]
+        for row in rows
+    ]
+    shown = [(*column,) for column in zip(columns.items(), *cells, strict=True) if any(column[1:])]
     found = Table(box=None, pad_edge=False)
     for index, ((title, form), *column) in enumerate(shown):
         is_whole = index == 0 and max(map(len, column)) <= _LONGEST_NAME

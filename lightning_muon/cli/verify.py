@@ -11,7 +11,6 @@ from typing import Any
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, damages, describe
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import last_written
-from lightning_muon.checkpoint.urls import place
 
 _DESCRIPTION = """Read every byte of checkpoints, and compare it with the hashes that were written with them. PATH is a
 checkpoint (a directory or a file), or a folder of checkpoints. Exits with 0 if all of them are as they were written;
@@ -21,7 +20,7 @@ otherwise with 1, and each bad file is named. Needs neither a GPU nor the progra
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
-    parser.add_argument("paths", metavar="PATH", type=place, nargs="+", help="a checkpoint, or a folder of them")
+    parser.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="a checkpoint, or a folder of them")
 
 
 def run(arguments: argparse.Namespace) -> None:

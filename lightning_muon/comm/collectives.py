@@ -42,7 +42,7 @@ class Parts:
 
 
 class BufferPool:
-    """Flat buffers by name, grown on demand and kept until they are released."""
+    """Flat buffers by name, grown on demand and kept."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
@@ -55,15 +55,7 @@ class BufferPool:
         if buffer is None or buffer.numel() < numel:
             buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
             self._buffers[name] = buffer
-        elif buffer.untyped_storage().nbytes() < buffer.nbytes:
-            buffer.untyped_storage().resize_(buffer.nbytes)
         return buffer
-
-    def release(self, prefix: str) -> None:
-        """Free the memory of the buffers whose names begin with ``prefix`` until they are taken; views stay valid."""
-        for name, buffer in self._buffers.items():
-            if name.startswith(prefix):
-                buffer.untyped_storage().resize_(0)
 
 
 def start_all_to_all(

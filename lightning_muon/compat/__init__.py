@@ -1,1 +1,1 @@
-"""Adapters: every private name of torch and of Lightning that the package uses."""
+"""Adapters: every private name of torch and of the frameworks that the package uses."""

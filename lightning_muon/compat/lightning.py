@@ -106,6 +106,35 @@ def set_sampler_epoch(package: LightningPackage, dataloader: Any, epoch: int) ->
     package.fabric("utilities.data")._set_sampler_epoch(dataloader, epoch)
 
 
+def begin_in_epoch(loops: dict[str, Any], epoch: int, *, by_steps: bool) -> int:
+    """Make the saved progress of a fit that of a run whose next batch is of ``epoch``; return the batches read of it.
+
+    A run that stopped in mid-epoch counts that epoch as ended; one that began at the end of an epoch counts one too few
+    as begun. With ``max_steps`` (``by_steps``) Lightning 2.6 takes a checkpoint from behind the end of an epoch for one
+    in the middle: it trains with one batch more, and then begins the next epoch (``FitLoop.restarting``). So it becomes
+    one from before the hooks of the end of the epoch. Local.
+    """
+    batches, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    num_ended, is_last = epochs["current"]["processed"], batches["is_last_batch"]
+    is_cut = not is_last and num_ended > epoch
+    for counts in epochs.values() if is_last or is_cut else ():
+        counts |= dict.fromkeys(("ready", "started"), epoch + is_cut)
+    if is_cut or (is_last and by_steps and num_ended == epoch):
+        for counts in epochs.values():
+            counts |= dict.fromkeys(("processed", "completed"), counts["ready"] - 1)
+        for counts in map(batches.get, ("total", "current")):
+            counts["completed"] = counts["processed"] - 1
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    return 0 if is_last else batches["current"]["processed"]
+
+
+def set_batches_read(loops: dict[str, Any], number: int) -> None:
+    """Make this the number of batches that the saved progress of a fit has read of its epoch; local."""
+    current = loops["epoch_loop.batch_progress"]["current"]
+    is_ending = current["processed"] - current["completed"]  # 1 in on_train_batch_end.
+    current |= dict.fromkeys(("ready", "started", "processed"), number) | {"completed": number - is_ending}
+
+
 def forget_logged(trainer: Any, names: Collection[str]) -> None:
     """Leave out what ``self.log`` was given under these names until it is given it again.
 

@@ -7,9 +7,9 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache, reduce
+from functools import cache
 from itertools import compress
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _utils
-
-# The property of a DataLoader that has what yields indices: its batch sampler, or its sampler.
-INDEX_SAMPLER = "_index_sampler"
+from torch.profiler import record_function
 
 
 def cpu_multiplies_bfloat16_fast() -> bool:
@@ -136,6 +134,18 @@ def let_gloo_finish_at_exit() -> None:
     (seen in one exit of two with torch 2.13, four ranks on two cores; in none of 16 with this).
     """
     atexit.register(time.sleep, 0.1)
+
+
+_NO_RANGE = nullcontext()
+
+
+def profiled(kind: str, key: object) -> AbstractContextManager[object]:
+    """Context that is the range ``lightning_muon::kind[key]`` in the traces of a profiler of torch, if one runs.
+
+    Without one it takes 0.2 us, where ``record_function`` takes 8 us.
+    """
+    is_profiling = torch.autograd.profiler._is_profiler_enabled
+    return record_function(f"lightning_muon::{kind}[{key}]") if is_profiling else _NO_RANGE
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -328,15 +338,14 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def load_whole(directory: Path, key: str) -> Any:
-    """Return what a checkpoint directory has under ``key``, with whole tensors on the CPU, in one process. Local.
-
-    ``"optimizer_0.param_groups"`` is what it has in one of its state dicts.
-    """
-    state: dict[str, Any] = {}
-    planner = _EmptyStateDictLoadPlanner(keys={key})
-    _load_state_dict(state, storage_reader=FileSystemReader(directory), planner=planner, no_dist=True)
-    return state[key] if key in state else reduce(lambda found, name: found.get(name, {}), key.split("."), state)
+def load_whole(directory: Path, *, with_optimizers: bool = True) -> dict[str, Any]:
+    """What the shards in a checkpoint directory hold, with whole tensors on the CPU, in one process. Local."""
+    reader, state = FileSystemReader(directory), dict[str, Any]()
+    places = [place[:2] for place in (reader.read_metadata().planner_data or {}).values()]
+    optimizers = {first for first, *second in places if second == ["param_groups"]}
+    keys = {first for first, *_ in places if with_optimizers or first not in optimizers}
+    _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
+    return state
 
 
 def _gathered(root: FSDPModule) -> Iterator[tuple[Any, Tensor]]:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def pretrained_parts(module: nn.Module) -> list[nn.Module]:
@@ -11,3 +16,67 @@ def pretrained_parts(module: nn.Module) -> list[nn.Module]:
     Their configs say no more than those of ``from_config(AutoConfig.from_pretrained(...))``, which has fresh weights.
     """
     return [each for each in module.modules() if "_weight_conversions" in vars(each)]
+
+
+def calling_trainer() -> Any:
+    """The ``self`` of the method that calls the caller: a Trainer passes its model alone to an optimizer factory."""
+    return sys._getframe(2).f_locals.get("self")
+
+
+def is_sharded_at_load(model: Any) -> bool:
+    """Whether ``from_pretrained(distributed_config=...)`` has sharded a model, or that of a Trainer."""
+    return getattr(model, "is_distributed_loading_by_transformers", False)
+
+
+def mesh_of(model: Any) -> DeviceMesh:
+    """The mesh on which ``from_pretrained`` has sharded a model."""
+    return model._device_mesh
+
+
+class ShardedAtLoad:
+    """Mixed with a ``Trainer``: saves and loads what :func:`is_sharded_at_load`, which Trainers refuse.
+
+    Any other model is left to the Trainer.
+    """
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        # The refusal is in the constructor, and asks for this option.
+        refused = args if is_sharded_at_load(model) and args is not None and not args.save_only_model else None
+        if refused is not None:
+            refused.save_only_model = True
+        super().__init__(model, args, *more, **options)  # pyright: ignore[reportCallIssue]
+        if refused is not None:
+            refused.save_only_model = False
+
+    def save_states(self, folder: Path) -> None:
+        """Save model, optimizer and scheduler. Collective over all ranks."""
+        raise NotImplementedError
+
+    def load_weights(self, folder: Path) -> None:
+        """Load the weights that :meth:`save_states` has saved. Collective over all ranks."""
+        raise NotImplementedError
+
+    def load_states(self, folder: Path) -> None:
+        """Load the states of optimizer and scheduler. Collective over all ranks."""
+        raise NotImplementedError
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        stock: Any = super()
+        if is_sharded_at_load(self):
+            self.save_states(Path(output_dir))
+        else:
+            stock._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        stock: Any = super()
+        if is_sharded_at_load(self):
+            self.load_weights(Path(resume_from_checkpoint))
+        else:
+            stock._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        stock: Any = super()
+        if is_sharded_at_load(self) and checkpoint is not None:
+            self.load_states(Path(checkpoint))
+        else:
+            stock._load_optimizer_and_scheduler(checkpoint)

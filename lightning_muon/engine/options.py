@@ -49,8 +49,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
-        check_replicas_every_n_steps: After so many steps compare weights and state between the ranks that must have
-            them alike, and results of Newton-Schulz with those of a second rank (see docs/reliability.md); 0 never.
+        check_replicas_every_n_steps: After so many steps compare weights and optimizer state between the ranks
+            that must have them alike (see docs/reliability.md); 0 never.
         async_save: Checkpoints are written while the training goes on, from a copy in the memory of the host.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.

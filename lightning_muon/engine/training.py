@@ -18,7 +18,7 @@ from lightning_muon.checkpoint.saving import weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat.hooks import ModuleHook
-from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.compat.torch import free_unsharded, profiled
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
     OptimizerProxy,
@@ -34,7 +34,6 @@ from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
-from lightning_muon.monitor.timeline import GRADIENT_NORM
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
@@ -103,7 +102,6 @@ class TrainingEngine:
         self._sees_every_backward = sees_every_backward
         self._replaced = WeakTensorKeyDictionary()  # Parameter from before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # For optimizers that were given and have been replaced.
-        self.after_step: list[Callable[[bool], None]] = []  # Called after each step, with whether it was skipped.
         self._names: dict[Tensor, str] = {}
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # For optimizers that do not check for NaN.
         self._guard: SingleReductionGuard | None = None
@@ -248,11 +246,8 @@ class TrainingEngine:
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Context in which backward leaves gradients unreduced; local. A pipeline reduces those of each batch."""
+        """Context in which backward leaves gradients unreduced; local."""
         self._require_optimizer("no_backward_sync (no_sync)")
-        if self.pipeline is not None:
-            yield
-            return
         before, self._is_last_micro_batch = self._is_last_micro_batch, False
         try:
             with self.mode.no_sync():
@@ -276,10 +271,6 @@ class TrainingEngine:
 
         ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
-        if self.pipeline is not None:  # Gradients are reduced already.
-            with self.explaining():
-                yield
-            return
         self.has_run |= self._is_only_module
         with self.explaining():
             try:
@@ -296,16 +287,16 @@ class TrainingEngine:
             if guard is not None:
                 guard.end_backward()
 
-    def run_pipeline(self, batch: Any, num_losses: Tensor | None = None) -> Tensor:
+    def run_pipeline(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
 
-        The mean is that over the losses of the batch of this rank, or their sum divided by ``num_losses``, the same on
-        all ranks. Collective over all ranks; every rank must call it. Gradients of the step before must be gone.
+        The mean is that over the losses of the batch of this rank. Collective over all ranks; every rank must call it.
+        Gradients of the step before must be gone.
         """
         assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
         with self.explaining():
-            loss = self._stages.train(batch, num_losses)
+            loss = self._stages.train(batch)
             self.finish_backward()
         return loss
 
@@ -330,17 +321,12 @@ class TrainingEngine:
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
         self._require_reduced("clip_gradients (clip_grad_norm_)")
-        recorder = None if self.pipeline is None else self.pipeline.recorder
-        if recorder is not None:
-            recorder.started(GRADIENT_NORM)
-        with self.explaining():
+        with self.explaining(), profiled("gradient_norm", "all"):
             self.finish_gradients()
             self._mark(CLIP)
             norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
             if self._stages is not None:
                 self._stages.skip_unless_finite(norm)
-        if recorder is not None:
-            recorder.ended(GRADIENT_NORM)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
@@ -371,9 +357,6 @@ class TrainingEngine:
             self._drop_nonfinite(optimizer)
             return result
 
-        num_skipped = self.finite_check(optimizer).skipped_steps
-        if self._replica_check is not None:
-            self._replica_check.step_begins(optimizer)
         with self.explaining():
             if closure is None:
                 with_whole_gradients()
@@ -381,8 +364,6 @@ class TrainingEngine:
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
-            for follow in self.after_step:
-                follow(self.finite_check(optimizer).skipped_steps > num_skipped)
             if self._replica_check is not None:
                 self._replica_check.step_has_ended(optimizer)
         self.has_run = False
@@ -438,7 +419,6 @@ class TrainingEngine:
     def _compare_last_batch(self) -> None:
         if self._stages is not None:
             self._stages.runtime.batches.compare_last()
-            self._stages.compare_derivatives(is_end=True)
 
     @property
     def divides_weights(self) -> bool:
@@ -546,7 +526,7 @@ class TrainingEngine:
     def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing announces loss.backward().
         outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled() and self.pipeline is None:
+        if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, self._backward_begins, mode="any")
 
     def _backward_begins(self, _: Tensor) -> None:

@@ -29,7 +29,7 @@ ExchangeOverlap = Literal["auto", "backward", "step"]
 # Advice for a user who gives one of these options -> the options.
 REMOVED = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
-    "to ParallelMuon": ("normuon", "normuon_beta2", "hyperball"),
+    "to ParallelMuon": ("normuon", "normuon_beta2"),
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import maxima_over, require_equal
+from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import (
@@ -21,10 +21,9 @@ from lightning_muon.config import (
     ComputeDtypeName,
     DtypeName,
     Lora,
-    MuonEq,
-    MuonPlus,
     NsCoefficients,
     NsQuality,
+    Orthogonalize,
     from_arguments,
     takes_options,
 )
@@ -45,7 +44,7 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import RoutedParameter, StateCompletion
+from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
@@ -109,10 +108,8 @@ class FlexDeMo(PlannedOptimizer):
         ns_coefficients: NsCoefficients = FlexDeMoConfig.ns_coefficients,
         ns_steps: int = FlexDeMoConfig.ns_steps,
         ns_quality: NsQuality = FlexDeMoConfig.ns_quality,
-        ns_costs: str = FlexDeMoConfig.ns_costs,
         eps: float = FlexDeMoConfig.eps,
-        muon_eq: MuonEq = FlexDeMoConfig.muon_eq,
-        muon_plus: MuonPlus = FlexDeMoConfig.muon_plus,
+        orthogonalize: Orthogonalize = FlexDeMoConfig.orthogonalize,
         adjust_lr_fn: AdjustLr = FlexDeMoConfig.adjust_lr_fn,
         muon_lr_factor: float | Literal["auto"] = FlexDeMoConfig.muon_lr_factor,
         adamw_patterns: tuple[str, ...] = (),
@@ -321,10 +318,6 @@ class FlexDeMo(PlannedOptimizer):
     def _prepare(self, parameters: Sequence[RoutedParameter]) -> None:
         self._require_mesh()
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
-        if self._mesh is not None:
-            # Over all nodes, not over the mesh of the parameters, which is that of one node.
-            costs = self.arithmetic(self._layout.local(parameters[0].tensor).device).costs
-            require_equal([("ns_costs", str(costs))], host_group(axis_group(self._mesh, (0, 1))), "FlexDeMo")
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained(), names)
 
@@ -362,15 +355,14 @@ class FlexDeMo(PlannedOptimizer):
             self._checked = planned
 
     def _settings(self) -> str:
-        return f"{super()._settings()} {self.config} after {self.num_exchanges} steps"
+        return f"{super()._settings()} {as_saved(vars(self.config))} after {self.num_exchanges} steps"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; most options of FlexDeMo cannot differ between groups."""
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
             raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
-        for key in ("normuon", "hyperball"):
-            if param_group.get(key):
-                raise ValueError(f"{key} is an option of ParallelMuon, which FlexDeMo does not have; remove it")
+        if param_group.get("normuon"):
+            raise ValueError("normuon is an option of ParallelMuon, which FlexDeMo does not have; remove it")
         super().add_param_group(param_group)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,9 +37,6 @@ class ExchangeStep:
     part: int
 
 
-Turn = ExchangeStep  # Alias.
-
-
 class Components(NamedTuple):
     """The values that are sent of each block.
 
@@ -52,11 +48,6 @@ class Components(NamedTuple):
 
     values: Tensor
     indices: Tensor | None
-
-    @property
-    def positions(self) -> Tensor | None:
-        """Alias of ``indices``."""
-        return self.indices
 
 
 class Replicator(ABC):
@@ -71,12 +62,6 @@ class Replicator(ABC):
     """
 
     sends_indices: ClassVar[bool]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "sends_positions" in vars(cls):
-            warnings.warn(f"{cls.__name__}.sends_positions is called sends_indices now", FutureWarning, stacklevel=2)
-            cls.sends_indices = vars(cls)["sends_positions"]
 
     def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
         """Shape of the blocks into which a matrix is cut, the last ones padded with zeros.

@@ -14,6 +14,7 @@ from lightning_muon.comm.groups import Hop
 from lightning_muon.comm.reduce_scatter import SideStream
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
+from lightning_muon.compat.torch import profiled
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 
 
@@ -104,7 +105,8 @@ class ParameterAllGather:
             if index in self.travelling:
                 self.travelling[index].go_on()
         for index in chosen:
-            self.travelling.pop(index).arrive()
+            with profiled("wait_values", f"parameters.{index}"):
+                self.travelling.pop(index).arrive()
 
     def _register_hooks(self, units: Mapping[nn.Module, Collection[Tensor]]) -> None:
         indices = {unit: self._indices(parameters) for unit, parameters in units.items()}

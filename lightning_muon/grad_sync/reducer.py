@@ -24,6 +24,7 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import Message, StepAgreement, maxima_over, require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.compat.torch import profiled
 from lightning_muon.grad_sync.transports import Pending, Transport
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).
@@ -270,7 +271,8 @@ class GradientReducer:
         if not gradients:
             return
         self._sent.update(parameter for parameter, gradient in gradients.items() if gradient is not None)
-        self._pending.append(self._transport.start(gradients))
+        with profiled(self._transport.kind, f"parameters.{index}"):
+            self._pending.append(self._transport.start(gradients))
         self._known.add(tuple(gradients))
         self._advance()
         self._launched.append(index)

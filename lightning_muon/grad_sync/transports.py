@@ -44,6 +44,7 @@ class Results:
 class AllReduce:
     """One all-reduce for each bucket; ``p.grad`` become views of it. Collective over ``group`` to construct."""
 
+    kind = "all_reduce"
     present = frozenset[Tensor]()  # Gradients are kept in `p.grad` only.
 
     def __init__(self, group: AxisGroup) -> None:
@@ -97,6 +98,8 @@ class ReduceScatterToOwners:
     Shares are added in the order of the ranks; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops` those
     of each node first. Collective over the axes of the mesh to construct; every rank must do so.
     """
+
+    kind = "reduce_scatter"
 
     def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
         self.results = Results()  # Stays empty: `p.grad` is never a sum.

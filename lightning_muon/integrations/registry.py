@@ -46,7 +46,6 @@ CLASSES = {
     "AutoResume": _Mixed("lightning.auto_resume", "AutoResumeCallback", _SAVING),
     "MuonMonitor": _Mixed("lightning.muon_monitor", "MuonMonitorCallback", (_CALLBACK,)),
     "FirstCallback": _Mixed("lightning.first_callback", "FirstCallback", (_CALLBACK,)),
-    "QKClip": _Mixed("lightning.qk_clip", "QKClipCallback", (_CALLBACK,)),
 }
 # Where users find the classes that were made for a package, if not in ours.
 _HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}

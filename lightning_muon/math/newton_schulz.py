@@ -1,11 +1,13 @@
-"""Newton-Schulz orthogonalization: the only expensive arithmetic of Muon."""
+"""Newton-Schulz orthogonalization, the only expensive arithmetic of Muon, and how each matrix gets it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,9 +15,17 @@ from torch import Tensor
 with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
     from jaxtyping import Float
 
-from lightning_muon.config import AdjustLr, MuonPlus, NsMethod
-from lightning_muon.math.coefficients import Quintic
-from lightning_muon.math.symmetric import Kernel, Panels, add_square, addmm, gram_matrix, halves_of, symmetric_product
+from lightning_muon.config import AdjustLr, NsCoefficients, NsMethod, NsQuality, Quintic
+from lightning_muon.math.coefficients import FAST, steps_of
+from lightning_muon.math.symmetric import (
+    Panels,
+    add_square,
+    addmm,
+    gram_matrix,
+    panels_of,
+    share_of_full_product,
+    symmetric_product,
+)
 
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py); below 24 a batched product may add in another
@@ -35,7 +45,6 @@ def orthogonalize(
     eps: float,
     compute_dtype: torch.dtype,
     method: NsMethod = "plain",
-    by_kernel: bool = False,
 ) -> Float[Tensor, "*batch rows cols"]:
     """Replace the singular values of each matrix by values near 1.
 
@@ -57,8 +66,6 @@ def orthogonalize(
             bfloat16 one matrix has the bits of it (on CUDA, where matrices are cut into panels from a short side of
             4096 on, up to the rounding of products). ``"gram"`` iterates on ``A`` and multiplies the matrix at the end
             and wherever rounding would grow: cheaper for matrices with unequal sides, equal up to rounding.
-        by_kernel: Symmetric products by the kernel of :mod:`.symmetric_kernel`, on CUDA and with ``triton`` only; equal
-            up to rounding.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon.
     """
@@ -77,18 +84,18 @@ def orthogonalize(
         x.div_(x.abs().amax(dim=(-2, -1), keepdim=True).clamp(min=eps))
         least_norm = 1.0
     x = x.div_(_frobenius_norm(x).clamp(min=least_norm)).to(compute_dtype)
-    halves = halves_of(x, by_kernel=by_kernel)  # Before the loops, which allocate nothing.
-    x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps, halves)
+    panels = panels_of(x)  # Before the loops, which allocate nothing.
+    x = (_iterate_on_gram_matrix if method == "gram" else _iterate)(x, steps, panels)
     return (x.mT if is_tall else x).reshape(matrix.shape)
 
 
-def _iterate(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
+def _iterate(x: Tensor, steps: Sequence[Quintic], panels: Panels) -> Tensor:
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, following, spare = torch.empty_like(gram), *_targets(x)
     for a, b, c in steps:
-        gram_matrix(x, halves, out=gram)
+        gram_matrix(x, panels, out=gram)
         if c:
-            add_square(gram, b, c, halves, out=polynomial)
+            add_square(gram, b, c, panels, out=polynomial)
             addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
         else:
             addmm(x, gram, x, beta=a, alpha=b, out=following)
@@ -101,35 +108,35 @@ def _targets(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x if x.is_contiguous() else x.new_empty(x.shape)
 
 
-def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], halves: Panels | Kernel) -> Tensor:
+def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], panels: Panels) -> Tensor:
     """Result of :func:`_iterate`, up to rounding: steps turn ``A`` into ``P A P``; ``P x`` comes at the end."""
     restarts = gram_restarts(tuple(steps), x.dtype)
     gram = x.new_empty((*x.shape[:-1], x.size(-2)))
     polynomial, product, square = (torch.empty_like(gram) for _ in range(3))
     following, spare = _targets(x)
-    gram_matrix(x, halves, out=gram)
+    gram_matrix(x, panels, out=gram)
     is_first = True  # Since the Gram matrix was computed from x.
     for index, (a, b, c) in enumerate(steps, 1):
         if c:
-            add_square(gram, b, c, halves, out=polynomial)
+            add_square(gram, b, c, panels, out=polynomial)
         else:
             torch.mul(gram, b, out=polynomial)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         ends = index in restarts or index == len(steps)
         if not ends:
-            symmetric_product(polynomial, gram, halves, out=square)
-            symmetric_product(square, polynomial, halves, out=gram)
+            symmetric_product(polynomial, gram, panels, out=square)
+            symmetric_product(square, polynomial, panels, out=gram)
         if is_first:
             product, polynomial = polynomial, product
         else:
-            symmetric_product(polynomial, product, halves, out=square)
+            symmetric_product(polynomial, product, panels, out=square)
             product, square = square, product
         is_first = ends
         if ends:
             torch.matmul(product, x, out=following)
             x, following, spare = following, spare, following
         if index in restarts:
-            gram_matrix(x, halves, out=gram)
+            gram_matrix(x, panels, out=gram)
     return x
 
 
@@ -156,13 +163,73 @@ def worth_batching(rows: int, cols: int, device_type: str) -> bool:
     return least <= min(rows, cols) <= largest
 
 
-def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
-    """FLOPs of :func:`orthogonalize` for one matrix: ``num_steps * 2 s^2 (2 l + s)`` with sides ``s <= l``.
+@dataclass(frozen=True)
+class Arithmetic:
+    """Device type and dtype in which Newton-Schulz is computed; equal on all ranks."""
 
-    As textbooks count them, though some products are computed by half: the unit of loads and rates on any device.
-    """
-    short, long = sorted((rows, cols))
-    return num_steps * 2 * short * short * (2 * long + short)
+    device_type: str
+    dtype: torch.dtype  # bfloat16, float16 or float32.
+
+
+@dataclass(frozen=True)
+class NewtonSchulz:
+    """How one matrix is orthogonalized."""
+
+    steps: tuple[Quintic, ...]
+    dtype: torch.dtype
+    method: NsMethod = "plain"
+
+    def orthogonalize(self, matrix: Tensor, *, eps: float) -> Tensor:
+        """:func:`orthogonalize` in this way."""
+        return orthogonalize(matrix, steps=self.steps, eps=eps, compute_dtype=self.dtype, method=self.method)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs for one matrix: ``num_steps * 2 s^2 (2 l + s)`` with sides ``s <= l`` for the plain iteration.
+
+        As textbooks count them, though some products are computed by half: the unit of loads and rates on any device.
+        """
+        short, long = sorted((rows, cols))
+        num_steps, num_squares = len(self.steps), sum(1 for _, _, c in self.steps if c)
+        # The Gram matrix is computed anew in each part, and the matrix multiplied. In all steps of a part but one, two
+        # products update the Gram matrix, and one multiplies the polynomials.
+        num_parts = num_steps if self.method == "plain" else len(gram_restarts(self.steps, self.dtype)) + 1
+        num_small = num_squares + 3 * (num_steps - num_parts)
+        return 2 * short * short * (2 * num_parts * long + num_small * short)
+
+
+@dataclass(frozen=True)
+class NewtonSchulzOptions:
+    """The options of a param group for Newton-Schulz."""
+
+    quality: NsQuality
+    coefficients: NsCoefficients
+    num_steps: int
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> NewtonSchulzOptions:
+        """Read the options of a param group."""
+        return cls(group["ns_quality"], as_tuples(group["ns_coefficients"]), group["ns_steps"])
+
+    @cache  # noqa: B019 - as many as there are options and shapes.
+    def choice(self, rows: int, cols: int, arithmetic: Arithmetic) -> NewtonSchulz:
+        """The way for a ``rows x cols`` matrix, by the arguments alone, which are equal on all ranks."""
+        if self.quality == "reference":
+            return NewtonSchulz(steps_of(self.coefficients, self.num_steps), arithmetic.dtype)
+        short, long = sorted((rows, cols))
+        # By FLOPs. On the Gram matrix a step is spared the products x x^T, of which a share is computed, and P x, and
+        # has three symmetric products of short sides more.
+        share = share_of_full_product(short, arithmetic.device_type)
+        is_on_gram_matrix = (1 + share) * long > 3 * share * short
+        return NewtonSchulz(FAST, arithmetic.dtype, "gram" if is_on_gram_matrix else "plain")
+
+    def flops(self, rows: int, cols: int, arithmetic: Arithmetic) -> int:
+        """FLOPs of the choice."""
+        return self.choice(rows, cols, arithmetic).flops(rows, cols)
+
+
+def as_tuples(value: Any) -> Any:
+    """Lists as tuples, inner ones too: files of configs and checkpoints do not tell them apart."""
+    return tuple(map(as_tuples, cast("list[Any]", value))) if isinstance(value, list | tuple) else value
 
 
 def _frobenius_norm(x: Tensor) -> Tensor:
@@ -173,23 +240,17 @@ def _frobenius_norm(x: Tensor) -> Tensor:
     return x.norm()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
-def lr_scale(
-    rows: int, cols: int, adjust_lr_fn: AdjustLr, *, muon_plus: MuonPlus = "none", is_transposed: bool = False
-) -> float:
+def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr, *, is_transposed: bool = False) -> float:
     """Factor on the learning rate of a ``rows x cols`` matrix.
 
     ``original``: ``sqrt(max(1, rows / cols))`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
     ``match_rms_adamw``: ``0.2 * sqrt(max(rows, cols))``, so that the update has the root mean square of AdamW's
-    (Liu et al. 2025, arXiv:2502.16982, equation 4). Where ``muon_plus`` has made all rows, or all columns, unit
-    vectors, the root mean square is another, and the factor ``0.2 * sqrt(cols)``, or ``0.2 * sqrt(rows)``.
+    (Liu et al. 2025, arXiv:2502.16982, equation 4).
     ``spectral_mup``: ``sqrt(outputs / inputs)``, so that updates of any width change outputs as much (Yang et al. 2023,
     arXiv:2310.17813, condition 1); outputs are the rows, or the columns where ``is_transposed``.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
-    outputs, inputs = (cols, rows) if is_transposed else (rows, cols)
     if adjust_lr_fn == "spectral_mup":
-        return math.sqrt(outputs / inputs)
-    if muon_plus == "none":
-        return 0.2 * math.sqrt(max(rows, cols))
-    return 0.2 * math.sqrt(inputs if muon_plus.endswith("row") else outputs)
+        return math.sqrt(cols / rows if is_transposed else rows / cols)
+    return 0.2 * math.sqrt(max(rows, cols))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +14,6 @@ from torch import Tensor
 # the device: chosen, not measured.
 _PANEL_ROWS = {"cpu": 192, "cuda": 1024}
 _LEAST_PANELED = {"cpu": 512, "cuda": 4096}
-Kernel = Callable[..., None]  # `symmetric_addmm` of symmetric_kernel.py.
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,16 +29,8 @@ def share_of_full_product(num_rows: int, device_type: str) -> float:
     return 0.65 if num_rows >= _LEAST_PANELED.get(device_type, num_rows + 1) else 1.0
 
 
-def halves_of(x: Tensor, *, by_kernel: bool) -> Panels | Kernel:
-    """How symmetric products with the rows of ``x`` are computed by half: by a kernel, or by panels."""
-    if by_kernel:
-        from lightning_muon.math.symmetric_kernel import symmetric_addmm  # noqa: PLC0415 - triton is optional.
-
-        return symmetric_addmm
-    return _panels_of(x)
-
-
-def _panels_of(x: Tensor) -> Panels:
+def panels_of(x: Tensor) -> Panels:
+    """The panels of symmetric products with the rows of ``x``."""
     num_rows, device_type = x.size(-2), x.device.type
     if x.ndim == 3 or num_rows < _LEAST_PANELED.get(device_type, num_rows + 1):
         return Panels((), (x.new_empty(0), x.new_empty(0)))
@@ -52,43 +42,34 @@ def _panels_of(x: Tensor) -> Panels:
     return Panels(ranges, (x.new_empty(most), x.new_empty(most)))
 
 
-def gram_matrix(x: Tensor, halves: Panels | Kernel, *, out: Tensor) -> None:
+def gram_matrix(x: Tensor, panels: Panels, *, out: Tensor) -> None:
     """``x x^T``; by half only what is on and below the diagonal is computed, and mirrored."""
-    if callable(halves):
-        halves(x, x.mT, out=out)
-        return
-    if not halves.ranges:
+    if not panels.ranges:
         torch.matmul(x, x.mT, out=out)
-    for start, stop in halves.ranges:
+    for start, stop in panels.ranges:
         torch.mm(x[start:stop], x[:stop].mT, out=out[start:stop, :stop])
-        _mirror_(out, start, stop, halves)
+        _mirror_(out, start, stop, panels)
 
 
-def symmetric_product(left: Tensor, right: Tensor, halves: Panels | Kernel, *, out: Tensor) -> None:
+def symmetric_product(left: Tensor, right: Tensor, panels: Panels, *, out: Tensor) -> None:
     """``left right`` of symmetric matrices that commute; ``out`` is neither of them."""
-    if callable(halves):
-        halves(left, right, out=out)
-        return
-    if not halves.ranges:
+    if not panels.ranges:
         torch.matmul(left, right, out=out)
-    for start, stop in halves.ranges:
+    for start, stop in panels.ranges:
         torch.mm(left[start:stop], right[:, :stop], out=out[start:stop, :stop])
-        _mirror_(out, start, stop, halves)
+        _mirror_(out, start, stop, panels)
 
 
-def add_square(gram: Tensor, b: float, c: float, halves: Panels | Kernel, *, out: Tensor) -> None:
+def add_square(gram: Tensor, b: float, c: float, panels: Panels, *, out: Tensor) -> None:
     """``b A + c A A`` for a symmetric ``A``, by panels only where that gives the bits of the full product."""
-    if callable(halves):
-        halves(gram, gram, out=out, bias=gram, beta=b, alpha=c)
-        return
     # The CPU's float32 product rounds c A first, so that its result is not quite symmetric.
-    if not halves.ranges or (gram.device.type == "cpu" and gram.dtype == torch.float32):
+    if not panels.ranges or (gram.device.type == "cpu" and gram.dtype == torch.float32):
         addmm(gram, gram, gram, beta=b, alpha=c, out=out)
         return
-    for start, stop in halves.ranges:
+    for start, stop in panels.ranges:
         panel = gram[start:stop, :stop]
         addmm(panel, gram[start:stop], gram[:, :stop], beta=b, alpha=c, out=out[start:stop, :stop])
-        _mirror_(out, start, stop, halves)
+        _mirror_(out, start, stop, panels)
 
 
 def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:

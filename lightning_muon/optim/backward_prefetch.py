@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from typing_extensions import override
 
 from lightning_muon.compat.torch import at_end_of_backward
 from lightning_muon.grad_sync.reducer import Arrivals, watch_gradients
-from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.parameters import Gradients, States
+from lightning_muon.optim.parameters import Gradients
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.schedule.program import OpKind
 
 _log = logging.getLogger(__name__)
 # A bucket that was sent in vain twice in a row is left to the step for 4 steps, then 8, and so on up to 64.
@@ -188,39 +185,3 @@ def _can_be_sent(tensor: Tensor) -> bool:
     grad = tensor.grad
     is_alike = grad is not None and isinstance(grad, DTensor) == isinstance(tensor, DTensor)
     return is_alike and not is_unusable(grad) and not is_unreduced(tensor, grad)
-
-
-class GatherPrefetch(BackwardPrefetch):
-    """Runs the ops of the backward phase of :class:`MatrixStep`; ``is_valid`` says if hyper-parameters are right."""
-
-    def __init__(self, step: MatrixStep, states: Callable[[], States], is_valid: Callable[[], bool]) -> None:
-        super().__init__({each.key: each.tensors for each in step.early_buckets}, step.plan.names)
-        self._step, self._states, self._is_valid = step, states, is_valid
-        self._parameters = {
-            bucket.key: {bucket.group.jobs[index].parameter: None for index in bucket.taken}
-            for bucket in step.early_buckets
-        }
-
-    @override
-    def _is_ready(self, key: str) -> bool:
-        states = self._states()
-        return self._is_valid() and all(
-            states.get(each.tensor, {}).keys() >= each.state_keys for each in self._parameters[key]
-        )
-
-    @override
-    def _start(self, key: str, gradients: Gradients) -> None:
-        # A bucket that is sent without being ready, because other ranks have sent it, is of no use: a new plan follows.
-        self._step.run_in_backward(key, gradients, self._states(), packs=self._is_ready(key))
-
-    @override
-    def _wait_until_read(self, key: str) -> None:
-        self._step.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
-
-    @override
-    def _drop(self, key: str) -> None:
-        self._step.executor.wait(f"{OpKind.EARLY_GATHER}[{key}]")
-
-    @override
-    def _differs(self, key: str, gradients: Gradients) -> Tensor:
-        return self._step.differs_from_sent(key, gradients, self._states())

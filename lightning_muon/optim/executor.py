@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 from typing_extensions import override
 
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op
+from lightning_muon.compat.torch import profiled
+from lightning_muon.schedule.program import TRANSFER, Op
 
 Action = Callable[[Op], Sequence[dist.Work]]
 
@@ -28,7 +28,7 @@ class Executor(ABC):
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = actions
-        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.timeline.
+        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.recorder.
 
     @abstractmethod
     def execute(self, op: Op) -> None:
@@ -63,7 +63,7 @@ class HostExecutor(Executor):
     def execute(self, op: Op) -> None:
         for name in op.deps:
             self.wait(name)
-        with record_function(op.name):
+        with profiled(op.kind, op.key):
             if self.recorder is not None:
                 self.recorder.started(op)
             works = self._actions[op.kind](op)
@@ -107,19 +107,13 @@ class StreamExecutor(Executor):
         super().__init__(actions)
         self._device = device
         self._transfer = torch.cuda.Stream(device)
-        # Streams of the lanes for copies between host and device, which not every plan has; lanes used in this step.
-        self._copying: dict[str, torch.cuda.Stream] = {}
-        self._begun: set[str] = set()
         self._early = torch.cuda.Stream(device)
         self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
     def execute(self, op: Op) -> None:
-        if op.lane == COMPUTE:
-            self._execute_on(torch.cuda.current_stream(), op)
-        else:
-            self._execute_on(self._transfer if op.lane == TRANSFER else self._copy_stream(op.lane), op)
+        self._execute_on(self._transfer if op.lane == TRANSFER else torch.cuda.current_stream(), op)
 
     @override
     def execute_early(self, op: Op) -> None:
@@ -147,22 +141,12 @@ class StreamExecutor(Executor):
         for event in self._ended.values():
             current.wait_event(event)
         self._ended.clear()
-        self._begun.clear()
         if current != self._compute:
             self._compute.wait_stream(current)  # Its memory may be used again.
             self._compute = current
 
-    def _copy_stream(self, lane: str) -> torch.cuda.Stream:
-        if lane not in self._copying:
-            self._copying[lane] = torch.cuda.Stream(self._device)
-        if lane not in self._begun:
-            # Wait for the copies of the last step, and for buffers that the compute lane has used.
-            self._begun.add(lane)
-            self._copying[lane].wait_stream(torch.cuda.current_stream())
-        return self._copying[lane]
-
     def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
-        with torch.cuda.stream(stream), record_function(op.name):
+        with torch.cuda.stream(stream), profiled(op.kind, op.key):
             for name in op.deps:
                 # An op of this step only: buffers of an earlier step are free, because finish() waited for them.
                 self.wait(name)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,23 +10,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool, start_all_to_all
+from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
-from lightning_muon.config import AdjustLr, MuonPlus
-from lightning_muon.math.methods import NewtonSchulz, NewtonSchulzOptions
-from lightning_muon.math.newton_schulz import lr_scale, worth_batching
-from lightning_muon.math.normalize import NUM_SUMS, hyperball_factors, hyperball_sums, normalize_neurons
+from lightning_muon.config import AdjustLr, name_of_function
+from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions, lr_scale, worth_batching
+from lightning_muon.math.normuon import normalize_neurons
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.momentum import Momenta
-from lightning_muon.optim.parameters import INITIAL_NORM, SECOND_MOMENT, Gradients, States
+from lightning_muon.optim.parameters import MOMENTUM, SECOND_MOMENT, Gradients, States
 from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule import program
 from lightning_muon.schedule.program import Condition, Op, OpKind
-from lightning_muon.schedule.step import momentum_buffers_for, scatter_buffers_for
+from lightning_muon.schedule.step import scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -48,32 +44,6 @@ class AgreedGradients:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class OrthogonalizedBatch:
-    """Matrices that one call of Newton-Schulz has orthogonalized on this rank, and the result."""
-
-    jobs: Sequence[MatrixJob]
-    newton_schulz: NewtonSchulz
-    options: Mapping[str, Any]  # Keyword arguments of `NewtonSchulz.orthogonalize`.
-    matrices: Tensor  # (jobs, rows, cols), as `updates`.
-    updates: Tensor
-
-
-class BatchSample:
-    """Keeps one batch of a step, drawn with a probability proportional to its number of matrices."""
-
-    def __init__(self) -> None:
-        self.batch: OrthogonalizedBatch | None = None
-        # A generator of its own, so that the random numbers of the program do not depend on it.
-        self._draw, self._num_seen = random.Random(), 0
-
-    def offer(self, batch: OrthogonalizedBatch) -> None:
-        """Keep this batch instead of the one before, or not, by chance; local."""
-        self._num_seen += len(batch.jobs)
-        if self._draw.randrange(self._num_seen) < len(batch.jobs):
-            self.batch = batch
-
-
 class MatrixStep:
     """Walks through the ops of a plan, which are always in the same order on every rank."""
 
@@ -87,46 +57,28 @@ class MatrixStep:
         has_momentum: bool = True,
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
-        self._pool, self._sums = BufferPool(wire_dtype, plan.device), BufferPool(torch.float32, plan.device)
-        are_on_host = any(op.kind == OpKind.FETCH for op in plan.ops)
-        self._momenta = Momenta(plan.device, are_on_host=are_on_host, num_buffers=momentum_buffers_for(look_ahead))
+        self._pool = BufferPool(wire_dtype, plan.device)
         self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
-        self._in_backward: dict[str, list[Op]] = {}
-        for op in plan.ops:
-            if op.phase == program.IN_BACKWARD:
-                self._in_backward.setdefault(op.key, []).append(op)
-        # Buckets that may be sent during backward, in the order in which backward finishes them.
-        self.early_buckets = [plan.buckets[key] for key in self._in_backward if key in plan.buckets]
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
             for index, key in enumerate(plan.buckets)
         }
         self._transfers: dict[str, Transfer] = {}
-        self._has_early_buffers = False  # Whether buckets have buffers of their own, since they were sent early.
         # Of the current step: its input, whether it may still be given up, buckets whose momentum is in the state.
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
         self._may_be_given_up = False
         self._committed: set[str] = set()
-        self._sample: BatchSample | None = None
-        # Updates that have arrived, of the buckets whose sums are being exchanged.
-        self._arrived: dict[str, Mapping[MatrixJob | NeuronValues, Tensor]] = {}
         self.facts: program.Facts = {}  # Which branches of the program the last step took.
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
             {
-                OpKind.FETCH: self._fetch,
-                OpKind.STORE: self._store,
                 OpKind.MOMENTUM: self._momentum,
                 OpKind.GATHER: self._communicate,
-                OpKind.EARLY_MOMENTUM: self._momentum,
-                OpKind.EARLY_GATHER: self._communicate,
                 OpKind.NEWTON_SCHULZ: self._newton_schulz,
                 OpKind.SCATTER: self._communicate,
-                OpKind.SUM_PIECES: self._sum_pieces,
-                OpKind.EXCHANGE_SUMS: self._exchange_sums,
                 OpKind.UPDATE: self._update,
                 OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
@@ -135,48 +87,15 @@ class MatrixStep:
             plan.device,
         )
 
-    def run_in_backward(self, key: str, gradients: Gradients, states: States, *, packs: bool = True) -> None:
-        """Send the look-ahead of a bucket before the step, changing no state; without ``packs`` what the buffer holds.
-
-        Collective over the axes of the bucket's exchange group; every rank must call it, in the same order of buckets.
-        """
-        self._has_early_buffers = True
-        with self.executor.memory_of_step():
-            self._take_buffers(key, gradients, self._slots[key] | {"gather": f"early-{key}"})
-        with self._looking_at(gradients, states):
-            for op in self._in_backward[key]:
-                if packs or op.kind != OpKind.EARLY_MOMENTUM:
-                    self.executor.execute_early(op)
-
-    def differs_from_sent(self, key: str, gradients: Gradients, states: States) -> Tensor:
-        """Whether :meth:`run_in_backward` would now send other bits than it has sent; a bool on the device."""
-        # On CUDA the pieces were packed on another stream.
-        self.executor.wait(f"{OpKind.EARLY_MOMENTUM}[{key}]")
-        transfer = self._transfers[key]
-        same: list[Tensor] = []
-        with self._looking_at(gradients, states):
-            for jobs, pieces in self._look_ahead_of(transfer, in_place=False):
-                same += transfer.is_packed(jobs, pieces)
-        if not same:
-            return torch.zeros((), dtype=torch.bool, device=self._pool.device)
-        return torch.stack(same).all().logical_not()
-
-    def run(self, agreed: AgreedGradients, states: States, sample: BatchSample | None = None) -> None:
-        """Update all parameters with gradients; ``sample`` is offered each orthogonalized batch.
+    def run(self, agreed: AgreedGradients, states: States) -> None:
+        """Update all parameters with gradients.
 
         Collective over the axes of each exchange group; every rank must call it.
         """
-        self._agreed, self._states, self._sample = agreed, states, sample
+        self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
-        taking_part: set[str] = set()
-        for key in self.plan.buckets:
-            if key not in agreed.valid:
-                self._take_buffers(key, agreed.gradients, self._slots[key])
-            if self._transfers[key].taken:
-                taking_part.add(key)
-        if not agreed.is_given_up:
-            self._momenta.begin_step({key: self._transfers[key].jobs for key in self.plan.buckets}, states)
+        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
         of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
             **of_part,
@@ -193,37 +112,21 @@ class MatrixStep:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for all ops, and free the buffers of gathers during backward, which are those of all buckets."""
+        """Wait for all ops, and forget what the step was about."""
         self.executor.finish()
-        if self._has_early_buffers:
-            self._pool.release(OpKind.GATHER)
-            self._has_early_buffers = False
-        self._momenta.end_step()
         # The check refers to the gradients, which would live until the next step.
         self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
-        self._states, self._sample = {}, None
-        self._arrived.clear()
+        self._states = {}
 
-    @contextmanager
-    def _looking_at(self, gradients: Gradients, states: States) -> Generator[None]:
-        """Context in which ops read these gradients and states, which they must not change."""
-        before = self._agreed, self._states
-        self._agreed, self._states = replace(self._agreed, gradients=gradients), states
-        try:
-            yield
-        finally:
-            self._agreed, self._states = before
-
-    def _take_buffers(self, key: str, gradients: Gradients, slots: Mapping[str, str]) -> None:
-        """Get ready to send a bucket; views are costly, so a transfer is kept as long as the same jobs take part."""
+    def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
+        """The transfer of a bucket; views are costly, so it is kept as long as the same jobs take part."""
         bucket, transfer = self.plan.buckets[key], self._transfers.get(key)
         taken, jobs = bucket.taken, bucket.group.jobs
         if not all(tensor in gradients for tensor in bucket.tensors):
             taken = tuple(index for index in taken if jobs[index].parameter.tensor in gradients)
         if transfer is None or transfer.taken != taken:
-            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool)
-        transfer.slots = slots
-        transfer.reserve_gather()
+            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool, self._slots[key])
+        return transfer
 
     def _check(self, op: Op) -> Sequence[dist.Work]:
         """Run the deferred check, before anything changes."""
@@ -259,47 +162,28 @@ class MatrixStep:
         send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
-    def _fetch(self, op: Op) -> Sequence[dist.Work]:
-        self._momenta.fetch(op.key)
-        return ()
-
-    def _store(self, op: Op) -> Sequence[dist.Work]:
-        self._momenta.store(op.key)
-        return ()
-
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Pack the look-ahead of the local pieces; the state changes only if the step cannot be given up."""
-        is_in_step = op.phase == program.IN_STEP
-        if is_in_step and self._agreed.is_given_up:
+        """Pack the look-ahead of the local pieces, and second moments; state changes if the step cannot be given up."""
+        if self._agreed.is_given_up:
             return ()
-        # What was fetched from the host is not the state.
-        in_place = is_in_step and (self._momenta.are_on_host or not self._may_be_given_up)
-        transfer = self._transfers[op.key]
-        for jobs, pieces in self._look_ahead_of(transfer, in_place=in_place):
-            transfer.pack(jobs, pieces)
-        if in_place:
-            self._committed.add(op.key)
-        return ()
-
-    def _look_ahead_of(
-        self, transfer: Transfer, *, in_place: bool
-    ) -> Iterator[tuple[Sequence[MatrixJob | NeuronValues], Sequence[Tensor]]]:
-        """Yield the calling rank's pieces of what is orthogonalized, and of second moments, some jobs at a time."""
+        transfer, in_place = self._transfers[op.key], not self._may_be_given_up
         for job, neurons in transfer.moments.items():
             if neurons.holds_some:
-                yield [neurons], [self._neuron_values(job, SECOND_MOMENT, self._pool.dtype)]
+                transfer.pack([neurons], [self._second_moments(job)])
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             if not self._has_momentum:
-                yield jobs, self._grads(jobs)
+                transfer.pack(jobs, self._grads(jobs))
                 continue
-            buffers = self._momenta.read(jobs, self._states)
+            buffers = self._momenta(jobs)
             grads = self._grads(jobs, buffers[0].dtype)
             if in_place:
                 foreach.lerp_(buffers, grads, 1 - momentum)
-                self._momenta.write(jobs, buffers, self._states)
             else:
                 buffers = foreach.lerp(buffers, grads, 1 - momentum)
-            yield jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers
+            transfer.pack(jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers)
+        if in_place:
+            self._committed.add(op.key)
+        return ()
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
@@ -321,16 +205,7 @@ class MatrixStep:
         )
         updates: dict[MatrixJob | NeuronValues, Tensor] = {}
         for jobs, stack in batches:
-            matrix, group = jobs[0].matrix, jobs[0].parameter.group
-            whole, newton_schulz = stack.view(len(jobs), matrix.rows, matrix.cols), self.plan.newton_schulz(jobs[0])
-            how = {"eps": group["eps"], "is_transposed": matrix.is_transposed}
-            update = newton_schulz.orthogonalize(whole, **how)
-            if self._sample is not None:
-                self._sample.offer(
-                    OrthogonalizedBatch(
-                        jobs=jobs, newton_schulz=newton_schulz, options=how, matrices=whole, updates=update
-                    )
-                )
+            update = self._orthogonalized(jobs, stack.view(len(jobs), jobs[0].matrix.rows, jobs[0].matrix.cols))
             for job, each in zip(jobs, update.unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(job, each)
@@ -341,28 +216,34 @@ class MatrixStep:
         transfer.pack_updates(updates)
         return ()
 
+    def _orthogonalized(self, jobs: Sequence[MatrixJob], matrices: Tensor) -> Tensor:
+        """Updates of matrices of one shape (jobs, rows, cols), which one call orthogonalizes."""
+        newton_schulz, group = self.plan.newton_schulz(jobs[0]), jobs[0].parameter.group
+        function, eps = group["orthogonalize"], group["eps"]
+        if callable(function):
+            is_transposed = jobs[0].matrix.is_transposed
+            updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
+            return updates.mT if is_transposed else updates
+        return newton_schulz.orthogonalize(matrices, eps=eps)
+
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""
         transfer = self._transfers[op.key]
         if self._has_momentum and op.key not in self._committed:
             self._catch_up_momentum(transfer)
-        update_of = self._arrived.pop(op.key, None) or transfer.updates()
+        update_of = transfer.updates()
         for job, neurons in transfer.moments.items():
             if neurons in update_of:
-                self._neuron_values(job, SECOND_MOMENT, self._pool.dtype).copy_(update_of[neurons])
-        if transfer.summed:
-            is_exchanged = f"{OpKind.EXCHANGE_SUMS}[{op.key}]" in op.deps
-            self._step_on_spheres(transfer, update_of, is_exchanged=is_exchanged)
-        others = [job for job in transfer.jobs if not job.parameter.group["hyperball"]]
-        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn", "muon_plus")
-        for (shared_lr, factor, weight_decay, is_cautious, *of_scale), jobs in self._runs(others, *keys):
+                self._second_moments(job).copy_(update_of[neurons])
+        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
+        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
             views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
             updates = [update_of[job] for job in jobs]
             self._decay(views, updates, lr * weight_decay, is_cautious=is_cautious)
             by_scale: dict[float, list[int]] = {}
             for index, job in enumerate(jobs):
-                by_scale.setdefault(lr_scale_of(job.matrix, *of_scale), []).append(index)
+                by_scale.setdefault(lr_scale_of(job.matrix, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         return ()
@@ -370,9 +251,8 @@ class MatrixStep:
     def _catch_up_momentum(self, transfer: Transfer) -> None:
         """Update the momentum in the state; while the step could still be given up, only a copy was updated."""
         for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
-            buffers = self._momenta.read(jobs, self._states)
+            buffers = self._momenta(jobs)
             foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
-            self._momenta.write(jobs, buffers, self._states)
 
     def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
         """Subtract from the weights of ``views`` this fraction of them."""
@@ -384,57 +264,6 @@ class MatrixStep:
                 view.mul_(1 - amount)
         else:
             foreach.mul_(views, 1 - amount)
-
-    def _sum_pieces(self, op: Op) -> Sequence[dist.Work]:
-        """Compute the sums over the local pieces, once for each rank of the replica."""
-        if self._agreed.is_given_up:
-            return ()
-        transfer = self._transfers[op.key]
-        update_of = self._arrived[op.key] = transfer.updates()
-        self._sum_buffer(transfer, "sent").copy_(self._local_sums(transfer, update_of))
-        return ()
-
-    def _exchange_sums(self, op: Op) -> Sequence[dist.Work]:
-        """Bring the sums to the other ranks of the replica."""
-        transfer = self._transfers[op.key]
-        send, receive = (self._sum_buffer(transfer, which).view(-1) for which in ("sent", "received"))
-        splits = transfer.sum_splits
-        return start_all_to_all(send, to=splits, receive=receive, source=splits, group=transfer.group.axes)
-
-    def _sum_buffer(self, transfer: Transfer, which: str) -> Tensor:
-        """Buffer (ranks of the replica, matrices, 3), float32; it changes with the buffer of the updates."""
-        numel = sum(transfer.sum_splits)
-        buffer = self._sums.take(f"{which}-{transfer.slots['scatter']}", numel)[:numel]
-        return buffer.view(-1 if numel else 0, len(transfer.summed), NUM_SUMS)
-
-    def _local_sums(self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor]) -> Tensor:
-        """Sums over the local pieces, (matrices, 3), float32; zeros where there is no piece."""
-        none = torch.zeros(NUM_SUMS, dtype=torch.float32, device=self._pool.device)
-        views = {job: job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in transfer.jobs}
-        sums = [hyperball_sums(views[job], update_of[job]) if job in views else none for job in transfer.summed]
-        return torch.stack(sums) if sums else none.new_empty((0, NUM_SUMS))
-
-    def _step_on_spheres(
-        self, transfer: Transfer, update_of: Mapping[MatrixJob | NeuronValues, Tensor], *, is_exchanged: bool
-    ) -> None:
-        """Take the Hyperball step of the local pieces; also keep the norms of matrices at their first step."""
-        if is_exchanged:
-            # In the order of the ranks: the same bits on all of them, whatever else is in the bucket.
-            sums = self._sum_buffer(transfer, "received").sum(0, dtype=torch.float64).float()
-        else:
-            sums = self._local_sums(transfer, update_of)
-        place_of = {job: place for place, job in enumerate(transfer.summed)}
-        held = [job for job in transfer.summed if job.neurons is not None and job.neurons.holds_some]
-        for (shared_lr, factor), jobs in self._runs(held, "lr", "muon_lr_factor"):
-            norms = [self._neuron_values(job, INITIAL_NORM) for job in jobs]
-            known = torch.stack([norm.flatten()[0] for norm in norms])
-            own_sums = torch.stack([sums[place_of[job]] for job in jobs])
-            radii, scales, rates = hyperball_factors(own_sums, known, shared_lr * factor)
-            for job, norm, radius, scale, rate in zip(jobs, norms, radii, scales, rates, strict=True):
-                norm.copy_(radius)
-                if job in update_of:
-                    view = job.local_view(self.plan.layout.local(job.parameter.tensor))
-                    view.copy_(view.to(torch.float32) * scale - update_of[job].to(torch.float32) * rate)
 
     def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
         """Yield jobs together whose param groups have equal values for ``keys``, with these values.
@@ -460,10 +289,15 @@ class MatrixStep:
         grads = [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
         return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
-    def _neuron_values(self, job: MatrixJob, key: str, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A state entry for the calling rank's neurons, viewed as ``dtype`` in one more dimension. Shares memory."""
+    def _momenta(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
+        """The calling rank's pieces of the momenta. Shares memory."""
+        return [job.local_view(local_tensor(self._states[job.parameter.tensor][MOMENTUM])) for job in jobs]
+
+    def _second_moments(self, job: MatrixJob) -> Tensor:
+        """The second moments of the calling rank's neurons, viewed in the wire dtype. Shares memory."""
         assert job.neurons is not None
-        return job.neurons.local_view(local_tensor(self._states[job.parameter.tensor][key]), dtype)
+        local = local_tensor(self._states[job.parameter.tensor][SECOND_MOMENT])
+        return job.neurons.local_view(local, self._pool.dtype)
 
     def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
         """Values of all neurons (neurons, 1) viewed in the wire dtype, in the shape of their box. Shares memory."""
@@ -478,9 +312,31 @@ class MatrixStep:
         return (update.mT if is_transposed else update), moments.view(-1, 1)
 
 
-def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr, muon_plus: MuonPlus) -> float:
+def orthogonalized_by(
+    function: Callable[..., Any], matrices: Tensor, newton_schulz: NewtonSchulz, *, eps: float
+) -> Tensor:
+    """The updates that a user's function makes of ``matrices`` (batch, outputs, inputs).
+
+    Raises a ``TypeError`` for those of another shape or dtype.
+    """
+
+    def plain(matrices: Tensor) -> Tensor:
+        return newton_schulz.orthogonalize(matrices, eps=eps).to(matrices.dtype)
+
+    updates: Any = function(matrices, newton_schulz=plain)
+    wanted = f"{tuple(matrices.shape)} {matrices.dtype}"
+    found = f"{tuple(updates.shape)} {updates.dtype}" if isinstance(updates, Tensor) else type(updates).__name__
+    if found != wanted:
+        raise TypeError(
+            f"orthogonalize={name_of_function(function)} returned {found} for matrices {wanted}; return updates of the "
+            "same shape and dtype, such as updates.to(matrices.dtype)"
+        )
+    return updates
+
+
+def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr) -> float:
     """Factor on the learning rate of a matrix."""
-    return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, muon_plus=muon_plus, is_transposed=matrix.is_transposed)
+    return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, is_transposed=matrix.is_transposed)
 
 
 def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
@@ -488,7 +344,11 @@ def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob
     batches: dict[Hashable, list[MatrixJob]] = {}
     # Once for each param group: a model may have thousands of small matrices.
     groups = {id(job.parameter.group): job.parameter.group for job in jobs}
-    options = {number: (NewtonSchulzOptions.of(group), group["eps"]) for number, group in groups.items()}
+    options = {
+        # A group with a function of its own shares no batch.
+        number: (NewtonSchulzOptions.of(group), group["eps"], callable(group["orthogonalize"]) and number)
+        for number, group in groups.items()
+    }
     for job in jobs:
         matrix = job.matrix
         if worth_batching(matrix.rows, matrix.cols, device_type):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -19,27 +18,17 @@ from lightning_muon.config import (
     Dedupe,
     DtypeName,
     Lora,
-    MomentumDtype,
     MuonConfig,
-    MuonEq,
-    MuonPlus,
     NsCoefficients,
     NsQuality,
-    Offload,
     OptimizerConfig,
+    Orthogonalize,
     Overlap,
     from_arguments,
     takes_options,
 )
-from lightning_muon.optim.backward_prefetch import GatherPrefetch
-from lightning_muon.optim.foreign_states import take_moments_as_momenta_, translated
-from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.momentum import MomentumCompletion
-from lightning_muon.optim.parameters import StateCompletion
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.optim.step_plan import StepPlan
-
-_log = logging.getLogger(__name__)
+from lightning_muon.optim.saved_states import take_moments_as_momenta_
 
 
 @takes_options(MuonConfig)
@@ -86,9 +75,7 @@ class ParallelMuon(PlannedOptimizer):
         eps: float = MuonConfig.eps,
         ns_steps: int = MuonConfig.ns_steps,
         ns_quality: NsQuality = MuonConfig.ns_quality,
-        ns_costs: str = MuonConfig.ns_costs,
-        muon_eq: MuonEq = MuonConfig.muon_eq,
-        muon_plus: MuonPlus = MuonConfig.muon_plus,
+        orthogonalize: Orthogonalize = MuonConfig.orthogonalize,
         adjust_lr_fn: AdjustLr | None = MuonConfig.adjust_lr_fn,
         muon_lr_factor: float | Literal["auto"] = MuonConfig.muon_lr_factor,
         algorithm: Algorithm = "auto",
@@ -104,9 +91,6 @@ class ParallelMuon(PlannedOptimizer):
         look_ahead: int = MuonConfig.look_ahead,
         normuon: bool = MuonConfig.normuon,
         normuon_beta2: float = MuonConfig.normuon_beta2,
-        hyperball: bool = MuonConfig.hyperball,
-        momentum_dtype: MomentumDtype = MuonConfig.momentum_dtype,
-        offload: Offload = MuonConfig.offload,
         adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
         muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
         lora: Lora = MuonConfig.lora,
@@ -126,37 +110,7 @@ class ParallelMuon(PlannedOptimizer):
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
 
-    def summary(self) -> str:
-        """Table of what runs on Muon, what on AdamW, and why; after the first step also what ``"auto"`` has decided."""
-        return "\n".join([super().summary(), *(_decisions(self._planned.plan) if self._planned is not None else ())])
-
-    def translated(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Convert a state of another optimizer; see :func:`~lightning_muon.optim.foreign_states.translated`. Local."""
-        routed = iter(self._routed_parameters())
-        return translated(state_dict, [[next(routed) for _ in group["params"]] for group in self.param_groups])
-
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(dict(self.translated(state_dict)))
+        super().load_state_dict(state_dict)
         take_moments_as_momenta_(self._routed_parameters(), self._existing_state)
-
-    @override
-    def _own_completion(self) -> StateCompletion:
-        return MomentumCompletion(self._options)
-
-    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> GatherPrefetch | None:
-        for line in _decisions(plan):
-            _log.info(line)
-        if not step.early_buckets:
-            return None
-        are_right = self._checked_groups.are_right
-        return GatherPrefetch(step, lambda: self._existing_state, lambda: are_right(self.param_groups))
-
-
-def _decisions(plan: StepPlan) -> list[str]:
-    """A line for each exchange group of which ``overlap="auto"`` has decided whether its gathers start early."""
-    return [
-        f"overlap='auto', {len(group.jobs)} matrices on {group.axes.size} ranks: {group.estimate.to_text()}"
-        for group in plan.exchange_groups
-        if group.estimate is not None
-    ]

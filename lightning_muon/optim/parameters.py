@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, zip_longest
 from typing import Any
@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
-from lightning_muon.config import OptimizerConfig, check_hyperparameters
-from lightning_muon.math.methods import as_tuples
+from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
+from lightning_muon.math.newton_schulz import as_tuples
 from lightning_muon.params.layout import Layout, PlacedState
 from lightning_muon.params.logical import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
@@ -27,24 +27,23 @@ Gradients = MutableMapping[Tensor, Tensor]
 ParamGroup = dict[str, Any]
 # Keys of the state of a parameter.
 ADAMW_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
-MUON_STATE = frozenset({"momentum_buffer"})
-# State of NorMuon and of Hyperball: float32, a value for each neuron of each matrix, sharded like the neurons.
-# The norm is that of the whole matrix, once for each neuron, so that every rank with a piece has it; 0: not known yet.
+MOMENTUM = "momentum_buffer"
+MUON_STATE = frozenset({MOMENTUM})
+# State of NorMuon: float32, a value for each neuron of each matrix, sharded like the neurons.
 SECOND_MOMENT = "second_momentum_buffer"
-INITIAL_NORM = "initial_norm"
-NEURON_STATE = (SECOND_MOMENT, INITIAL_NORM)
-_NEURON_STATE_OF = {SECOND_MOMENT: "normuon", INITIAL_NORM: "hyperball"}
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
-    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality", "muon_eq"),
-    *("muon_plus", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
-    *("normuon", "normuon_beta2", "hyperball"),
+    *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality"),
+    *("orthogonalize", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
+    *("normuon", "normuon_beta2"),
 )
 # Those that say how the update is made, which no scheduler changes.
 _FAMILY = (
-    *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "muon_eq", "muon_plus", "adjust_lr_fn"),
-    *("cautious_weight_decay", "normuon", "normuon_beta2", "hyperball"),
+    *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "orthogonalize", "adjust_lr_fn"),
+    *("cautious_weight_decay", "normuon", "normuon_beta2"),
 )
+# Those of which a loaded state cannot decide: which entries a state has, and code.
+_OF_PROGRAM = ("normuon", "orthogonalize")
 _SET_OPTIONS = "set others in optimizer.param_groups once the state is loaded (in on_train_start of a Trainer)"
 
 
@@ -55,20 +54,12 @@ def state_keys(algorithm: str) -> frozenset[str]:
 
 def neuron_state_keys(algorithm: str, group: ParamGroup) -> frozenset[str]:
     """Keys that the options of the param group add to :func:`state_keys`."""
-    return frozenset(
-        key for key, option in _NEURON_STATE_OF.items() if algorithm != "adamw" and group.get(option, False)
-    )
+    return frozenset({SECOND_MOMENT} if algorithm != "adamw" and group.get("normuon", False) else ())
 
 
-def warn_of_new_neuron_state(missing: Iterable[str]) -> None:
-    """Warn on rank 0 how these entries begin, which a loaded state does not have."""
-    keys = sorted(set(missing))
-    if keys:
-        warn_on_first_rank(
-            f"the loaded state has no {' and no '.join(keys)}: second moments begin with zeros, and the norms that "
-            "matrices keep are those that they have now",
-            stacklevel=3,
-        )
+def warn_of_new_second_moments() -> None:
+    """Warn on rank 0 that a loaded state has no second moments of neurons."""
+    warn_on_first_rank(f"the loaded state has no {SECOND_MOMENT}: second moments begin with zeros", stacklevel=3)
 
 
 class CheckedGroups:
@@ -107,7 +98,12 @@ def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
         value: Any = group.get(key)
         if waits or not isinstance(value, Tensor) or value.device.type == "cpu":
             values[key] = value if isinstance(value, int) or not hasattr(value, "__float__") else float(value)
-    return values
+    return as_saved(values)
+
+
+def as_saved(group: Mapping[str, Any]) -> ParamGroup:
+    """A copy of a param group, with the name of a function in place of it."""
+    return {key: name_of_function(value) if key == "orthogonalize" else value for key, value in group.items()}
 
 
 def check_group_(group: ParamGroup) -> None:
@@ -125,35 +121,22 @@ def check_group_(group: ParamGroup) -> None:
     check_hyperparameters(group)
 
 
-def of_version_0_1(keys: Collection[str]) -> ParamGroup:
-    """Entries to add to a param group with these ``keys`` if version 0.1.0, without ``muon_lr_factor``, saved it."""
-    return {"muon_lr_factor": 1.0} if "algorithm" in keys and "muon_lr_factor" not in keys else {}
-
-
 def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
     """Copies of saved param groups; those of ``keys`` that are missing in them are taken from ``own``.
 
-    So are ``normuon`` and ``hyperball``, whatever was saved. Rank 0 warns of options in which the two differ.
+    So are those of ``_OF_PROGRAM``, whatever was saved. Rank 0 warns of options in which the two differ.
     """
     groups = [dict(group) for group in saved]
     # Options that differ, as text: those where the saved value counts, and those where that of `own` does.
     from_saved, from_own = dict[str, str](), dict[str, str]()
     for group, before in zip(groups, own, strict=False):
-        for key in ("amsgrad", "maximize"):
-            if group.get(key):
-                raise ValueError(
-                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
-                )
-        if "betas" in group and "eps" in group and "adamw_eps" not in group:
-            group["adamw_eps"] = group.pop("eps")  # Saved by torch.optim.AdamW.
-        group |= of_version_0_1(group)
         given = dict(group)
         group |= {key: before[key] for key in keys if key in before and key not in group}
-        # The program decides which entries a state has.
-        group |= {key: before[key] for key in _NEURON_STATE_OF.values() if key in before}
+        group |= {key: before[key] for key in _OF_PROGRAM if key in before}
         _check_loaded_group_(group, before)
+        before = as_saved(before)
         for key in (key for key in _FAMILY if key in before):
-            is_own = key in _NEURON_STATE_OF.values()
+            is_own = key in _OF_PROGRAM
             if as_tuples(given.get(key, before[key]) if is_own else group[key]) != as_tuples(before[key]):
                 counts, other = (before, given) if is_own else (group, before)
                 found = from_own if is_own else from_saved
@@ -246,7 +229,7 @@ class KnownRoutes:
         for param in [param for param in states if param not in current]:
             del states[param]
         for param in before.keys() & current.keys() & states.keys():
-            for key in {*state_keys(before[param][1].algorithm), *NEURON_STATE} - state_keys(self[param].algorithm):
+            for key in {*state_keys(before[param][1].algorithm), SECOND_MOMENT} - state_keys(self[param].algorithm):
                 states[param].pop(key, None)
         return True
 
@@ -329,11 +312,9 @@ def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     if parameter.route.algorithm != "adamw":
         shape = tuple(parameter.tensor.shape)
         of_neurons = neuron_shape(shape, parameter.route), neuron_dims(shape, parameter.route)
-        needed = neuron_state_keys(parameter.route.algorithm, parameter.group)
-        return {"momentum_buffer": parameter.layout.zeros_like(parameter.tensor)} | {
+        return {MOMENTUM: parameter.layout.zeros_like(parameter.tensor)} | {
             key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
-            for key in NEURON_STATE  # Not in the order of a set, which is another one on each rank.
-            if key in needed
+            for key in neuron_state_keys(parameter.route.algorithm, parameter.group)
         }
     moments = {key: parameter.layout.zeros_like(parameter.tensor) for key in ("exp_avg", "exp_avg_sq")}
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
@@ -341,9 +322,6 @@ def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
 
 class StateCompletion:
     """Makes zero state for what is missing, on all ranks alike; ``states`` are those of an optimizer."""
-
-    # Keys of entries of a loaded state that keep their dtype and device.
-    kept_as_saved: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         # Keys that the states of the plan's parameters must have.
@@ -361,7 +339,7 @@ class StateCompletion:
         What another algorithm has left is dropped.
         """
         zeros = zero_state(parameter)
-        for key in (ADAMW_STATE | MUON_STATE | {*NEURON_STATE}) - zeros.keys():
+        for key in (ADAMW_STATE | MUON_STATE | {SECOND_MOMENT}) - zeros.keys():
             state.pop(key, None)
         if state.keys() >= state_keys(parameter.route.algorithm):
             zeros = {key: value for key, value in zeros.items() if key not in state}
@@ -374,14 +352,6 @@ class StateCompletion:
             if not state.keys() >= self.keys(parameter):
                 self._made.add(parameter.tensor)
                 self.fill(parameter, state)
-        self.convert(parameters, states)
-
-    def convert(self, parameters: Sequence[RoutedParameter], states: States) -> None:
-        """Bring tensors that were loaded into the form in which they are kept; local."""
-
-    def as_tensors(self, parameter: Tensor, state: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
-        """The state of a parameter with tensors that are laid out like it, which :meth:`convert` takes back; local."""
-        return dict(state)
 
     def loaded(self) -> None:
         """Note that the states were loaded from a checkpoint; local."""
@@ -432,24 +402,15 @@ def check_shapes(
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
             saved_keys = state_dict["state"].get(number, {}).keys()
-            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {*NEURON_STATE}) & saved_keys):
+            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {SECOND_MOMENT}) & saved_keys):
                 shape, wanted = tuple(getattr(state_dict["state"][number][key], "shape", ())), shape_of(parameter, key)
                 if shape != wanted:
-                    others = ", another fused or fused_inputs" if key in NEURON_STATE else ""
+                    others = ", another fused or fused_inputs" if key == SECOND_MOMENT else ""
                     name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
                     raise ValueError(
                         f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place of {wanted}: "
                         f"the state is of another model{others}, or its parameters were in another order"
                     )
-
-
-def divided(
-    states: Mapping[Any, Mapping[str, Any]], keys: Collection[str]
-) -> tuple[dict[Any, dict[str, Any]], dict[Any, dict[str, Any]]]:
-    """Split states into the entries among ``keys`` (states with none left out) and all others, in their order."""
-    kept = {number: {key: state[key] for key in state if key in keys} for number, state in states.items()}
-    others = {number: {key: state[key] for key in state if key not in keys} for number, state in states.items()}
-    return {number: state for number, state in kept.items() if state}, others
 
 
 def convert_(

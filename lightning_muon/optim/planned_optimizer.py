@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm.agreement import StepAgreement, together
-from lightning_muon.comm.groups import PrivateGroups, require_backend
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of
+from lightning_muon.comm.groups import require_backend
+from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
-from lightning_muon.math.methods import Arithmetic
-from lightning_muon.math.product_costs import read_costs
-from lightning_muon.optim import gradients, momentum, parameters
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
+from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
-from lightning_muon.optim.matrix_step import AgreedGradients, BatchSample, MatrixStep
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
 from lightning_muon.optim.parameters import RoutedParameter
-from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters, require_norms
+from lightning_muon.optim.saved_states import understood
+from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 from lightning_muon.params.logical import neuron_shape
@@ -74,7 +74,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: PlannedStep | None = None
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
-        self._private_groups = PrivateGroups()
         self._layout = self._own_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
@@ -86,7 +85,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
         self.needs_matrices = True  # False for a stage of a pipeline, which may have no matrices.
-        self.sample: BatchSample | None = None  # Set to get a sample of what the next step orthogonalizes.
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
@@ -155,7 +153,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             is_done = False
             while not is_done:
                 try:
-                    planned.matrix_step.run(self._received(agreed), self.state, self.sample)
+                    planned.matrix_step.run(self._received(agreed), self.state)
                     is_done = True
                 except gradients.GradientsHaveChanged:
                     # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
@@ -202,7 +200,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         Collective as :meth:`step` is; every rank must call it.
         """
         planned = self._planned or self._make_plan()
-        agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+        with profiled("agree", "gradients"):
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
         if agreed is None:
             planned = self._make_plan()
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)
@@ -255,55 +254,47 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._complete_state()
         packed = super().state_dict()
         given, layout = dict(enumerate(parameters_of(self))), self._layout
-        states: dict[int, dict[str, Any]] = {
-            number: self._completion.as_tensors(given[number], state, layout)
-            for number, state in packed["state"].items()
-        }
+        states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
         located = [(given[number], state) for number, state in states.items()]
         parameters.convert_(located, layout.saved, self._shape_of_state)
-        return packed | {"state": states}
+        return packed | {"state": states, "param_groups": list(map(parameters.as_saved, packed["param_groups"]))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
+        state_dict = understood(state_dict)
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
-        kept, others = parameters.divided(state_dict["state"], self._completion.kept_as_saved)
-        super().load_state_dict({**state_dict, "state": others, "param_groups": groups})
+        super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
+        self._take_second_moments(state_dict)
         given, states = parameters_of(self), self._existing_state
-        for number, parameter in zip(chain.from_iterable(group["params"] for group in groups), given, strict=True):
-            if number in kept:
-                states[parameter].update(kept[number])
-        self._take_neuron_state(state_dict)
         located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._shape_of_state)
-        if kept:
-            self._completion.convert(self._routed_parameters(), states)
 
-    def _take_neuron_state(self, state_dict: Mapping[str, Any]) -> None:
-        """Load values of neurons in float32, as saved; torch rounds them to the dtype of the parameter. Local."""
+    def _take_second_moments(self, state_dict: Mapping[str, Any]) -> None:
+        """Load second moments in float32, as saved; torch rounds them to the dtype of the parameter. Local."""
+        key, is_missing = parameters.SECOND_MOMENT, False
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         groups = [group for group in self.param_groups for _ in group["params"]]
-        missing: list[str] = []
         for number, parameter, group in zip(numbers, parameters_of(self), groups, strict=True):
             saved = state_dict["state"].get(number, {})
-            algorithm = "muon" if "momentum_buffer" in saved else "adamw"
-            needed = parameters.neuron_state_keys(algorithm, group)
-            missing += sorted(needed - saved.keys())
-            for key in parameters.NEURON_STATE:
-                if key in needed & saved.keys():
-                    self._existing_state[parameter][key] = saved[key].to(parameter.device, torch.float32)
-                elif parameter in self._existing_state:
-                    self._existing_state[parameter].pop(key, None)
-        parameters.warn_of_new_neuron_state(missing)
+            algorithm = "muon" if parameters.MOMENTUM in saved else "adamw"
+            is_needed = key in parameters.neuron_state_keys(algorithm, group)
+            is_missing |= is_needed and key not in saved
+            if is_needed and key in saved:
+                self._existing_state[parameter][key] = saved[key].to(parameter.device, torch.float32)
+            elif parameter in self._existing_state:
+                self._existing_state[parameter].pop(key, None)
+        if is_missing:
+            parameters.warn_of_new_second_moments()
 
     def _shape_of_state(self, parameter: Tensor, key: str) -> tuple[int, ...]:
         shape = tuple(parameter.shape)
-        if key not in parameters.NEURON_STATE:
+        if key != parameters.SECOND_MOMENT:
             return shape
         self._routed_parameters()
         return neuron_shape(shape, self._routes[parameter])
@@ -372,7 +363,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _key(self) -> tuple[Any, ...]:
         """A key that changes when the plan must be made anew."""
         params = [(id(group), id(p), p.requires_grad) for group in self.param_groups for p in group["params"]]
-        kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "hyperball")]
+        kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "orthogonalize")]
         return id(self._module), *kinds, *params
 
     def _make_plan(self) -> PlannedStep:
@@ -381,18 +372,17 @@ class PlannedOptimizer(torch.optim.Optimizer):
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)
         device = self._layout.local(routed[0].tensor).device
-        arithmetic = together(lambda: self.arithmetic(device), [members.axes for members in meshes])
-        wire_dtype, options = self._plan_options(device, arithmetic)
-        dtypes = f"wire_dtype={wire_dtype} momentum_dtype={self._options.momentum_dtype}"
-        require_equal_parameters(routed, meshes, f"{dtypes} {self._settings()} {options}")
+        wire_dtype, options = self._plan_options(arithmetic_of(self._options, device))
+        require_equal_parameters(routed, meshes, f"wire_dtype={wire_dtype} {self._settings()} {options}")
+        axes = [members.axes for members in meshes]
+        together(lambda: self._try_functions(options.arithmetic, wire_dtype, device), axes)
 
         if self._planned is not None and self._planned.early is not None:
             self._planned.early.close()
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
-        plan = make_step_plan(routed, meshes, self._private_groups, options=options, make_part=self._step_part)
-        require_norms(plan)
+        plan = make_step_plan(routed, meshes, options=options, make_part=self._step_part)
         step = MatrixStep(
             plan,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,
@@ -413,16 +403,23 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._completion.complete(routed, self._existing_state)
         return routed
 
-    def _plan_options(self, device: torch.device, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
+    def _try_functions(self, arithmetic: Arithmetic, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise for a function of a param group that cannot be called, or returns something else; local.
+
+        In a step the owner alone would raise.
+        """
+        for group in self.param_groups:
+            if callable(group["orthogonalize"]):
+                example = torch.arange(6, dtype=dtype, device=device).view(1, 2, 3)
+                newton_schulz = NewtonSchulzOptions.of(group).choice(2, 3, arithmetic)
+                orthogonalized_by(group["orthogonalize"], example, newton_schulz, eps=group["eps"])
+
+    def _plan_options(self, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
         """The dtype in which matrices are sent, and the options of the plan; local."""
         wire_dtype = _DTYPES.get(self._options.wire_dtype, arithmetic.dtype)
         if self._options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
-        found = {
-            "itemsize": wire_dtype.itemsize,
-            "arithmetic": arithmetic,
-            "offloads_momentum": momentum.offloads(self._options, device),
-        }
+        found = {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
         return wire_dtype, from_arguments(PlanOptions, vars(self._options) | found)
 
     def _watch(self, tensors: Sequence[Tensor]) -> None:
@@ -458,10 +455,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         is_complete = self._completion.is_complete(self._existing_state)
         return planned.key != self._key() or not is_valid or not is_complete
 
-    def arithmetic(self, device: torch.device) -> Arithmetic:
-        """Arithmetic of Newton-Schulz on a device; local. Raises a ``ValueError`` if ``ns_costs`` cannot be read."""
-        return arithmetic_of(self._options, device)
-
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True
 
@@ -479,13 +472,8 @@ def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.op
 
 
 def arithmetic_of(config: OptimizerConfig, device: torch.device) -> Arithmetic:
-    """Arithmetic of Newton-Schulz with these options on a device; local. Raises as :func:`.read_costs` does."""
-    dtype = resolve_compute_dtype(config.compute_dtype, device)
-    costs = read_costs(config.ns_costs, device.type) if config.ns_costs else None
-    # float16 is never chosen by itself: it loses small singular values that bfloat16 keeps.
-    may_choose = costs is not None and config.compute_dtype == "auto"
-    others = tuple(each for each in (torch.float32, torch.bfloat16) if may_choose and each != dtype)
-    return Arithmetic(device.type, dtype, costs, others)
+    """Arithmetic of Newton-Schulz with these options on a device; local."""
+    return Arithmetic(device.type, resolve_compute_dtype(config.compute_dtype, device))
 
 
 def resolve_compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, maxima_over, require_equal, together
-from lightning_muon.comm.collectives import start_reading
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group, nodes_of
-from lightning_muon.math.methods import Arithmetic, NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.comm.agreement import require_equal, together
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
 from lightning_muon.params.layout import Layout, StepPart
 from lightning_muon.params.logical import LogicalMatrix
-from lightning_muon.schedule.estimates import PrefetchEstimate, RankSeconds, estimate_prefetch, machine_of, rank_seconds
 from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import step_program, with_momenta_on_host
+from lightning_muon.schedule.step import step_program
 from lightning_muon.schedule.validate import check_step
 
 
@@ -34,7 +30,7 @@ class MatrixJob:
     parameter: RoutedParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
-    neurons: NeuronValues | None = None  # State values of its neurons, if it has any.
+    neurons: NeuronValues | None = None  # Second moments of its neurons, if it has any.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
@@ -43,12 +39,12 @@ class MatrixJob:
 
 @dataclass(frozen=True, eq=False)
 class NeuronValues:
-    """The float32 state values of the neurons of a matrix, viewed in the wire dtype."""
+    """The float32 second moments of the neurons of a matrix, viewed in the wire dtype."""
 
     pieces: exchange.Pieces
     holds_some: bool  # Whether the calling rank has any.
 
-    def local_view(self, local: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    def local_view(self, local: Tensor, dtype: torch.dtype) -> Tensor:
         """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
         return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 
@@ -57,14 +53,11 @@ class NeuronValues:
 class ExchangeGroup:
     """The jobs whose pieces lie on the same ranks, and their plan."""
 
-    axes: AxisGroup  # Ranks that communicate, over a process group of this exchange group alone.
+    axes: AxisGroup  # Ranks that communicate.
     # Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]  # Matrices.
     plan: MuonPlan  # Owners and buckets.
-    sends_early: bool  # Whether gathers start during backward; equal on all ranks of the mesh.
-    # What `overlap="auto"` has decided by; `None` if nothing is gathered or the user has decided.
-    estimate: PrefetchEstimate | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +141,6 @@ class StepPlan:
 def make_step_plan(
     parameters: Sequence[RoutedParameter],
     meshes: tuple[MeshMembers, ...],
-    private_groups: PrivateGroups,
     *,
     options: exchange.PlanOptions,
     make_part: Callable[[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]], StepPart],
@@ -159,7 +151,7 @@ def make_step_plan(
     Collective over ``meshes``; every rank must call it.
     """
     layout = parameters[0].layout
-    groups = _exchange_groups(parameters, meshes, private_groups, options)
+    groups = _exchange_groups(parameters, meshes, options)
     buckets = {
         f"{number}.{index}": MatrixBucket(f"{number}.{index}", group, taken)
         for number, group in enumerate(groups)
@@ -181,28 +173,36 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     part = make_part(done, reads)
 
-    # Gradients must be sharded by the time that a bucket is sent during backward.
-    gathered = [buckets[op.key] for op in matrices if op.kind == OpKind.GATHER]
-    sharded = [each for each in gathered if all(isinstance(tensor, DTensor) for tensor in each.tensors)]
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=look_ahead,
-        early=[each.key for each in sharded if each.group.sends_early],
         is_late=layout.may_arrive_late,
         added={0: part.ops},
     ).values()
-    if options.offloads_momentum:
-        ops = with_momenta_on_host(ops, look_ahead)
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
-    for group in groups:
-        owners = zip(group.jobs, group.plan.owners, strict=True)
-        lines = [(job.matrix.name, f"is owned by {ranks}") for job, ranks in owners]
-        own = {key: each for key, each in buckets.items() if each.group is group}
-        lines += [(f"bucket {key}", str(each.taken)) for key, each in own.items()]
-        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in own]
-        require_equal(lines, group.axes, "the plan of ParallelMuon")
+    _require_equal_plans(groups, buckets, ops)
     return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
+
+
+def _require_equal_plans(
+    groups: Sequence[ExchangeGroup], buckets: Mapping[str, MatrixBucket], ops: Sequence[Op]
+) -> None:
+    """Raise on all ranks unless those of each process group have the same owners, buckets and order of communications.
+
+    Collective over the axes of ``groups``; every rank must call it.
+    """
+    for process_group, axes in {group.axes.group: group.axes for group in groups}.items():
+        own = [group for group in groups if group.axes.group is process_group]
+        taken = {key: each.taken for key, each in buckets.items() if each.group in own}
+        lines = [
+            (job.matrix.name, f"is owned by {ranks}")
+            for group in own
+            for job, ranks in zip(group.jobs, group.plan.owners, strict=True)
+        ]
+        lines += [(f"bucket {key}", str(indices)) for key, indices in taken.items()]
+        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in taken]
+        require_equal(lines, axes, "the plan of ParallelMuon")
 
 
 def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
@@ -225,7 +225,6 @@ def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[
 def _exchange_groups(
     parameters: Sequence[RoutedParameter],
     meshes: Sequence[MeshMembers],
-    private_groups: PrivateGroups,
     options: exchange.PlanOptions,
 ) -> tuple[ExchangeGroup, ...]:
     """Plan the exchange groups. Collective over ``meshes``; every rank of them must call it."""
@@ -248,18 +247,13 @@ def _exchange_groups(
                 placements,
                 NewtonSchulzOptions.of(each.group),
                 normuon=each.group["normuon"],
-                hyperball=each.group["hyperball"],
             )
         )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
     planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
-    axes_of = [axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE for mesh, each in planned]
-    private = private_groups.of(axes_of)
-    estimates = _estimates(planned, meshes, options) if options.overlap == "auto" else {}
     groups: list[ExchangeGroup] = []
-    for number, ((_, each), axes) in enumerate(zip(planned, private, strict=True)):
-        estimate = estimates.get(number)
-        sends_early = options.overlap == "backward" or (estimate is not None and estimate.pays)
+    for mesh, each in planned:
+        axes = axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE
         jobs = tuple(
             MatrixJob(
                 matrices[placed.parameter],
@@ -269,75 +263,8 @@ def _exchange_groups(
             )
             for placed in each.matrices
         )
-        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan, sends_early, estimate))
+        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan))
     return tuple(groups)
-
-
-def _estimates(
-    planned: Sequence[tuple[DeviceMesh | None, exchange.PlannedExchange]],
-    meshes: Sequence[MeshMembers],
-    options: exchange.PlanOptions,
-) -> dict[int, PrefetchEstimate | None]:
-    """Estimate by number of the exchange group, with the slowest links.
-
-    Collective over ``meshes``; every rank must call it.
-    """
-    found: dict[int, PrefetchEstimate | None] = {}
-    for members in meshes:
-        nodes = dict(zip(members.host.coordinates, nodes_of(members.host), strict=True))
-        own: dict[int, RankSeconds] = {}
-        for number, (mesh, each) in enumerate(planned):
-            if mesh == members.mesh:
-                between = (_spans_nodes(nodes, each.ranks.sharded), _spans_nodes(nodes, each.ranks.mesh_axes))
-                machine = machine_of(options.arithmetic.device_type, is_between_machines=between)
-                own[number] = rank_seconds(each.plan.program[each.ranks.rank], machine)
-        # On ranks that also belong to other meshes, groups have other numbers.
-        by_group = zip(*(each.values() for each in gather(own, members.host)), strict=True)
-        found.update(zip(own, map(estimate_prefetch, by_group), strict=True))
-    return found
-
-
-def _spans_nodes(node_at: Mapping[exchange.Coordinate, int], axes: Collection[int]) -> bool:
-    """Whether, anywhere on the mesh, ranks that differ only along ``axes`` are on several nodes."""
-    node_of: dict[exchange.Coordinate, int] = {}
-    for coordinate, node in node_at.items():
-        others = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
-        if node_of.setdefault(others, node) != node:
-            return True
-    return False
-
-
-def require_norms(plan: StepPlan) -> None:
-    """Raise for zero matrices that must keep their norm (``hyperball``), and so would stay zero.
-
-    Collective over the meshes of ``plan``; every rank must call it.
-    """
-    zero: list[str] = []
-    for members in plan.meshes:
-        own = set(members.tensors)
-        of_mesh = [(group, job) for group in plan.exchange_groups for job in group.jobs if job.parameter.tensor in own]
-        asked = [(group, job) for group, job in of_mesh if job.parameter.group["hyperball"]]
-        if not asked:
-            continue
-        no_part = torch.zeros((), dtype=torch.bool, device=plan.device)
-        flags = [
-            job.local_view(plan.layout.local(job.parameter.tensor)).any()
-            if group.axes.rank in job.pieces.by_rank
-            else no_part
-            for group, job in asked
-        ]
-        (filled,) = start_reading([torch.stack(flags)])()
-        of_any_rank = zip(asked, maxima_over(members.host, [int(flag) for flag in filled]), strict=True)
-        zero += [job.matrix.name for (_, job), is_filled in of_any_rank if not is_filled]
-
-    def check() -> None:
-        if zero:
-            raise ValueError(
-                f"{len(zero)} matrices ({zero[0]}, ...) are zero, and with hyperball=True a matrix keeps its norm: put "
-                "them in a param group with hyperball=False, or give them other values before the first step"
-            )
-
-    together(check, [members.axes for members in plan.meshes])
 
 
 def require_equal_parameters(

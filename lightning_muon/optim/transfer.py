@@ -12,14 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.math.normalize import NUM_SUMS
 from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
 from lightning_muon.params.logical import Box
 
@@ -75,25 +73,25 @@ def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Pa
 
 
 class Transfer:
-    """The exchange of the jobs ``taken`` of a bucket. The order of calls: pack, unpack, pack_updates, updates."""
+    """The exchange of the jobs ``taken`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
 
-    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool) -> None:
-        self.group, self.taken, self._pool = group, tuple(taken), pool
+    ``slots``: leg -> which of the rolling buffers of the ``pool`` it uses.
+    """
+
+    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: Mapping[str, str]) -> None:
+        self.group, self.taken, self._pool, self.slots = group, tuple(taken), pool, slots
         me, matrices = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
         self.matrices = list(matrices)
         self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Jobs of which the calling rank has a piece.
         self.owned = [job for job, owners in matrices.items() if me in owners]  # Jobs that it orthogonalizes.
         # Matrices whose second moments travel -> these.
-        self.moments = {
-            job: job.neurons for job in matrices if job.neurons is not None and job.parameter.group["normuon"]
-        }
+        self.moments = {job: job.neurons for job in matrices if job.neurons is not None}
         self._owners: dict[_Job, tuple[int, ...]] = {
             **matrices,
             **{neurons: matrices[job] for job, neurons in self.moments.items()},
         }
         self._held = [job for job in self._owners if me in job.pieces.by_rank]
         self._owned = [job for job, owners in self._owners.items() if me in owners]
-        self.slots: Mapping[str, str] = {}  # Leg -> the buffers that it uses in this step.
         self._to_keep = frozenset(self._owned)
         self._own_pieces: dict[_Job, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -145,20 +143,6 @@ class Transfer:
         _copy([view for view, _ in sent], [piece for _, piece in sent])
         self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
 
-    def is_packed(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Whether the pieces of some jobs have the bits of those that were packed: bools on the device."""
-        views = self._views(self.gather, is_sent=True)
-        same: list[Tensor] = []
-        for job, piece in zip(jobs, pieces, strict=True):
-            packed = [views[place] for place in self._sent_at.get(job, ())]
-            if job in self._own_pieces:
-                packed.append(self._own_pieces[job])
-            if isinstance(job, NeuronValues):  # Half of a float32 may be a NaN, which would equal nothing.
-                bits = {2: torch.int16, 4: torch.int32}[piece.element_size()]
-                packed, piece = [each.view(bits) for each in packed], piece.view(bits)
-            same += [(each == piece.to(each.dtype)).all() for each in packed]
-        return same
-
     def unpack(self, matrices: Mapping[_Job, Tensor]) -> None:
         """Fill the whole matrices and second moments (box shape) that this rank owns."""
         leg, parts = self.gather, _parts(matrices)
@@ -188,23 +172,6 @@ class Transfer:
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
         return found
-
-    @cached_property
-    def summed(self) -> Sequence[MatrixJob]:
-        """Matrices whose updates need sums over all pieces; the list is equal on all ranks."""
-        return [job for job in self.matrices if job.parameter.group["hyperball"]]
-
-    @cached_property
-    def sum_splits(self) -> Sequence[int]:
-        """Number of elements of the sums to each rank: all for ranks of the same replica, this one too, else 0."""
-        replica_of, numel = self.group.replica_of, NUM_SUMS * len(self.summed)
-        own = replica_of[self.group.axes.rank]
-        return [numel if replica == own else 0 for replica in replica_of]
-
-    def reserve_gather(self) -> None:
-        """Take the buffers of the gather from the pool: on CUDA, memory belongs to the stream that is current."""
-        for is_sent in (True, False):
-            self.buffer(self.gather, is_sent=is_sent)
 
     def buffer(self, leg: Leg, *, is_sent: bool) -> Tensor:
         """The buffer that is sent to the other ranks, or the one that they fill."""

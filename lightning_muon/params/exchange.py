@@ -16,7 +16,7 @@ from itertools import product
 from torch import Tensor
 
 from lightning_muon.config import ExchangeOptions
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, neuron_shape, tile
 from lightning_muon.params.routing import Route
@@ -34,7 +34,6 @@ class PlanOptions(ExchangeOptions):
 
     itemsize: int  # Bytes of an element on the wire.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
-    offloads_momentum: bool = False  # Whether momenta are kept on the host, and on the device for their bucket only.
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +60,6 @@ class ParameterToPlan:
     placements: tuple[AxisPlacement, ...]
     newton_schulz: NewtonSchulzOptions
     normuon: bool = False  # Whether second moments of the neurons are sent with the matrices.
-    hyperball: bool = False  # Whether the update needs sums over all pieces of a matrix.
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +139,7 @@ class PlacedMatrix:
     parameter: int  # Index of its parameter among those of `plan_exchanges`.
     matrix: LogicalMatrix  # Its box in the parameter.
     pieces: Pieces  # Where it lies.
-    # Where the state values of its neurons lie, if any: in a float32 tensor of `neuron_shape`, viewed in the wire dtype
+    # Where second moments of its neurons lie, if any: in a float32 tensor of `neuron_shape`, viewed in the wire dtype,
     # in one more dimension.
     neurons: Pieces | None
     spec: MatrixSpec  # Its description for the planner.
@@ -214,7 +212,7 @@ def group_matrices(
             flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.newton_schulz)
             shards = shards_of(each.shape, each.placements, ranks)
             pieces, neurons = shards.pieces(matrix), None
-            if each.normuon or each.hyperball:
+            if each.normuon:
                 width = NEURON_ITEMSIZE // options.itemsize
                 neurons = shards.neurons(matrix, neuron_shape(each.shape, each.route), width)
             spec = MatrixSpec(
@@ -223,8 +221,7 @@ def group_matrices(
                 cols=matrix.cols,
                 flops=flops,
                 shards=pieces.on_ranks,
-                neuron_shards=neurons.on_ranks if neurons is not None and each.normuon else None,
-                sums_pieces=each.hyperball and neurons is not None and neurons.on_ranks.is_divided,
+                neuron_shards=None if neurons is None else neurons.on_ranks,
             )
             groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, neurons, spec))
     return sorted(groups.items(), key=lambda item: any(item[0].replica_of))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_muon.compat.torch import accumulate_gradients
+from lightning_muon.compat.torch import accumulate_gradients, profiled
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
@@ -29,23 +28,6 @@ if TYPE_CHECKING:
     from lightning_muon.pipeline.runtime import PipelineRuntime
 
 _Key = tuple[int, int]  # Stage and micro-batch.
-
-
-@dataclass(frozen=True)
-class Result:
-    """Result of a step of training, the same on all ranks of the pipeline."""
-
-    total: Tensor  # Sum of the losses.
-    count: Tensor  # Number of the losses.
-    # Whether the loss, or a gradient of this rank or of one with copies of its parameters, is NaN or Inf, so that all
-    # of them skip the step: a bool on the device.
-    is_nonfinite: Tensor
-    has_gradients: bool = False  # Whether any rank had gradients before the step.
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean loss of the batch."""
-        return self.total / self.count.clamp(min=1)
 
 
 @dataclass
@@ -85,16 +67,12 @@ class BatchRun:
             PipelineKind.REDUCE_GRAD: self._reduce,
             PipelineKind.TIED: self._sum_tied,
         }
-        recorder = self.runtime.recorder
         for op in ops:
             if op.group:
                 self.runtime.batches.finish()
                 self.runtime.has_lost_messages = True  # Until the end of the run, in case an exception ends it.
-            if recorder is not None:
-                recorder.started(op)
-            steps[op.kind](op)
-            if recorder is not None and not self._is_received(op):
-                recorder.ended(op)
+            with profiled(op.kind, op.key):
+                steps[op.kind](op)
         for link in self.runtime.links.values():
             link.finish()
         self.runtime.has_lost_messages = False
@@ -109,37 +87,30 @@ class BatchRun:
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 unit.unshard(async_op=True)
 
-    def _is_received(self, op: Op) -> bool:
-        """Whether an op is a message to this rank; it ends when it is waited for, since gloo reports no end before."""
-        is_message = op.kind in (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
-        return is_message and op.group[1] == self.runtime.group.rank
-
-    def _recorded(self, op: Op, message: Arriving) -> Arriving:
-        """The message, which tells the recorder, if any, when it has been waited for."""
-        recorder = self.runtime.recorder
-        return message if recorder is None else message._replace(then=partial(recorder.ended, op))
-
     def _wait_for(self, op: Op, tensors: Arriving | Sequence[Tensor]) -> Sequence[Tensor]:
-        """Wait for the tensors that an op takes. For a recorder the op begins afterwards: waiting is no work."""
+        """Wait for the tensors that an op takes."""
         if not isinstance(tensors, Arriving):
             return tensors
-        present = tensors.wait()
-        if self.runtime.recorder is not None:
-            self.runtime.recorder.started(op)
-        return present
+        with profiled("wait", op.key):
+            return tensors.wait()
 
-    def result(self) -> Result:
-        """The result, to be read when the gradients are reduced; local."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The mean loss, the same on all ranks of the pipeline, and a bool on the device; local.
+
+        It says whether the loss, or a gradient of this rank or of one with copies of its parameters, is NaN or Inf, so
+        that all of them skip the step.
+        """
         total, count = self._totals
         are_finite = torch.stack([total.isfinite(), *self._are_finite]).all()
-        return Result(total, count, are_finite.logical_not())
+        return total / count.clamp(min=1), are_finite.logical_not()
 
     @property
     def _totals(self) -> Tensor:
         """Sum and number of all losses; waits for the message with them. Local."""
         if self._summed is None:
             if self._loss is not None:
-                (self._summed,) = self._loss.wait()
+                with profiled("wait", "loss"):
+                    (self._summed,) = self._loss.wait()
             else:
                 self._summed = torch.stack([torch.stack(each).double().sum() for each in (self._sums, self._counts)])
         return self._summed
@@ -202,7 +173,7 @@ class BatchRun:
             if not self.is_training:
                 del self._graphs[stage, microbatch]
         else:
-            self._inputs[stage + 1, microbatch] = self._recorded(op, self.runtime.link(sender).receive(key))
+            self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves and outputs that require gradients, and the gradients of the outputs; ``None`` for ones."""
@@ -255,7 +226,7 @@ class BatchRun:
         if sender == self.runtime.group.rank:
             self.runtime.link(receiver).send(self._wait_for(op, self._gradients.pop((stage - 1, microbatch))), key)
         else:
-            self._gradients[stage - 1, microbatch] = self._recorded(op, self.runtime.link(sender).receive(key))
+            self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
 
     def _send_or_receive_loss(self, op: Op) -> None:
         sender, receiver = op.group
@@ -263,12 +234,10 @@ class BatchRun:
             self.runtime.link(receiver).send_known([self._totals])
         else:
             both = torch.empty(2, dtype=torch.float64, device=self.runtime.device)
-            self._loss = self._recorded(op, self.runtime.link(sender).receive_known([both]))
+            self._loss = self.runtime.link(sender).receive_known([both])
 
     def _reduce(self, op: Op) -> None:
         _, count = self._totals
-        if self.runtime.recorder is not None:
-            self.runtime.recorder.started(op)
         self.runtime.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
 
     def _sum_tied(self, op: Op) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_muon.comm.agreement import checksum, fail_together, gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.compat.torch import profiled
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")
@@ -38,44 +39,41 @@ class BatchComparison:
         self._error: Exception | None = None
         self._tensors: list[Tensor] = []
         self._begun: tuple[dist.Work, Tensor] | None = None
-        self._facts: list[bool] = []
         self.num_changes = 0  # How often the first of the facts was true on any rank.
 
     def begin(self, cut: Callable[[], tuple[Any, _Result]], facts: Sequence[bool] = ()) -> _Result:
-        """Begin to compare the first result of ``cut``, and return the second; ``facts`` are for :meth:`finish`.
+        """Begin to compare the first result of ``cut``, and return the second; ``facts`` are for the ``check``.
 
         An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` on ranks without it. Collective over the
         pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
         """
-        self._error, self._tensors, self._facts, results = None, [], list(facts), []
+        self._error, self._tensors, results = None, [], []
         try:
             batch, result = cut()
             results.append(result)
             self._tensors = list(tensors_in(batch, set()))
         except Exception as problem:  # Of the user's pipeline_step, for example.
             self._error = problem
-        self._send()
+        self._send(facts)
         if not results:
             self.finish()
         return results[0]
 
-    def finish(self) -> list[bool]:
-        """Raise on all ranks of the pipeline if they have different batches; the first call waits for all of them.
-
-        Returns which facts of this batch are true on any of the ranks.
-        """
+    def finish(self) -> None:
+        """Raise on all ranks of the pipeline if they have different batches; the first call waits for all of them."""
         begun, self._begun = self._begun, None
         if begun is None:
-            return self._facts
+            return
         work, words = begun
-        work.wait()
+        with profiled("wait", "batch"):
+            work.wait()
         largest, inverted, facts = words.tensor_split([_NUM_COMPARED, 2 * _NUM_COMPARED])
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
             self._tensors = []  # A batch must not outlive its step.
-            self._facts = [bool(fact) for fact in facts]
-            self.num_changes += any(self._facts[:1])
-            self._check(self._facts)
-            return self._facts
+            combined = [bool(fact) for fact in facts]
+            self.num_changes += any(combined[:1])
+            self._check(combined)
+            return
         fail_together(self._error, self._host)
         found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)
         shown = "; ".join(f"rank {rank}: {', '.join(tensors)}" for rank, tensors in enumerate(found))
@@ -97,7 +95,7 @@ class BatchComparison:
         self._unread = self._begun = self._error = None
         self._tensors = []
 
-    def _send(self) -> None:
+    def _send(self, facts: Sequence[bool]) -> None:
         if self._host.group is None:
             if self._error is not None:
                 raise self._error
@@ -111,7 +109,7 @@ class BatchComparison:
         (content,) = known()[0] if known is not None else (0,)
         digest = hashlib.sha256(shapes.encode()).digest()[:8]
         own = torch.tensor([self._error is not None, int.from_bytes(digest, signed=True), content], device="cpu")
-        words = torch.cat([own, own.bitwise_not(), torch.tensor(self._facts, dtype=own.dtype, device="cpu")])
+        words = torch.cat([own, own.bitwise_not(), torch.tensor(facts, dtype=own.dtype, device="cpu")])
         work = dist.all_reduce(words, dist.ReduceOp.MAX, group=self._host.group, async_op=True)
         assert work is not None
         self._begun = work, words

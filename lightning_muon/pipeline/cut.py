@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,15 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_muon.compat.torch import is_compiled
-from lightning_muon.pipeline.model import LanguageModel
+from lightning_muon.pipeline.model import CausalLM, next_token_loss
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
 from lightning_muon.pipeline.pp_plan import PPPlanModel
-from lightning_muon.sharding.outputs import map_tensors
-
-_SLACK = 0.05  # How much slower the slowest stage may be, to save memory in the largest one; a bubble is more.
 
 
 class Absent(nn.Module):
@@ -41,10 +36,9 @@ class Absent(nn.Module):
 
 
 def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str] | None = None) -> list[list[Part]]:
-    """The parts of each stage, from ``first_parts``, the first one of each, or by :func:`cut_by_costs`; local.
+    """The parts of each stage, from ``first_parts``, the first one of each, or by :func:`balance`; local.
 
-    Costs are FLOPs of a forward (see :func:`measure_flops`) and numbers of parameters. If FLOPs cannot be measured,
-    they are taken as proportional to the elements of matrices, without embeddings (which are looked up).
+    Stages then have about equal numbers of elements in matrices, to which the arithmetic of a token is proportional.
 
     Raises:
         ValueError: If there are fewer parts than stages, or no such parts in this order.
@@ -56,8 +50,7 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
             "pipeline_stages_per_rank)"
         )
     if first_parts is None:
-        flops = measure_flops(model) or [sum(each.numel() for each in matrices_of(part)) for part in parts]
-        starts = cut_by_costs(flops, [_num_parameters(part) for part in parts], num_stages)
+        starts = balance([sum(each.numel() for each in matrices_of(part)) for part in parts], num_stages)
     else:
         names = [part.name for part in parts]
         unknown = [name for name in first_parts if name not in names]
@@ -75,84 +68,20 @@ def choose_stages(model: StagedModel, num_stages: int, first_parts: Sequence[str
     return [list(parts[start:end]) for start, end in zip(starts, ends, strict=True)]
 
 
-def cut_by_costs(seconds: Sequence[float], memory: Sequence[float], num_stages: int) -> list[int]:
-    """Indices at which runs of parts begin; none is empty. All parts take time and memory, in any units.
-
-    Of all cuts whose slowest stage takes at most 5 % longer than in the best one, take that whose largest stage needs
-    least memory: all stages wait for the slowest one, and a rank that has memory left gains nothing by it.
-    """
-    slowest, _ = _lowest_peak(seconds, num_stages)
-    return _lowest_peak(memory, num_stages, seconds, (1 + _SLACK) * slowest)[1]
-
-
-def _lowest_peak(
-    costs: Sequence[float], num_stages: int, limited: Sequence[float] = (), limit: float = math.inf
-) -> tuple[float, list[int]]:
-    """Lowest largest cost of a run, and starts of the runs, if no run has more of ``limited`` than ``limit``.
-
-    Of several such cuts, take the one with the shortest first runs.
-    """
-    total, of_limited = ([0, *accumulate(each or [0] * len(costs))] for each in (costs, limited))
+def balance(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Indices at which runs of parts begin, none of them empty, whose largest sum of costs is the lowest."""
+    total = [0, *accumulate(costs)]
     # (cost of the largest run, starts) of the first parts, for each number of these, in a growing number of runs.
-    best: list[tuple[float, list[int]]] = [(math.inf, [])] * len(total)
-    best[0] = -math.inf, []
+    best: list[tuple[float, list[int]]] = [(-math.inf, []), *[(math.inf, list[int]())] * len(costs)]
     for _ in range(num_stages):
         best = [
             min(
-                (
-                    (max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut])
-                    for cut in range(end)
-                    if of_limited[end] - of_limited[cut] <= limit
-                ),
+                ((max(best[cut][0], total[end] - total[cut]), [*best[cut][1], cut]) for cut in range(end)),
                 default=(math.inf, []),
             )
             for end in range(len(total))
         ]
-    return best[-1]
-
-
-def measure_flops(model: StagedModel) -> list[int] | None:
-    """FLOPs of each part in a forward of :attr:`StagedModel.example`, counted on the meta device; local.
-
-    Takes no memory and changes nothing, not even random numbers: parts run as copies. A backward takes about twice as
-    many. ``None`` without an example, or if a forward reads values, which the meta device does not have.
-    """
-    if model.example is None:
-        return None
-    modules = [module for part in model.parts for module in part.modules]
-    tensors = dict.fromkeys(t for m in (model.root, *modules) for own in (m.parameters(), m.buffers()) for t in own)
-    memo: dict[int, Any] = {
-        id(t): nn.Parameter(_on_meta(t), t.requires_grad) if isinstance(t, nn.Parameter) else _on_meta(t)
-        for t in tensors
-    }
-    counter = FlopCounterMode(display=False)
-    flops = [0] * len(model.parts)
-
-    def begins(part: int, *_: Any) -> None:
-        flops[part] -= counter.get_total_flops()
-
-    def ends(part: int, *_: Any) -> None:
-        flops[part] += counter.get_total_flops()
-
-    try:
-        copied = model.copy(memo)
-        for index, part in enumerate(copied.parts):
-            for module in part.modules:
-                module.register_forward_pre_hook(partial(begins, index))
-                module.register_forward_hook(partial(ends, index))
-        with torch.no_grad(), torch.device("meta"), counter:
-            copied.run(copied.parts, None, map_tensors(model.example, lambda _, each: _on_meta(each)))
-    except Exception:  # A forward that reads values fails on the meta device.
-        return None
-    return flops if any(flops) else None
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor.detach(), device="meta")
-
-
-def _num_parameters(part: Part) -> int:
-    return sum(each.numel() for each in dict.fromkeys(p for module in part.modules for p in module.parameters()))
+    return best[-1][1]
 
 
 def matrices_of(part: Part) -> list[nn.Parameter]:
@@ -217,11 +146,11 @@ def _difference(model: PPPlanModel, inputs: Any) -> str:
     """Say how the outputs of stages and of the model differ for a small batch; empty if they do not."""
     if any(parameter.is_meta for parameter in model.root.parameters()):
         return "what they compute is unknown while the weights are on the meta device"
-    if isinstance(model, LanguageModel):
+    if isinstance(model, CausalLM):
         whole = model.root(**inputs, use_cache=False)
         expected = whole.logits
-        inputs, target = LanguageModel.split(model, inputs)
-        total, count = LanguageModel.loss(model, expected, target)
+        inputs, target = CausalLM.split(model, inputs)
+        total, count = next_token_loss(expected, target)
         if not _are_close(total / count, whole.loss.float()):
             return "its loss is not the cross-entropy of its labels alone, as without output_router_logits"
     else:
@@ -251,26 +180,38 @@ def check_parameters(module: nn.Module, parts: Sequence[Part]) -> None:
             )
 
 
-def untie(parts: Sequence[Part]) -> list[list[tuple[Part, nn.Module, str]]]:
-    """Give each part its own copy of parameters that several parts share; return the places of the copies. Local."""
-    holders: dict[Tensor, list[tuple[Part, nn.Module, str]]] = {}
-    for part in parts:
-        for module in part.modules:
-            for child in module.modules():
+def untie(module: nn.Module, stages: Sequence[Sequence[Part]]) -> list[dict[int, tuple[nn.Module, str, str]]]:
+    """Give each stage its own copy of parameters that several stages have. Local.
+
+    Returns for each of them the stages, the first one with the original, and where each has its own: the module that
+    holds it, its name there, and in ``module``.
+
+    Raises:
+        ValueError: If a stage would need two copies of one.
+    """
+    names = {child: name for name, child in module.named_modules()}
+    holders: dict[Tensor, dict[Part, list[tuple[int, nn.Module, str]]]] = {}
+    for stage, parts in enumerate(stages):
+        for part in parts:
+            for child in (child for each in part.modules for child in each.modules()):
                 for name, parameter in child.named_parameters(recurse=False):
-                    holders.setdefault(parameter, []).append((part, child, name))
-    tied: list[list[tuple[Part, nn.Module, str]]] = []
-    for parameter, places in holders.items():
-        if len({id(part) for part, _, _ in places}) == 1:
+                    holders.setdefault(parameter, {}).setdefault(part, []).append((stage, child, name))
+    tied: list[dict[int, tuple[nn.Module, str, str]]] = []
+    for parameter, of_part in holders.items():
+        if len(of_part) == 1:
             continue
-        copies: dict[int, nn.Parameter] = {}
-        for part, child, name in places:
-            if part is not places[0][0]:
-                if id(part) not in copies:
-                    copies[id(part)] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                setattr(child, name, copies[id(part)])
-        # One place for each part.
-        tied.append(list({id(part): (part, child, name) for part, child, name in reversed(places)}.values())[::-1])
+        for places in list(of_part.values())[1:]:
+            copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            for _, child, name in places:
+                setattr(child, name, copy)
+        firsts = [(stage, (child, name, f"{names[child]}.{name}")) for (stage, child, name), *_ in of_part.values()]
+        tied.append(dict(firsts))
+        if len(tied[-1]) < len(firsts):
+            raise ValueError(
+                f"{' and '.join(place[2] for _, place in firsts)} are one parameter, and more than one of these parts "
+                "is in a stage, where their gradients would not be added; let pipeline_split put each into a stage of "
+                "its own, or share it inside of one part"
+            )
     return tied
 
 

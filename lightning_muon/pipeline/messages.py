@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -85,14 +85,11 @@ class Arriving(NamedTuple):
     works: Sequence[dist.Work]
     tensors: Sequence[Tensor]
     requires_grad: Sequence[bool]
-    then: Callable[[], None] | None = None  # Called after the wait for them.
 
     def wait(self) -> list[Tensor]:
         """Wait for the tensors, and return them as leaves of a new graph."""
         for work in self.works:
             work.wait()
-        if self.then is not None:
-            self.then()
         pairs = zip(self.tensors, self.requires_grad, strict=True)
         return [tensor.requires_grad_(needs_gradient) for tensor, needs_gradient in pairs]
 

@@ -10,7 +10,7 @@ from lightning_muon.config import check_whole
 from lightning_muon.schedule.pipeline import Pipeline, find_schedule, make_order
 
 # Schedules that visit each rank several times, in rounds or there and back, so that it has several stages.
-_STAGES_PER_RANK = {"interleaved_1f1b": 2, "zb_v": 2, "v_half": 2, "v_min": 2, "dual_pipe_v": 2}
+_STAGES_PER_RANK = {"interleaved_1f1b": 2, "zb_v": 2, "v_half": 2, "v_min": 2}
 # The bubble of 1F1B is then at most a fifth of a step: (p - 1) / (m + p - 1).
 _MICROBATCHES_PER_RANK = 4
 
@@ -25,7 +25,8 @@ class PipelineOptions:
         pipeline_microbatches: Micro-batches of each batch. ``"auto"``: four for each rank of the pipeline. Rows that do
             not divide make some larger by one; a batch of fewer rows has one of each row. Losses are summed, so both
             are exact.
-        pipeline_split: Names of the first part of each stage. ``None``: stages of about equal FLOPs.
+        pipeline_split: Names of the first part of each stage. ``None``: about as many elements of matrices in
+            each.
         pipeline_stages_per_rank: ``"auto"``: what the schedule needs, 2 for those that visit a rank twice, else 1.
     """
 

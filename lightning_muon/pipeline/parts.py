@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -49,12 +48,8 @@ class StagedModel(ABC):
 
     parts: Sequence[Part]
     # The module that users call: during an evaluation its forward is that of the whole pipeline.
-    root: nn.Module
-    example: Any = None  # Example inputs for the first part, if they are known; their values do not matter.
-
-    @abstractmethod
-    def copy(self, memo: dict[int, Any]) -> Self:
-        """Return a copy, of which only :meth:`run` may be called; for ``memo`` see ``copy.deepcopy``."""
+    root: Any
+    loss: Callable[[Carry, Any], Loss]  # Of the output and the targets of a micro-batch.
 
     @abstractmethod
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
@@ -69,32 +64,12 @@ class StagedModel(ABC):
         return batch[0], batch[1]
 
     @abstractmethod
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Sum and number of the losses of a micro-batch."""
-
-    @abstractmethod
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Inputs and targets (or ``None``) of a call of :attr:`root` by the user."""
 
     @abstractmethod
     def result_of_call(self, output: Carry, target: Any) -> Any:
         """The result of that call."""
-
-    def batch_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Tensor | None]:
-        """The training batch of a call with gradients, and the number of losses to divide by, if it is given.
-
-        Raises:
-            RuntimeError: If the model does not compute its loss itself.
-        """
-        raise RuntimeError(
-            f"{type(self.root).__name__} is divided over the ranks of a pipeline, and returns no output that a loss "
-            "could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead of the "
-            "model and of backward, and evaluate under torch.no_grad()"
-        )
-
-    def result_of_training(self, loss: Tensor) -> Any:
-        """The result of a call with gradients: the loss, unless a model wraps it."""
-        return loss
 
     def take_calls(self, run: Callable[..., Any]) -> None:
         """Let ``run`` answer calls of :attr:`root`; local."""
@@ -112,15 +87,8 @@ class StagedModel(ABC):
 class Chain(StagedModel):
     """Modules each of which takes the output of the previous one."""
 
-    def __init__(
-        self,
-        root: nn.Module,
-        modules: Sequence[nn.Module],
-        split: Callable[[Any], tuple[Any, Any]] | None,
-        loss: Callable[[Carry, Any], Loss],
-        example: Any = None,
-    ) -> None:
-        self.root, self._split, self._loss, self.example = root, split, loss, example
+    def __init__(self, root: nn.Module, modules: Sequence[nn.Module]) -> None:
+        self.root = root
         places = {child: (parent, name) for parent in root.modules() for name, child in parent.named_children()}
         names = {child: name for name, child in root.named_modules()}
         for module in modules:
@@ -133,11 +101,6 @@ class Chain(StagedModel):
             )
         self.parts = [Part(names[module], (places[module],)) for module in modules]
 
-    def copy(self, memo: dict[int, Any]) -> Self:
-        """See the base class."""
-        root = nn.ModuleList(copy.deepcopy([module for part in self.parts for module in part.modules], memo))
-        return type(self)(root, list(root), None, self._loss)
-
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
         values = inputs if carry is None else carry
@@ -145,14 +108,6 @@ class Chain(StagedModel):
             (module,) = part.modules
             values = module(*values) if isinstance(values, tuple) else module(values)
         return values
-
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        """Split a batch by ``pipeline_step``; without it a batch is a pair."""
-        return super().split(batch) if self._split is None else self._split(batch)
-
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """The loss by ``pipeline_loss``."""
-        return self._loss(output, target)
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""

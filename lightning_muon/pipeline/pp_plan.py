@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.pipeline.parts import Carry, Loss, Part, StagedModel
+from lightning_muon.pipeline.parts import Carry, Part, StagedModel
 
 _Place = tuple[nn.Module, str]
 _PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
@@ -30,17 +29,14 @@ class PPPlanModel(StagedModel):
     """
 
     is_known = False  # Whether tests have shown that this holds for its kind.
+    example: Any = None  # Inputs of its forward, if the user gives some.
 
     def __init__(self, root: Any) -> None:
-        self.root: Any = root
-        self.parts = named_parts(root, _planned_places(root))
+        self.root = root
+        self.parts = _named_parts(root, _planned_places(root))
         self._forward: Callable[..., Any] = root.forward
         self._result: Any = None  # Class of the result of its forward, and the name of the output in it.
         self._output = ""
-
-    def copy(self, memo: dict[int, Any]) -> Self:
-        """See the base class."""
-        return type(self)(copy.deepcopy(self.root, memo))
 
     def probe(self) -> Any:
         """Inputs of a small forward: :attr:`example`, or tokens for a model of transformers, or else ``None``."""
@@ -74,10 +70,6 @@ class PPPlanModel(StagedModel):
                 f"the forward of {type(self.root).__name__} does not come to the part after {parts[-1].name}"
             )
         return passed_on[0]
-
-    def loss(self, output: Carry, target: Any) -> Loss:
-        """Raise: :func:`find_staged_model` replaces this method by ``pipeline_loss``."""
-        raise TypeError(f"a {type(self.root).__name__} does not say its loss; define pipeline_loss")
 
     def inputs_of_call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """See the base class."""
@@ -176,7 +168,7 @@ def _planned_places(root: Any) -> list[list[_Place]]:
         except AttributeError as error:
             raise LookupError(f"the _pp_plan of {kind} has {name}, which the model has not") from error
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            parts += [*blocks_of(parent, child), []]
+            parts += [*_blocks_of(parent, child), []]
         else:
             parts[-1].append((parent, child))
     if len(parts) == 1:
@@ -184,13 +176,13 @@ def _planned_places(root: Any) -> list[list[_Place]]:
     return [part for part in parts if part]
 
 
-def blocks_of(stack: nn.Module, name: str) -> list[list[_Place]]:
+def _blocks_of(stack: nn.Module, name: str) -> list[list[_Place]]:
     """The places of the children of a list of modules."""
     blocks = stack.get_submodule(name)
     return [[(blocks, number)] for number, _ in blocks.named_children()]
 
 
-def named_parts(root: nn.Module, places: Sequence[Sequence[_Place]]) -> list[Part]:
+def _named_parts(root: nn.Module, places: Sequence[Sequence[_Place]]) -> list[Part]:
     """Parts of these places, with the names of their first modules."""
     names = {child: name for name, child in root.named_modules()}
     return [Part(names[each[0][0].get_submodule(each[0][1])], tuple(each)) for each in places]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import gather, together
+from lightning_muon.comm.agreement import together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.config import from_arguments
 from lightning_muon.params.routing import keep_routes
-from lightning_muon.pipeline.batch_run import BatchRun, Result
+from lightning_muon.pipeline.batch_run import BatchRun
 from lightning_muon.pipeline.batches import BatchComparison
 from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, free, untie
 from lightning_muon.pipeline.messages import Link
@@ -50,38 +48,42 @@ class PipelineRuntime:
     ``group`` unless they are local; every rank must call them, with the same batch.
 
     Args:
-        model: How ``module`` is cut.
         module: The module that holds the model, and nothing else that trains.
-        options: Options, with the name of the first part of each stage.
-        group: The ranks of the pipeline.
-        device: Device of the messages.
+        model: How it is cut.
+        stages: The parts of each stage.
+        options: Options.
+        mesh: All ranks, by (pipeline, replicate, shard).
     """
 
     def __init__(
-        self, model: StagedModel, module: nn.Module, options: PipelineOptions, group: AxisGroup, device: torch.device
+        self,
+        module: nn.Module,
+        model: StagedModel,
+        stages: Sequence[Sequence[Part]],
+        options: PipelineOptions,
+        mesh: DeviceMesh,
     ) -> None:
-        self.model, self.group, self.device, self._options = model, group, device, options
+        self.group = group = axis_group(mesh, (0,))
+        self.model, self.device, self._options = model, mesh_device(mesh), options
         self._num_microbatches = options.num_microbatches(group.size)
-        self.root: Any = model.root  # The module that users call.
         # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
         self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
-        self.recorder: Any = None  # A TimelineRecorder is told when ops begin and end.
-        # Methods of the engine that trains it: forward and backward of a batch; the same for a loss with a backward.
-        self.run_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
-        self.loss_of_batch: Callable[[], Callable[..., Tensor] | None] = lambda: None
+        # Method of the engine that trains it: forward and backward of a batch.
+        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None
         self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
         # Dtype of the model's output, also for its loss; as computed if None.
         self.output_dtype: torch.dtype | None = None
         pipeline = options.sizes(group.size, self._num_microbatches)
         self.rank_of = placement(make_order(options.pipeline_schedule, pipeline))
-        stages = choose_stages(model, pipeline.num_stages, options.pipeline_split)
-        check_parameters(module, model.parts)
         keep_routes(module)
+        tied = [(tuple(places), places) for places in untie(module, stages)]
         # For each parameter that several stages have: the stages, and the places of the copies on this rank.
-        self.tied: list[tuple[tuple[int, ...], dict[int, tuple[nn.Module, str]]]] = []
-        self.copied_names: dict[str, str] = {}  # Name of each copy on this rank -> name of its original.
-        self._copy_tied_parameters(module, stages)
-        self.stages: Mapping[int, list[Part]] = {
+        self.tied = [(of, {stage: places[stage][:2] for stage in of if self._is_own(stage)}) for of, places in tied]
+        # Name of each copy on this rank -> name of its original.
+        self.copied_names = {
+            places[stage][2]: places[of[0]][2] for of, places in tied for stage in of[1:] if self._is_own(stage)
+        }
+        self.stages: Mapping[int, Sequence[Part]] = {
             stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
         }
         free([part for stage, parts in enumerate(stages) if stage not in self.stages for part in parts])
@@ -91,23 +93,6 @@ class PipelineRuntime:
         self.has_lost_messages = False  # Whether an exception has ended a batch before all its messages were received.
         self.batches = BatchComparison(group, self._require_equal_copies)
         self._are_trained: list[bool] = []  # Whether parameters of this rank were trained in the last batch.
-
-    def _copy_tied_parameters(self, module: nn.Module, stages: Sequence[Sequence[Part]]) -> None:
-        """Give each stage its own copy of shared parameters; raise if a stage would need two of one."""
-        stage_of = {id(part): stage for stage, parts in enumerate(stages) for part in parts}
-        names = {id(child): name for name, child in module.named_modules()}
-        for places in untie([part for parts in stages for part in parts]):
-            of_stage = {stage_of[id(part)]: (holder, name) for part, holder, name in places}
-            full_names = [f"{names[id(holder)]}.{name}" for _, holder, name in places]
-            if len(of_stage) < len(places):
-                raise ValueError(
-                    f"{' and '.join(full_names)} are one parameter, and more than one of these parts is in a stage, "
-                    "where their gradients would not be added; let pipeline_split put each into a stage of its own, or "
-                    "share it inside of one part"
-                )
-            self.tied.append((tuple(of_stage), {s: place for s, place in of_stage.items() if self._is_own(s)}))
-            copies = zip(full_names[1:], list(of_stage)[1:], strict=True)
-            self.copied_names |= {copy: full_names[0] for copy, stage in copies if self._is_own(stage)}
 
     def _is_own(self, stage: int) -> bool:
         return self.rank_of[stage] == self.group.rank
@@ -149,18 +134,13 @@ class PipelineRuntime:
         return make_order(self._options.pipeline_schedule, pipeline)
 
     def train(
-        self,
-        batch: Any,
-        *,
-        factor: Callable[[Tensor], Tensor],
-        check: Callable[[], None] = lambda: None,
-        has_gradients: bool = False,
-    ) -> Result:
-        """Run forward and backward of a batch, and reduce its gradients.
+        self, batch: Any, *, factor: Callable[[Tensor], Tensor], check: Callable[[], None]
+    ) -> tuple[Tensor, Tensor]:
+        """Run forward and backward of a batch, and reduce its gradients; return :meth:`BatchRun.result`.
 
         ``factor`` takes the number of losses and returns the factor on the gradients of their sum. An error of
-        ``check`` is raised on all ranks of the pipeline, and ``has_gradients``, of earlier batches, is in the result if
-        it is true on any. Parameters may have been frozen, or unfrozen, since the last batch.
+        ``check`` is raised on all ranks of the pipeline. Parameters may have been frozen, or unfrozen, since the last
+        batch.
 
         Raises:
             ValueError: If the ranks have different batches; before any message.
@@ -177,16 +157,16 @@ class PipelineRuntime:
         has_changed, self._are_trained = are_trained != self._are_trained, are_trained
         copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.tied]
         trained, frozen = [any(each) for each in copies], [not all(each) for each in copies]
-        pieces = self.batches.begin(cut, [has_changed, has_gradients, *trained, *frozen])
+        pieces = self.batches.begin(cut, [has_changed, *trained, *frozen])
         # The seed comes from the generator that checkpoints save: a resumed run continues with the same numbers.
         run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
         with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
             run.run(self._programs(len(pieces), True))
-        return replace(run.result(), has_gradients=self.batches.finish()[1])
+        return run.result()
 
     def _require_equal_copies(self, facts: Sequence[bool]) -> None:
         """Raise, alike on all ranks, if one copy of a parameter is frozen and another one trained."""
-        trained, frozen = facts[2 : 2 + len(self.tied)], facts[2 + len(self.tied) :]
+        trained, frozen = facts[1 : 1 + len(self.tied)], facts[1 + len(self.tied) :]
         for (stages, _), *is_either in zip(self.tied, trained, frozen, strict=False):
             if all(is_either):
                 raise RuntimeError(
@@ -198,15 +178,15 @@ class PipelineRuntime:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of :attr:`StagedModel.root` with the result of the whole model, on every rank.
 
-        With gradients enabled, the schedule runs forward and backward, and the result is the loss of a training batch;
-        without, it is the whole output.
+        Raises:
+            RuntimeError: If gradients are enabled, since no loss can be computed from the result.
         """
         if torch.is_grad_enabled():
-            batch, num_losses = self.model.batch_of_call(args, kwargs)
-            compute = self.loss_of_batch()
-            if compute is None or self.run_batch() is None:
-                raise RuntimeError("the training of this pipeline is over; call the model under torch.no_grad()")
-            return self.model.result_of_training(compute(batch, num_losses))
+            raise RuntimeError(
+                f"{type(self.model.root).__name__} is divided over the ranks of a pipeline, and returns no output that "
+                "a loss could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead "
+                "of the model and of backward, and evaluate under torch.no_grad()"
+            )
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
             self._require_messages()
@@ -235,11 +215,10 @@ class PipelineRuntime:
             described: list[Any] = [[(each.shape, each.dtype) for each in whole], isinstance(outputs[0], tuple)]
         else:
             whole, described = [], [None, None]
-        if self.group.group is not None:
-            dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.device)
-            whole = whole or [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
-            for each in whole:
-                dist.broadcast(each, group=self.group.group, group_src=source)
+        dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.device)
+        whole = whole or [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
+        for each in whole:
+            dist.broadcast(each, group=self.group.group, group_src=source)
         return tuple(whole) if described[1] else whole[0]
 
     def _split(self, value: Any) -> list[Any]:
@@ -277,24 +256,20 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     Raises:
         ValueError: If it cannot be cut in this way, or was cut in another one before.
     """
-    group = axis_group(mesh, (0,))
+    num_ranks = mesh.size(0)
     if (known := vars(module).get(_KEY)) is None:
 
-        def choose() -> tuple[StagedModel, list[str]]:
+        def choose() -> tuple[StagedModel, list[list[Part]]]:
             check_plain(module)
             model = find_staged_model(module)
             check_outputs(module, model)
-            stages = choose_stages(model, group.size * options.stages_per_rank, options.pipeline_split)
-            return model, [parts[0].name for parts in stages]
+            check_parameters(module, model.parts)
+            return model, choose_stages(model, num_ranks * options.stages_per_rank, options.pipeline_split)
 
-        everyone = axis_group(mesh, tuple(range(mesh.ndim)))
-        model, first_parts = together(choose, [everyone])
-        # Take the cut of one rank: in unusual models, the measured FLOPs may depend on the rank.
-        chosen = from_arguments(PipelineOptions, vars(options) | {"pipeline_split": gather(first_parts, everyone)[0]})
-        known = options, PipelineRuntime(model, module, chosen, group, mesh_device(mesh))
-        vars(module)[_KEY] = known
+        model, stages = together(choose, [axis_group(mesh, tuple(range(mesh.ndim)))])
+        vars(module)[_KEY] = known = options, PipelineRuntime(module, model, stages, options, mesh)
     before, runtime = known
-    if options.own() != before.own() or runtime.group.size != group.size:
+    if options.own() != before.own() or runtime.group.size != num_ranks:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
     # Forget the known sizes of messages: parameters may have been frozen or unfrozen since.
     runtime.links.clear()
@@ -315,10 +290,9 @@ def runtime_of(stage: nn.Module) -> PipelineRuntime:
 def forward_backward(model: nn.Module, batch: Any) -> Tensor:
     """Run forward and backward of a batch through all stages of a pipeline; a loop calls it instead of both.
 
-    ``model`` was set up by Fabric or prepared by our Accelerator with ``pipeline_size`` of 2 or more. Gradients are
-    ready for clipping and the step when it returns; the loss, the mean over the batch of this data rank, is the same on
-    all ranks of the pipeline and has no graph. Collective over all ranks; every rank must call it, and ranks of one
-    pipeline with the same batch.
+    ``model`` was set up by Fabric with ``pipeline_size`` of 2 or more. Gradients are ready for clipping and the step
+    when it returns; the loss, the mean over the batch of this data rank, is the same on all ranks of the pipeline and
+    has no graph. Collective over all ranks; every rank must call it, and ranks of one pipeline with the same batch.
 
     Example::
 

@@ -133,11 +133,6 @@ class MatrixShards:
         # The rank that holds all elements while no other has any; rank 0 if there are no elements.
         self.sole_holder = 0 if not filled else filled[0] if len(filled) == 1 else None
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether several ranks of one replica have elements."""
-        return any(len(ranks) > 1 for ranks in self.by_replica.values())
-
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
@@ -150,7 +145,6 @@ class MatrixSpec:
     shards: MatrixShards  # How it lies on the ranks of its exchange group.
     # Wire elements that are sent with it: values of its neurons that each rank holds, some on several ranks.
     neuron_shards: MatrixShards | None = None
-    sums_pieces: bool = False  # Whether ranks need sums over its pieces, which lie on several of them.
 
     @property
     def numel(self) -> int:

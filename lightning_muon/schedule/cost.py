@@ -51,7 +51,7 @@ class CostModel:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a JSON file, as ``lightning-muon trace`` writes it; a ``ValueError`` says what is wrong with it."""
+        """Read a JSON file as ``benchmarks/plan_accuracy.py`` writes it; a ``ValueError`` says what is wrong."""
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
@@ -114,7 +114,7 @@ PRESETS: dict[str, CostModel] = {
         op_seconds=10e-6,
         latency_seconds=(20e-6, 40e-6),
     ),
-    # ``lightning-muon plan --calibrate`` on two cores with AVX-512 BF16 (memory, loopback), with the FLOP/s that
+    # ``benchmarks/plan_accuracy.py`` on two cores with AVX-512 BF16 (memory, loopback), with the FLOP/s that
     # estimates.py has for this loopback; the 10 Gbit/s between machines are assumed.
     "cpu": CostModel(
         flops_per_second=400 * 1.4e9,

@@ -30,8 +30,6 @@ _STYLES = {
     OpKind.GATHER: Style("G", "gather", "#56B4E9"),
     OpKind.NEWTON_SCHULZ: Style("C", "Newton-Schulz", "#E69F00"),
     OpKind.SCATTER: Style("S", "scatter", "#29B98A"),
-    OpKind.SUM_PIECES: Style("P", "sums over pieces", "#BBBBBB"),
-    OpKind.EXCHANGE_SUMS: Style("X", "exchange of sums", "#A8DFC8"),
     OpKind.UPDATE: Style("U", "update", "#F0E442"),
     OpKind.ADAMW: Style("A", "AdamW", "#A58ADB"),
     # Of a pipeline; i is a stage and a micro-batch.
@@ -87,6 +85,8 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False
     )
+    if path.suffix[1:] not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"{path}: a picture is a .png, .svg or .pdf")
     # Text stays text in an SVG, which keeps it small and searchable, and the same timeline gives the same file.
     settings = {"svg.fonttype": "none", "svg.hashsalt": "lightning-muon", "font.sans-serif": ["DejaVu Sans"]}
     with import_module("matplotlib").rc_context(settings):

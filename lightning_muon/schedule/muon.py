@@ -14,8 +14,6 @@ from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 STATE_ITEMSIZE = 4
 # AdamW reads gradient, weight and two moments, and writes the last three.
 ADAMW_TENSORS = 7
-# Bytes that a rank sends to each other one of its replica for a matrix whose update needs sums over all pieces.
-SUMS_BYTES = 3 * 4  # |W|^2, <W, u> and |u|^2 in float32.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +70,10 @@ def plan_step(
     for number, (bucket, by_rank) in enumerate(zip(buckets, shares, strict=True)):
         moved = count_elements({matrix: owners[matrix] for matrix in bucket}, specs)
         has_gather, has_scatter = any(moved.gather_received), any(map(any, moved.scatter_received))
-        num_sums = sum(specs[matrix].sums_pieces for matrix in bucket)
         for rank, ops in program.items():
             items, cost = by_rank.get(rank, ((), 0))
             work = Op(kind=OpKind.NEWTON_SCHULZ, key=f"{key_prefix}{number}", rank=rank, cost=cost, items=items)
-            around = _around(work, bucket, moved, itemsize, group, has_gather=has_gather, has_scatter=has_scatter)
-            ops += _with_sums(around, num_sums, specs[0].shards.replica_of) if num_sums else around
+            ops += _around(work, bucket, moved, itemsize, group, has_gather=has_gather, has_scatter=has_scatter)
     return MuonPlan(owners=tuple(owners), buckets=tuple(buckets), flops=tuple(flops), program=program)
 
 
@@ -166,22 +162,3 @@ def _around(
     update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * held
     ops.append(Op(kind=OpKind.UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
     return ops
-
-
-def _with_sums(ops: Sequence[Op], num_sums: int, replica_of: Sequence[int]) -> list[Op]:
-    """The ops of a bucket, with the sums over pieces that the updates of ``num_sums`` of its matrices need."""
-    *before, update = ops
-    others = replica_of.count(replica_of[update.rank]) - 1
-    size = num_sums * SUMS_BYTES * others
-    pieces = replace(update, kind=OpKind.SUM_PIECES, memory=size)
-    exchange = replace(
-        update,
-        kind=OpKind.EXCHANGE_SUMS,
-        deps=(pieces.name,),
-        lane=TRANSFER,
-        bytes=size,
-        axis_bytes=(size, 0),
-        memory=size,
-        group=tuple(range(len(replica_of))),
-    )
-    return [*before, pieces, exchange, replace(update, deps=(*update.deps, exchange.name))]

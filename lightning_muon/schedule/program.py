@@ -8,9 +8,6 @@ from dataclasses import dataclass, replace
 # Lanes.
 COMPUTE = "compute"
 TRANSFER = "transfer"
-# Copies between the memory of the host and that of the device, one lane for each direction.
-TO_DEVICE = "to device"
-TO_HOST = "to host"
 
 # Phases, in their order. An op of backward that has not run when the step begins runs then.
 IN_BACKWARD = "in backward"
@@ -34,32 +31,20 @@ class OpKind:
     GATHER = "gather"  # Bring the pieces to the owners.
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
-    # Sums over the local pieces of a bucket's matrices, where the update needs those over whole matrices.
-    SUM_PIECES = "sum_pieces"
-    EXCHANGE_SUMS = "exchange_sums"  # Bring these sums to the other ranks of the replica.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    EARLY_MOMENTUM = "early_momentum"  # As `MOMENTUM`, during backward; changes no state, so it can be dropped.
-    EARLY_GATHER = "early_gather"  # As `GATHER`, during backward.
     # Wait until it is known whether all gradients are finite, and whether what was sent during backward is valid.
     CHECK = "check"
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
     REDUCE_SCATTER = "reduce_scatter"
     ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-    FETCH = "fetch"  # Copy the momenta of a bucket from the memory of the host to a buffer of the device.
-    STORE = "store"  # Copy them back.
     EXCHANGE = "exchange"  # Add the gradients of a bucket to the residuals, and send what is chosen to other nodes.
     EARLY_EXCHANGE = "early_exchange"  # As `EXCHANGE`, during backward; changes no residual, so it can be dropped.
     SETTLE = "settle"  # Subtract from the residuals of a bucket what was sent.
     DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
-EARLY_KINDS = {OpKind.EARLY_MOMENTUM: OpKind.MOMENTUM, OpKind.EARLY_GATHER: OpKind.GATHER}
-"""Kind of an op during backward -> kind of the op of the step that it replaces."""
-STEP_KINDS = (
-    *(OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER),
-    *(OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS, OpKind.UPDATE),
-)
+STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
 """The ops of one bucket, in their order."""
 
 

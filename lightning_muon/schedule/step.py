@@ -11,26 +11,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_muon.schedule.program import (
-    EARLY_KINDS,
-    IN_BACKWARD,
-    IN_STEP,
     STEP_KINDS,
-    TO_DEVICE,
-    TO_HOST,
     Condition,
     Op,
     OpKind,
     Program,
 )
 
-_EARLY_OF = {kind: early for early, kind in EARLY_KINDS.items()}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AddedOps:
     """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
 
-    first: Sequence[Op] = ()  # Before all others of their phase.
+    first: Sequence[Op] = ()  # Before all others; those of the backward phase come first.
     # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
     # op later in this list, so their order is kept.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
@@ -45,10 +38,10 @@ NOTHING_ADDED = AddedOps()
 def prefetch(program: Program, look_ahead: int) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
-    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket k:
-    Newton-Schulz and scatter of k, sums over pieces (if needed) and update of earlier buckets, momentum and gather of k
-    + look_ahead. With 0 the program stays serial. With 1 only AdamW and updates overlap with transfers, since the
-    gather of k + 1 queues behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
+    Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket
+    k: Newton-Schulz and scatter of k, update of an earlier bucket, momentum and gather of k + look_ahead. With 0 the
+    program stays serial. With 1 only AdamW and updates overlap with transfers, since the gather of k + 1 queues
+    behind the scatter of k; 2 is the least that lets a gather run beside Newton-Schulz.
 
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
     for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
@@ -59,36 +52,6 @@ def prefetch(program: Program, look_ahead: int) -> Program:
 def scatter_buffers_for(look_ahead: int) -> int:
     """Number of scatter buffers for a look-ahead: with fewer, all ranks wait for the slowest owner of a bucket."""
     return max(2, look_ahead)
-
-
-def momentum_buffers_for(look_ahead: int) -> int:
-    """Number of buckets whose momenta are on the device at a time, until their update, if the host keeps them."""
-    return max(1, look_ahead) + scatter_buffers_for(look_ahead)
-
-
-def with_momenta_on_host(ops: Sequence[Op], look_ahead: int) -> list[Op]:
-    """Add ops that fetch momenta from the host before ops that need them, and store them after the update.
-
-    The n = :func:`momentum_buffers_for` buffers are used in turn: fetch k waits for store k - n. Fetched momenta may
-    change before the ``check``; only the store, after the update, changes the state. Both run for every bucket, but do
-    nothing for one without gradients, so that each wait holds for all earlier buckets in the lane, too.
-    """
-    num_buffers, stores = momentum_buffers_for(look_ahead), list[str]()
-    fetched: dict[str, str] = {}
-    staged: list[Op] = []
-    for op in ops:
-        needs = op.kind in (OpKind.MOMENTUM, OpKind.UPDATE)
-        if needs and op.key not in fetched:
-            frees = (stores[len(fetched) - num_buffers],) if len(fetched) >= num_buffers else ()
-            fetch = Op(kind=OpKind.FETCH, key=op.key, rank=op.rank, lane=TO_DEVICE, items=op.items, deps=frees)
-            fetched[op.key] = fetch.name
-            staged.append(fetch)
-        staged.append(replace(op, deps=(*op.deps, fetched[op.key])) if needs else op)
-        if op.kind == OpKind.UPDATE:
-            store = Op(kind=OpKind.STORE, key=op.key, rank=op.rank, lane=TO_HOST, items=op.items, deps=(op.name,))
-            stores.append(store.name)
-            staged.append(store)
-    return staged
 
 
 def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
@@ -106,8 +69,6 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     delay = scatter_buffers - 1
     stages = (
         (0, (OpKind.NEWTON_SCHULZ, OpKind.SCATTER)),
-        # Before an older update, so that the sums are sent while it runs.
-        (min(1 - delay, -1), (OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS)),
         (-delay, (OpKind.UPDATE,)),
         (look_ahead, (OpKind.MOMENTUM, OpKind.GATHER)),
     )
@@ -136,14 +97,12 @@ def step_program(
     program: Program,
     *,
     look_ahead: int,
-    early: Collection[str] = (),
     is_late: bool = False,
     added: Mapping[int, AddedOps] | None = None,
 ) -> Program:
     """Overlap transfers with arithmetic (:func:`prefetch`), and add the branches of the step.
 
     - A bucket runs only if one of its parameters has a gradient.
-    - A bucket of ``early`` is also in the backward phase; momentum and gather of the step run if what was sent is void.
     - ``check`` comes before the first op that changes anything.
     - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
 
@@ -151,43 +110,12 @@ def step_program(
     """
     issued = prefetch(program, look_ahead)
     added = added or {}
-    return {
-        rank: _with_branches(program[rank], ops, set(early), added.get(rank, NOTHING_ADDED), is_late=is_late)
-        for rank, ops in issued.items()
-    }
+    return {rank: _with_branches(ops, added.get(rank, NOTHING_ADDED), is_late=is_late) for rank, ops in issued.items()}
 
 
-def _with_branches(
-    canonical: Sequence[Op], issued: Sequence[Op], early: Collection[str], added: AddedOps, *, is_late: bool
-) -> list[Op]:
-    backward = [op for op in added.first if op.phase == IN_BACKWARD]
-    first = [op for op in added.first if op.phase == IN_STEP]
-    steps = _merged(_with_check(_conditional(issued, early), is_late=is_late), added)
-    return [*backward, *_early_ops(canonical, early), *first, *steps, *added.last]
-
-
-def _early_ops(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
-    """Momentum and gather of the ``early`` buckets, in the backward phase."""
-    copies: list[Op] = []
-    for op in ops:
-        if op.key in early and op.kind in _EARLY_OF:
-            deps = (f"{OpKind.EARLY_MOMENTUM}[{op.key}]",) if op.kind == OpKind.GATHER else ()
-            copies.append(replace(op, kind=_EARLY_OF[op.kind], phase=IN_BACKWARD, deps=deps, when=(Condition.SENT,)))
-    return copies
-
-
-def _conditional(ops: Sequence[Op], early: Collection[str]) -> list[Op]:
-    """Let ops of matrices run for buckets with gradients, momentum and gather only if what was sent early is void."""
-    marked: list[Op] = []
-    for op in ops:
-        if op.kind != OpKind.ADAMW:
-            op = replace(op, when=(Condition.GRADIENTS,))
-        if op.key in early and op.kind == OpKind.NEWTON_SCHULZ:
-            op = replace(op, deps=(*op.deps, f"{OpKind.EARLY_GATHER}[{op.key}]"))
-        elif op.key in early and op.kind in _EARLY_OF:
-            op = replace(op, unless=(Condition.VALID,))
-        marked.append(op)
-    return marked
+def _with_branches(issued: Sequence[Op], added: AddedOps, *, is_late: bool) -> list[Op]:
+    conditional = [op if op.kind == OpKind.ADAMW else replace(op, when=(Condition.GRADIENTS,)) for op in issued]
+    return [*added.first, *_merged(_with_check(conditional, is_late=is_late), added), *added.last]
 
 
 def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:

@@ -10,7 +10,6 @@ from itertools import chain
 from lightning_muon.schedule.graph import NAMED, build_graph, where
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
-    EARLY_KINDS,
     EVERY_KEY,
     STEP_KINDS,
     Condition,
@@ -94,15 +93,14 @@ def _check_owners(plan: MuonPlan) -> None:
 
 
 def _take_off(ops: Sequence[Op], planned: dict[tuple[int, str], Op]) -> None:
-    """Remove the ops of a rank from the planned ones; those of the backward phase count as the ops they replace."""
-    stands_for = {op.name: f"{EARLY_KINDS.get(op.kind, op.kind)}[{op.key}]" for op in ops}
+    """Remove the ops of a rank from the planned ones."""
     for op in ops:
-        if op.kind not in (*STEP_KINDS, *EARLY_KINDS):
+        if op.kind not in STEP_KINDS:
             continue
-        plan = planned.pop((op.rank, stands_for[op.name]), None)
+        plan = planned.pop((op.rank, op.name), None)
         if plan is None:
             raise ValueError(f"{where(op)} is not in the plan, or is there twice; a bucket has one op of each kind")
         if op.items != plan.items:
             raise ValueError(f"{where(op)} works on the matrices {op.items[:NAMED]}, planned are {plan.items[:NAMED]}")
-        for name in set(plan.deps).difference(stands_for[dep] for dep in op.deps):
+        for name in set(plan.deps).difference(op.deps):
             raise ValueError(f"{where(op)} does not depend on {name}, whose result it works on")

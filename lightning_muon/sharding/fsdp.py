@@ -47,7 +47,7 @@ from lightning_muon.sharding.shard_model import (
     set_gradient_divisor,
     shard_model,
 )
-from lightning_muon.sharding.weights import follow_state_dict, mesh_device
+from lightning_muon.sharding.weights import mesh_device
 
 _SECONDS_TO_FAIL_TOGETHER = 60.0
 
@@ -125,7 +125,6 @@ class Fsdp(ShardingMode):
         for root in self.options.roots or ():
             shard_model(root, self.mesh, replace(self.options, wrap_policy=()))
         initialize_roots(module)
-        follow_state_dict(module)
 
     @override
     def watch(self, module: nn.Module) -> None:

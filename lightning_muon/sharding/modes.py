@@ -20,7 +20,7 @@ from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
 from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners, Results, Transport
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import PRESETS

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Sequence
 from itertools import accumulate, chain, groupby
-from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -21,17 +17,6 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.uses import clean_name, parameter_uses
 
 _BUCKET_BYTES = 64 * 2**20
-# Packages that call `state_dict` and know of shards.
-_KNOW_SHARDS = frozenset(
-    "torch lightning_muon lightning pytorch_lightning lightning_fabric accelerate transformers".split()
-)
-_followed: WeakSet[nn.Module] = WeakSet()
-_places: dict[Any, Any] = {}  # Registry of the places where the warning was shown.
-_SHARDS = (
-    "state_dict() of a sharded model has the shards of this rank, and torch.save would write these alone. For whole "
-    "weights call lightning_muon.full_state_dict(model) on every rank, and torch.save what it returns on rank 0 "
-    "(torch.distributed.checkpoint saves the shards of all ranks)"
-)
 
 
 @torch.no_grad()
@@ -141,28 +126,6 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
         if name in state:
             state[name] = state[first_names.setdefault(id(tensor), name)]
     return state  # type: ignore[return-value]
-
-
-def follow_state_dict(module: nn.Module) -> None:
-    """Warn once, on rank 0, when code of the user calls ``state_dict`` of ``module`` or of a part of it; local."""
-    for each in module.modules():
-        if each not in _followed:
-            _followed.add(each)
-            each.register_state_dict_post_hook(_look_for_shards)
-
-
-def _look_for_shards(_module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: Any) -> None:
-    inner = caller = sys._getframe(1)
-    # The outermost caller: a framework may call a method `state_dict` of the user.
-    while caller.f_back and caller.f_code.co_name == "state_dict":
-        caller = caller.f_back
-        if caller.f_code is inner.f_code and caller.f_locals.get("self") in _followed:
-            return  # The warning comes from the larger module.
-    is_of_user = caller.f_globals.get("__name__", "").partition(".")[0] not in _KNOW_SHARDS
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_of_user and is_first and any(isinstance(value, DTensor) for value in state.values()):
-        file, line = caller.f_code.co_filename, caller.f_lineno
-        warnings.warn_explicit(_SHARDS, UserWarning, file, line, registry=_places)
 
 
 @torch.no_grad()

@@ -102,7 +102,7 @@ class FineTuned(LightningModule):
         require_room(self.model, self.trainer.datamodule.highest_token)
 
     def on_train_start(self) -> None:
-        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        """Keep the tokenizer with the run."""
         save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:

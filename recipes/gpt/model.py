@@ -107,7 +107,7 @@ class GPT(LightningModule):
                 raise ValueError(f"model.{name} is {self.hparams[name]}, but the data needs {needed}; raise it")
 
     def on_train_start(self) -> None:
-        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        """Keep the tokenizer with the run."""
         save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -122,7 +122,7 @@ class GPT(LightningModule):
         self.log("val_loss", loss, prog_bar=True, batch_size=len(batch["labels"]), sync_dist=True)
 
     def on_validation_epoch_end(self) -> None:
-        """Continue the beginning of the held-out text; printed, and kept for ``lightning-muon report``."""
+        """Continue the beginning of the held-out text; printed, and kept in ``samples.json``."""
         if not self.hparams.sample_tokens or self.trainer.sanity_checking:
             return
         sample, folder = self.sample(), self.trainer.log_dir
@@ -131,7 +131,7 @@ class GPT(LightningModule):
         if folder and self.trainer.is_global_zero:
             path = Path(folder, "samples.json")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.samples[::-1]))  # The report shows the first ones.
+            path.write_text(json.dumps(self.samples[::-1]))
 
     def sample(self) -> dict[str, str]:
         """What follows the first held-out tokens, by the model. Collective: the weights are sharded."""

@@ -44,7 +44,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def save_with_run(trainer: Any, processor: Any, name: str) -> None:
-    """Save a tokenizer or an image processor with the run, where ``lightning-muon convert --to hf`` finds it.
+    """Save a tokenizer, an image processor or a config with the run.
 
     Args:
         trainer: Of Lightning; on other ranks than 0 and without a log folder nothing is written.

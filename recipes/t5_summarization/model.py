@@ -129,15 +129,8 @@ class T5Summarizer(LightningModule):
         )
         return loss
 
-    def on_fit_start(self) -> None:
-        """A pipeline computes the loss of T5 itself, from the labels of the batch."""
-        if self.hparams.paper_loss and getattr(getattr(self.trainer.strategy, "options", None), "pipeline_size", 1) > 1:
-            raise ValueError(
-                "paper_loss=True is a loss of training_step, which pipeline_size does not call; leave one out"
-            )
-
     def on_train_start(self) -> None:
-        """Keep the tokenizer with the run, for ``lightning-muon convert --to hf``."""
+        """Keep the tokenizer with the run."""
         save_with_run(self.trainer, self.trainer.datamodule.tokenizer, "tokenizer")
 
     def on_validation_epoch_start(self) -> None:
@@ -155,7 +148,7 @@ class T5Summarizer(LightningModule):
             self.summaries += summaries
 
     def on_validation_epoch_end(self) -> None:
-        """Log the first summaries, and write them to ``samples.json``, which ``lightning-muon report`` shows."""
+        """Log the first summaries, and write them to ``samples.json``."""
         if not self.summaries or not self.trainer.is_global_zero:
             return
         first = [{"step": self.trainer.global_step, **each._asdict()} for each in self.summaries[:_NUM_SAMPLES]]
@@ -222,7 +215,6 @@ class T5Summarizer(LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW for everything; the strategy moves the matrices to Muon at the same learning rate."""
         lr, config = self.hparams.lr, self.model.config
-        # The tied embedding by its size: of the stages of a pipeline, the last has a copy, and those between have none.
         embeddings, others = [], []
         for parameter in self.parameters():
             (embeddings if parameter.shape == (config.vocab_size, config.d_model) else others).append(parameter)

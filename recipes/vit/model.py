@@ -53,8 +53,9 @@ class ViTClassifier(LightningModule):
         config.id2label, config.label2id = dict(enumerate(classes)), {name: n for n, name in enumerate(classes)}
 
     def on_train_start(self) -> None:
-        """Keep the image processor with the run, for ``lightning-muon convert --to hf``."""
+        """Keep the image processor, and the config with the names of the classes, with the run."""
         save_with_run(self.trainer, image_processor(self.trainer.datamodule.hparams.image_size), "")
+        save_with_run(self.trainer, self.model.config, "")
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the images."""

@@ -14,8 +14,6 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_muon.cli.report import write_report
-
 ROOT = Path(__file__).parents[2]
 CONFIG = Path(__file__).with_name("demo.yaml")
 FOLDER = Path("outputs/vowels")
@@ -63,8 +61,7 @@ def run(arguments: list[str]) -> str:
         curves[strategy] = read(newest(FOLDER / strategy))
     picture = FOLDER / "adamw-and-muon.png"
     plot(curves, picture)
-    page = write_report([newest(FOLDER / strategy) for strategy in STRATEGIES], FOLDER / "report.html")
-    return f"{report(curves)}\n\nBoth curves: {picture}\nReport of both trainings, for a browser: {page}"
+    return f"{report(curves)}\n\nBoth curves: {picture}"
 
 
 def newest(folder: Path) -> Path:

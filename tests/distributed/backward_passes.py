@@ -1,4 +1,4 @@
-"""A sharded model, and backward passes that do everything to gradients that users do."""
+"""A sharded model, and backward passes with what users do to gradients, state and options before a step."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def sharded(mesh_shape: tuple[int, ...]) -> Net:
 
 def make_optimizer(model: nn.Module, **options: Any) -> ParallelMuon:
     float32 = {"compute_dtype": "float32", "wire_dtype": "float32"}
-    options = {"lr": 0.02, **float32, "chunk_bytes": 1, "overlap": "backward"} | options
+    options = {"lr": 0.02, **float32, "chunk_bytes": 1} | options
     return ParallelMuon(model, **options)
 
 
@@ -64,54 +64,6 @@ def plain(model: Net, optimizer: ParallelMuon, step: int) -> None:
 def clipped(model: Net, optimizer: ParallelMuon, step: int) -> None:
     plain(model, optimizer, step)
     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-
-def clipped_without_effect(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    plain(model, optimizer, step)
-    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-
-
-def flipped(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    """Of other parameters in each step; the norm of each gradient stays."""
-    plain(model, optimizer, step)
-    for parameter in list(model.parameters())[step::3]:
-        if parameter.grad is not None:
-            local = parameter.grad.data.to_local()  # type: ignore[attr-defined]
-            local.copy_(local.flip(0))
-
-
-def hooked_later(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    """Hooks that run after those of the optimizer."""
-    if step == 1:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.to_local().mul_(0.1))  # type: ignore[attr-defined]
-    plain(model, optimizer, step)
-
-
-def reduced_again(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    plain(model, optimizer, step)
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.to_local().mul_(2 if dist.get_rank() else 1)  # type: ignore[attr-defined]
-
-
-def accumulated(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    for part in range(3):
-        model(tokens(10 * step + part)).square().mean().backward()
-
-
-def without_sync(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    optimizer.zero_grad()
-    for part in range(3):
-        model.set_requires_gradient_sync(part == 2)  # type: ignore[attr-defined]
-        model(tokens(10 * step + part)).square().mean().backward()
-
-
-def thrown_away(model: Net, optimizer: ParallelMuon, step: int) -> None:
-    plain(model, optimizer, step + 50)
-    plain(model, optimizer, step)
 
 
 def replaced_state(model: Net, optimizer: ParallelMuon, step: int) -> None:
@@ -152,12 +104,6 @@ def unfrozen_later(model: Net, optimizer: ParallelMuon, step: int) -> None:
 BACKWARDS = [
     plain,
     clipped,
-    flipped,
-    hooked_later,
-    reduced_again,
-    accumulated,
-    without_sync,
-    thrown_away,
     replaced_state,
     new_momentum,
     branch_on_some_steps,

@@ -1,6 +1,6 @@
 """A rank that differs from the others: an error on all of them or the same weights on all, and never a hang."""
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
-from lightning_muon.math.product_costs import MeasuredCosts, read_costs
+from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.params.layout import local_tensor
+from tests.support import family
 from tests.support.processes import ProcessPool
 
 
@@ -47,6 +47,7 @@ def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
     [
         ({"ns_steps": 3}, "", "'ns_steps of the group of weight' 5, rank 1 has .* 3"),
         ({"lr": 0.5}, "", "'lr of the group of weight' .* 0.5"),
+        ({"orthogonalize": family.muon_eq}, "", "'orthogonalize of the group of weight' 'newton_schulz', rank 1 has"),
         ({}, "frozen", "trainable=False"),
         ({}, "added", "more|bias|settings"),
     ],
@@ -66,7 +67,6 @@ def _message(options: dict[str, Any]) -> str:
 _WRONG: list[dict[str, Any]] = [
     {"adamw_patterns": ("nothing.*",)},
     {"algorithm": "muon"},
-    {"ns_quality": "fast", "ns_costs": "nowhere.json"},
 ]
 
 
@@ -77,31 +77,21 @@ def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[s
     assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
 
 
-def _with_costs(folder: str, *, are_nodes: bool) -> str:
-    """What is said on ranks, or nodes of FlexDeMo, whose files of costs differ, though their names do not."""
-    path, costs = Path(folder, "costs.json"), dict.fromkeys(("gram", "square", "symmetric", "whole"), 1.0)
-    for rank in range(dist.get_world_size()):
-        if rank == dist.get_rank():
-            measured = {(8, 4): {"float32": costs | {"gram": 9.0 + rank}}}
-            path.write_text(MeasuredCosts("cpu", f"host {rank}", measured).to_json())
-            read_costs(str(path), "cpu")  # Which keeps it: for this process it is the file of its host.
-        dist.barrier()
-    options: dict[str, Any] = {"ns_quality": "fast", "ns_costs": str(path)}
-    nodes = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    weight = _parameter(0, (8, 4), nodes["shard"] if are_nodes else _line())
-    if are_nodes:
-        optimizer: torch.optim.Optimizer = FlexDeMo([("weight", weight)], base="muon", mesh=nodes, **options)
-    else:
-        optimizer = ParallelMuon([("weight", weight)], **options)
-    with pytest.raises(RuntimeError) as error:
+def _fails_on_rank_1(matrices: Tensor, *, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
+    return newton_schulz(matrices) if dist.get_rank() != 1 else matrices[0]
+
+
+def _step_with_a_failing_function() -> str:
+    optimizer = ParallelMuon([("weight", _parameter(0, (8, 4), _line()))], orthogonalize=_fails_on_rank_1)
+    with pytest.raises((TypeError, RuntimeError)) as error:
         optimizer.step()
     return str(error.value)
 
 
-@pytest.mark.parametrize("are_nodes", [False, True])
-def test_costs_that_differ_are_an_error_on_all_ranks(gloo: ProcessPool, are_nodes: bool, tmp_path: Path) -> None:
-    for message in gloo.run(_with_costs, str(tmp_path), are_nodes=are_nodes, world_size=2, timeout=30):
-        assert "'host 0'" in message and "'host 1'" in message and "differs between ranks" in message
+def test_a_function_that_fails_on_one_rank_ends_the_others(gloo: ProcessPool) -> None:
+    first, wrong, last = gloo.run(_step_with_a_failing_function, world_size=3, timeout=30)
+    assert "returned (2, 3) torch" in wrong
+    assert all("rank 1 of the group failed" in message for message in (first, last))
 
 
 def _nan_in_a_small_mesh() -> None:

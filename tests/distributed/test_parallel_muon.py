@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.math.coefficients import polar_express, steps_of
-from lightning_muon.math.product_costs import MeasuredCosts
+from lightning_muon.math.coefficients import FAST, steps_of
 from tests.distributed.sharding.training import distributed_over, mesh_of
-from tests.reference.muon import ReferenceMuon, in_8_bits
+from tests.reference import muon
+from tests.reference.muon import ReferenceMuon
+from tests.support import family
 from tests.support.processes import ProcessPool
 from tests.support.tensors import random_tensors, whole, wholes
 
@@ -109,36 +109,21 @@ def test_hyper_parameters_mean_what_they_mean_in_one_process(gloo: ProcessPool) 
     _compare(gloo, (3,), [(0, options, _reference(**options), EXACT) for options in every])
 
 
-@pytest.mark.parametrize(("mesh_shape", "first"), [((1,), 3), ((2,), 2), ((3,), 0), ((2, 2), 3)], ids=str)
-def test_each_preset_and_quality_is_that_of_full_matrices(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], first: int
-) -> None:
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_each_preset_and_quality_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
     # Gram iterations, which "fast" takes for unequal sides, add in another order; each step is off by some 1e-6.
     custom = tuple((3.0 - 0.2 * step, -3.0, 1.1) for step in range(4))
+    cubic = ((1.5, -0.5, 0.0),) * 5
     qualities: list[tuple[Options, Any, float]] = [
         ({"ns_coefficients": "polar_express", "ns_steps": 6}, steps_of("polar_express", 6), EXACT),
-        ({"ns_coefficients": "cubic"}, steps_of("cubic", 5), 5 * EXACT),
+        ({"ns_coefficients": cubic[0]}, cubic, EXACT),
         ({"ns_coefficients": custom, "ns_steps": 4}, custom, EXACT),
-        ({"ns_quality": "fast"}, polar_express(3, 0.01), 50 * EXACT),
-        ({"ns_quality": (0.95, 1.05)}, polar_express(4, 0.01), 50 * EXACT),
+        ({"ns_quality": "fast"}, FAST, 50 * EXACT),
     ]
+    first = 0 if mesh_shape == (3,) else 2
     _compare(
         gloo, mesh_shape, [(0, options, _reference(steps=steps), limit) for options, steps, limit in qualities[first:]]
     )
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
-def test_measured_costs_choose_alike_on_all_ranks(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    # A machine on which squares are dear: the cubic steps, which have none, for the shapes that were measured.
-    dear = {"gram": 1.0, "square": 9.0, "symmetric": 9.0, "whole": 1.0}
-    shapes = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (10, 6), (12, 5), (6, 36)]
-    path = tmp_path / "costs.json"
-    path.write_text(MeasuredCosts("cpu", "here", {shape: {"float32": dear} for shape in shapes}).to_json())
-    expected, fast = _reference(steps=steps_of("cubic", 5)), {"ns_quality": "fast", "ns_costs": str(path)}
-    every: list[Options] = [{"overlap": "off"}, {"overlap": "step", "chunk_bytes": 400}, {"dedupe": "never"}]
-    _compare(gloo, mesh_shape, [(0, fast | options, expected, 5 * EXACT) for options in every])
 
 
 @pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
@@ -150,22 +135,19 @@ def test_cautious_decay_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: 
     _compare(gloo, mesh_shape, [(0, options, expected, EXACT)])
 
 
-# All on three ranks, every other one elsewhere.
-@pytest.mark.parametrize(
-    ("mesh_shape", "first", "step"), [((1,), 0, 2), ((2,), 1, 2), ((3,), 0, 1), ((4,), 0, 2), ((2, 2), 1, 2)], ids=str
-)
-def test_normalization_is_that_of_full_matrices(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], first: int, step: int
-) -> None:
-    every: list[Options] = [
-        {"muon_eq": "R"},
-        {"muon_eq": "C", "muon_plus": "row", "nesterov": False},
-        {"muon_eq": "RC", "adjust_lr_fn": "spectral_mup"},
-        {"muon_plus": "col_row", "adjust_lr_fn": "original"},
-        {"muon_plus": "row_col", "cautious_weight_decay": True},
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_a_function_gets_whole_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    functions: list[tuple[Any, Any, Options]] = [
+        (family.muon_eq, muon.muon_eq, {}),
+        (family.muon_plus, muon.muon_plus, {}),
+        (family.muon_plus, muon.muon_plus, {"nesterov": False, "cautious_weight_decay": True, "normuon": True}),
     ]
     # Lengths are float64 in the reference; Newton-Schulz multiplies the rounding of small singular values by up to 500.
-    _compare(gloo, mesh_shape, [(1, options, _reference(**options), 20 * EXACT) for options in every[first::step]])
+    cases: list[Case] = [
+        (1, {"orthogonalize": ours, **more}, _reference(orthogonalization=same, **more), 20 * EXACT)
+        for ours, same, more in functions[: 3 if mesh_shape == (3,) else 2]
+    ]
+    _compare(gloo, mesh_shape, cases)
 
 
 def _train_groups(mesh_shape: tuple[int, ...], groups: list[Options]) -> list[Tensor]:
@@ -182,7 +164,8 @@ def _train_groups(mesh_shape: tuple[int, ...], groups: list[Options]) -> list[Te
 
 
 def test_groups_with_other_options_share_no_batch(gloo: ProcessPool) -> None:
-    groups: list[Options] = [{}, {"muon_eq": "R"}, {"muon_plus": "col"}, {"muon_eq": "R"}, {}]
+    eq, plus = {"orthogonalize": family.muon_eq}, {"orthogonalize": family.muon_plus}
+    groups: list[Options] = [{}, eq, plus, eq, {}]
     together = gloo.run(_train_groups, (2,), groups, world_size=2)
     for options, *found in zip(groups, *together, strict=True):
         (expected,) = gloo.run(_train_groups, (1,), [options], world_size=1)[0]
@@ -208,47 +191,15 @@ def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return cut
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "momentum_dtype"),
-    [((1,), "int8"), ((2,), "auto"), ((3,), "auto"), ((3,), "int8"), ((2, 2), "auto")],
-    ids=str,
-)
-def test_parts_along_both_sides_are_matrices(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], momentum_dtype: str
-) -> None:
-    options = {"muon_eq": "R", "muon_plus": "col"}  # Of the rows and columns of each part.
-    kept = {"kept": _momentum_in_8_bits(1)} if momentum_dtype == "int8" else {}
-    reference = ReferenceMuon(_cut(random_tensors(SHAPES, 0)), lr=LR, **options, **kept)
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2)], ids=str)
+def test_parts_along_both_sides_are_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    # Of the rows and columns of each part.
+    reference = ReferenceMuon(_cut(random_tensors(SHAPES, 0)), lr=LR, orthogonalization=muon.muon_plus)
     for step in range(NUM_STEPS):
         reference.step(_cut(random_tensors(SHAPES, 1 + step)))
     parts = {"fused": {"square": (16, 40, 8)}, "fused_inputs": {"odd": (3, 4), "tall": 3, "convolution": 2}}
-    chosen, dims = parts | options | {"momentum_dtype": momentum_dtype}, (0, 1) if momentum_dtype == "auto" else (0,)
-    _compare(gloo, mesh_shape, [(dim, chosen, reference.matrices, 20 * EXACT) for dim in dims], _cut)
-
-
-def _momentum_in_8_bits(num_parts: int) -> Callable[[str, Tensor], Tensor]:
-    """For :class:`ReferenceMuon`; rows of stacks are in the last dimension, those of convolutions in all but one."""
-
-    def kept(name: str, momentum: Tensor) -> Tensor:
-        if momentum.ndim == 4:
-            # Parts along the first of the dimensions that a row has.
-            parts = [in_8_bits(part.flatten(1)).view(part.shape) for part in momentum.chunk(num_parts, dim=1)]
-            return torch.cat(parts, dim=1)
-        if momentum.ndim == 3:
-            # A shard along dimension 1 has whole rows.
-            return in_8_bits(momentum.flatten(0, 1)).view(momentum.shape)
-        return in_8_bits(momentum, num_parts)
-
-    return kept
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (4,), (2, 2)], ids=str)
-def test_8_bit_momentum_is_that_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    # Shards of rows have the blocks of whole rows, however many they are; those of columns have their own blocks.
-    options, of_whole = {"chunk_bytes": 8000, "momentum_dtype": "int8"}, _reference()
-    expected = [_reference(kept=_momentum_in_8_bits(num_parts)) for num_parts in (1, mesh_shape[-1])]
-    assert all(_largest_difference(each, of_whole) > 50 * EXACT for each in expected)
-    _compare(gloo, mesh_shape, [(dim, options, each, EXACT) for dim, each in enumerate(expected)])
+    chosen = parts | {"orthogonalize": family.muon_plus}
+    _compare(gloo, mesh_shape, [(dim, chosen, reference.matrices, 20 * EXACT) for dim in (0, 1)], _cut)
 
 
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:

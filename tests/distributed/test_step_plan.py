@@ -1,9 +1,5 @@
 """What the optimizer finds out about its parameters: exchange groups, pieces, plan."""
 
-import os
-from typing import Any
-from unittest import mock
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,9 +9,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, planned_steps
 from lightning_muon.config import MuonConfig
-from lightning_muon.optim import step_plan as plan_module
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.schedule.estimates import machine_of
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
@@ -74,53 +68,18 @@ def test_plain_tensors_that_are_no_replicas_are_refused(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(_plain_that_differ, match="w1", exception=RuntimeError, world_size=2)
 
 
-def _links(hosts: str, dedupe: str, variable: str) -> list[tuple[bool, bool]]:
-    """What the planner takes the links of each exchange group for, if the ranks are on machines of these names."""
-    host = hosts[dist.get_rank()]
+def _orders_that_differ() -> None:
+    """Between two exchange groups over the same ranks, each rank has another number of matrices of its own."""
     mesh = init_device_mesh("cpu", (2, 2))
-    with (
-        # Machines may have the same name; torchrun then tells them apart.
-        mock.patch("socket.gethostname", return_value="localhost" if variable else host),
-        mock.patch.dict(os.environ, {variable: host} if variable else {}),
-        mock.patch.object(plan_module, "machine_of", side_effect=machine_of) as asked,
-    ):
-        weight = distribute_tensor(torch.ones(13, 7), mesh, [Replicate(), Shard(0)])
-        plan_for([torch.ones(5, 5), weight], dedupe=dedupe, overlap="auto")
-    return [call.kwargs["is_between_machines"] for call in asked.call_args_list]
+    tensors = [distribute_tensor(torch.ones(4, 4), mesh, [each, Shard(1)]) for each in (Shard(0), Replicate())]
+    own = [torch.ones(4, 4) for _ in range(1 + 3 * dist.get_rank())]
+    plan_for([*tensors, *own], chunk_bytes=1, look_ahead=3)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "dedupe", "expected", "variable"),
-    [
-        ("aaaa", "always", (False, False), ""),
-        # A machine for each replica.
-        ("aabb", "always", (False, True), ""),
-        ("aabb", "always", (False, True), "GROUP_RANK"),
-        ("aabb", "never", (False, False), "GROUP_RANK"),
-        ("abab", "never", (True, True), ""),
-        # Also the ranks whose own links are fast have to decide by the slowest.
-        ("aaab", "never", (True, True), ""),
-        ("aaab", "always", (True, True), "GROUP_RANK"),
-    ],
-)
-def test_all_ranks_decide_by_the_slowest_links_of_the_mesh(
-    gloo: ProcessPool, hosts: str, dedupe: str, expected: tuple[bool, bool], variable: str
-) -> None:
-    alone = (False, False)
-    assert gloo.run(_links, hosts, dedupe, variable, world_size=4) == [[alone, expected]] * 4
-
-
-def _estimates() -> list[Any]:
-    """Of matrices that are cut into uneven shards and have different owners."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    weights = [distribute_tensor(torch.ones(rows, 7), mesh, [Shard(0)]) for rows in (13, 29, 2)]
-    return [group.estimate for group in plan_for(weights, overlap="auto").exchange_groups]
-
-
-def test_ranks_with_different_shards_and_matrices_decide_alike(gloo: ProcessPool) -> None:
-    first, *others = gloo.run(_estimates, world_size=3)
-    assert first != [None]
-    assert others == [first] * 2
+def test_an_order_of_messages_that_differs_is_refused(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(
+        _orders_that_differ, match="the plan of ParallelMuon differs", exception=RuntimeError
+    )
 
 
 def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.config import MuonConfig, from_arguments
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import MeshRanks, ParameterToPlan, PlanOptions, plan_exchanges
 from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 from tests.golden.trainings import digest

@@ -69,8 +69,7 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
     else:
         own = getattr(type(model), where)
         setattr(type(model), where, lambda *args, **kwargs: fail() or own(*args, **kwargs))
-    overlap = "backward" if sharding == "fsdp" else "step"
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig(overlap=overlap))
+    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig())
     # It cannot save alone.
     saving = pl.callbacks.ModelCheckpoint(directory, save_on_exception=True, every_n_train_steps=100)
     workers = 2 if fault == "worker" else 0

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
-from lightning_muon.cli.logged_run import LoggedRun
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
-EVERY, ACCUMULATED, NUM_STEPS, NUM_SAVED = 2, 2, 8, 4
+EVERY, ACCUMULATED, NUM_STEPS = 2, 2, 8
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "fsdp": lambda: ParallelMuonStrategy(optimizer=training.EXACT),
     "zero2": lambda: ParallelMuonStrategy(sharding="zero2", optimizer=training.EXACT),
@@ -25,16 +23,16 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
 }
 
 
-def _rms(values: list[Tensor]) -> float:
-    return math.sqrt(float(torch.cat([each.flatten().double() for each in values]).square().mean()))
+def _rms(tensor: Tensor) -> float:
+    return math.sqrt(float(tensor.double().square().mean()))
 
 
-def _by_group(weights: dict[str, Tensor], *, has_muon: bool) -> dict[str, list[Tensor]]:
-    """What Muon updates, and the rest: names in loggers -> weights."""
-    found: dict[str, list[Tensor]] = {}
+def _by_group(weights: dict[str, Tensor], *, has_muon: bool) -> dict[str, Tensor]:
+    """The first weight that Muon updates, and the first other one: names in loggers -> weights."""
+    found: dict[str, Tensor] = {}
     for name, weight in weights.items():
         is_muon = has_muon and weight.ndim == 2 and "blocks" in name
-        found.setdefault("group0.muon" if is_muon else "group0", []).append(weight)
+        found.setdefault("group0.muon" if is_muon else "group0", weight)
     return found
 
 
@@ -70,7 +68,7 @@ def _train(folder: str, kind: str) -> dict[str, Any]:
         logger=loggers,
         log_every_n_steps=1,
         accumulate_grad_batches=ACCUMULATED,
-        callbacks=[MuonMonitor(EVERY, peak_flops=1e12), Weights()],
+        callbacks=[MuonMonitor(EVERY), Weights()],
     )
     trainer.fit(module, training.loader(num_samples=64), training.loader())
     logged = {name: float(value) for name, value in trainer.logged_metrics.items()}
@@ -101,35 +99,29 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
     events.Reload()
     assert events.Scalars("update_rms/group0")[-1].value == pytest.approx(expected["update_rms/group0"], rel=1e-4)
 
-    assert logged["optimizer_ms/total"] > 0 and logged["skipped_steps"] == 0
+    assert logged["optimizer_ms/total"] > 0
     if kind == "flexdemo":
         assert logged["bytes/replicate"] == result["sent"] > 0
     if kind in ("fsdp", "zero2"):
-        assert logged["bytes/shard"] > 0 and logged["orthogonality_error"] > 0 and logged["tflops/optimizer"] > 0
-    num_weights = sum(
-        p.numel() for n, p in training.Network().named_parameters() if p.ndim > 1 and "embedding" not in n
-    )
-    per_token = logged["tflops/model"] * 1e12 * 2 / logged["tokens_per_second"]
-    assert per_token == pytest.approx(6 * num_weights, rel=1e-4)
-    assert logged["mfu/model"] == pytest.approx(logged["tflops/model"], rel=1e-4)
+        assert logged["bytes/shard"] > 0 and logged["orthogonality_error"] > 0 and logged["skipped_steps"] == 0
 
 
-def _fabric(folder: str) -> dict[str, float]:
+def _fabric() -> dict[str, float]:
     from tests.integration.integrations.fabric import loop
 
     fabric, model, optimizer = loop.set_up()
-    return _loop(optimizer, model, folder, lambda one: loop.run_steps(fabric, model, one, steps=range(4)))
+    return _loop(optimizer, lambda one: loop.run_steps(fabric, model, one, steps=range(4)))
 
 
-def _accelerate(folder: str) -> dict[str, float]:
+def _accelerate() -> dict[str, float]:
     from tests.integration.integrations.accelerate import loop
 
     with loop.training_on_cpu() as (accelerator, model, optimizer):
-        return _loop(optimizer, model, folder, lambda one: loop.run_steps(accelerator, model, one, steps=range(4)))
+        return _loop(optimizer, lambda one: loop.run_steps(accelerator, model, one, steps=range(4)))
 
 
-def _loop(optimizer: Any, model: nn.Module, folder: str, run: Callable[[Any], None]) -> dict[str, float]:
-    monitor = StepMonitor(optimizer, model, every_n_steps=EVERY, folder=folder)
+def _loop(optimizer: Any, run: Callable[[Any], None]) -> dict[str, float]:
+    monitor = StepMonitor(optimizer, every_n_steps=EVERY)
     run(optimizer)
     monitor.close()
     return monitor.take()
@@ -140,17 +132,15 @@ def _transformers(folder: str, parallel: str) -> list[dict[str, float]]:
     from tests.integration.integrations.transformers import runs
 
     with runs.accelerator_of(parallel):
-        saves = {"save_strategy": "steps", "save_steps": NUM_SAVED}
-        evaluates = {"eval_strategy": "steps", "eval_steps": 1}
-        run = runs.trainer(folder, runs.causal_lm(), include_num_input_tokens_seen="all", **saves, **evaluates)
+        run = runs.trainer(folder, runs.causal_lm(), eval_strategy="steps", eval_steps=1)
         run.add_callback(lightning_muon.hf.MuonMonitor(run, EVERY))
         run.train()
         return [entry for entry in run.state.log_history if "update_rms/group0.muon" in entry or "loss" in entry]
 
 
-def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool) -> None:
     names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "bytes/shard", "lr/group0"}
-    (fabric, _), (accelerate, other) = (gloo.run(each, str(tmp_path), world_size=2) for each in (_fabric, _accelerate))
+    (fabric, _), (accelerate, other) = (gloo.run(each, world_size=2) for each in (_fabric, _accelerate))
     assert names < fabric.keys() == accelerate.keys() == other.keys()
     # The same training.
     same = [name for name in names if not name.startswith("optimizer_ms")]
@@ -160,14 +150,8 @@ def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool, tmp_path: Path
 @pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
 def test_the_trainer_of_transformers_logs_both(gloo: ProcessPool, tmp_path: Path, parallel: str) -> None:
     names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "lr/group0"}
-    output = tmp_path / "output"
-    history, _ = gloo.run(_transformers, str(output), parallel, world_size=2)
+    history, _ = gloo.run(_transformers, str(tmp_path), parallel, world_size=2)
     measured = [entry for entry in history if "update_rms/group0.muon" in entry]
     assert [entry["step"] for entry in measured] == [2, 4] and not names - measured[0].keys()
     assert f"bytes/{'shard' if parallel == 'fsdp' else 'replicate'}" in measured[0]
-    assert measured[-1]["tokens_per_second"] > 0 and measured[-1]["tflops/model"] > 0
     assert [entry["step"] for entry in history if "loss" in entry] == [1, 2, 3, 4], "losses are logged as without it"
-    for folder in (output, output / f"checkpoint-{NUM_SAVED}"):  # For the report: losses, and times of the monitor.
-        read = LoggedRun.read(folder)
-        assert [step for step, _ in read.curves["loss"]] == [1, 2, 3, 4] and [step for step, _ in read.times] == [2, 4]
-        assert [seconds for seconds, _ in read.over_seconds(read.curves["loss"])][1::2] == [at for _, at in read.times]

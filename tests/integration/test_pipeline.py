@@ -391,3 +391,5 @@ def test_the_examples_run(tmp_path: Path) -> None:
     assert "loss " in cut
     loop = run_program(ROOT / "examples" / "pipeline_loop.py", "--steps", "2", directory=tmp_path, num_ranks=2)
     assert "step 2: loss" in loop and "The statement " in loop
+    table = run_program(ROOT / "examples" / "schedules.py", directory=tmp_path)
+    assert "\ndual_pipe_v            2    26.80" in table

@@ -230,7 +230,7 @@ def _check_command(name: str, *words: str) -> None:
         _end([name, *(config if word == "FILE.yaml" else word for word in words), "--print_config"])
     elif name == "launch":
         assert set(options) - {"--its", "--arguments"} <= set(launch_command_parser()._option_string_actions)
-    elif name in ("plan", "config") and ("--shapes" in words or "--config" in words or "--output" in words):
+    elif name == "plan" and ("--shapes" in words or "--config" in words):
         main([name, *words])
     else:
         parser = ArgumentParser()

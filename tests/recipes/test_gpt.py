@@ -194,8 +194,10 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     assert expected[name] in printed
     if name == "gpt":
         (checkpoint,) = folder.glob("checkpoints/step=6-*")
-        main(["convert", str(checkpoint), str(tmp_path / "model"), "--to", "hf"])
-        assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token == "<|endoftext|>"
+        main(["convert", str(checkpoint), str(tmp_path / "gpt.ckpt")])
+        GPT.load_from_checkpoint(tmp_path / "gpt.ckpt").gpt.save_pretrained(tmp_path / "model")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 400
+        assert AutoTokenizer.from_pretrained(folder / "tokenizer").eos_token == "<|endoftext|>"
         _fit(name, shared, tmp_path, f"--ckpt_path={checkpoint}")
         assert _losses(folder.with_name("version_1")) == losses[1:], "the same windows as without an interruption"
 

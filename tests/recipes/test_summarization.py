@@ -115,8 +115,9 @@ def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: Proc
     rows = [{"text": text, "id": number} for number, text in enumerate(texts)]
     rows[1]["title"] = "How to Draw"
     gloo.run(_fit_and_predict, str(tmp_path), write_jsonl(tmp_path / "articles.jsonl", rows), world_size=2)
-    main(["convert", str(tmp_path / "run/checkpoints/last.ckpt"), str(tmp_path / "hf"), "--to", "hf"])
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    main(["convert", str(tmp_path / "run/checkpoints/last.ckpt"), str(tmp_path / "t5.ckpt")])
+    T5Summarizer.load_from_checkpoint(tmp_path / "t5.ckpt").model.save_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
     expected = []
     for text in texts:

@@ -9,10 +9,9 @@ import torch
 from lightning.pytorch import Trainer
 from PIL import Image, ImageDraw
 from torch.utils.data import default_collate
-from transformers import pipeline
+from transformers import AutoConfig, AutoImageProcessor, pipeline
 
 from lightning_muon import MuonConfig, ParallelMuon
-from lightning_muon.cli.main import main
 from recipes.t5_summarization.plot import read_metric
 from recipes.vit.data import ImageData, random_crop, to_tensor
 from recipes.vit.model import ViTClassifier
@@ -146,7 +145,9 @@ def test_two_processes_on_muon_are_one_process(tmp_path: Path) -> None:
     _, accuracies = read_metric(log / "metrics.csv", "val_accuracy")
     assert len(accuracies) == 3 and accuracies[-1] == pytest.approx(right.float().mean().item(), abs=1e-6)
 
-    main(["convert", str(log / "checkpoints" / "last.ckpt"), str(tmp_path / "model"), "--to", "hf"])
+    trained.model.config = AutoConfig.from_pretrained(log)
+    trained.model.save_pretrained(tmp_path / "model")
+    AutoImageProcessor.from_pretrained(log).save_pretrained(tmp_path / "model")
     image = draw("cross", random.Random(1)).resize((24, 20))
     found = pipeline("image-classification", str(tmp_path / "model"))(image)
     with torch.no_grad():

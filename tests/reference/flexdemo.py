@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tests.reference.muon import ReferenceMuon
+from tests.reference.muon import Orthogonalization, ReferenceMuon, plain
 
 Gradients = Mapping[str, Tensor]
 # What a node sends of one shard: (first row and column of a block, coefficient) -> value.
@@ -38,8 +38,7 @@ class Rules:
     dense_below: int = 4096
     value_format: Literal["fp32", "bf16", "int8", "sign"] = "fp32"
     choose: Choice | None = None
-    muon_eq: str = "none"
-    muon_plus: str = "none"
+    orthogonalization: Orthogonalization = plain
 
 
 class ReferenceFlexDeMo:
@@ -76,8 +75,7 @@ class ReferenceFlexDeMo:
             weight_decay=rules.weight_decay,
             momentum=0.0,
             nesterov=False,
-            muon_eq=rules.muon_eq,
-            muon_plus=rules.muon_plus,
+            orthogonalization=rules.orthogonalization,
             dtype=torch.float64,
         )
         self._adamw = {

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,47 +27,37 @@ def orthogonalized(
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def equilibrated(matrix: Tensor, variant: str) -> Tensor:
-    """MuonEq: rows ("R"), columns ("C") or both of equal lengths (Chang et al. 2026, arXiv:2603.28254)."""
+def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
+    """FLOPs of :func:`orthogonalized`: two products with the matrix and one of short sides in each step."""
+    short, long = sorted((rows, cols))
+    return num_steps * 2 * short * short * (2 * long + short)
+
+
+# Makes an update of a matrix (outputs, inputs), by Newton-Schulz as it is given.
+Orthogonalization = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+
+
+def plain(matrix: Tensor, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
+    """Newton-Schulz alone."""
+    return newton_schulz(matrix)
+
+
+def muon_eq(matrix: Tensor, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
+    """MuonEq: first rows of equal lengths (Chang et al. 2026, arXiv:2603.28254)."""
     x = matrix.double() / matrix.abs().max().clamp(min=1e-30)
-    row_lengths, col_lengths = ((x @ x.T).diagonal() + 1e-8).sqrt(), ((x.T @ x).diagonal() + 1e-8).sqrt()
-    if "R" in variant:
-        x = torch.diag(1 / row_lengths) @ x
-    if "C" in variant:
-        x = x @ torch.diag(1 / col_lengths)
-    return x.to(matrix.dtype)
+    return newton_schulz((torch.diag(1 / ((x @ x.T).diagonal() + 1e-8).sqrt()) @ x).to(matrix.dtype))
 
 
-def normalized(update: Tensor, variant: str) -> Tensor:
-    """Muon+: rows or columns of length 1, in the given order (Zhang et al. 2026, arXiv:2602.21545)."""
-    x = update.double()
-    for side in variant.split("_"):
-        rows = x if side == "row" else x.T
-        rows = torch.diag(1 / ((rows @ rows.T).diagonal() + 1e-7).sqrt()) @ rows
-        x = rows if side == "row" else rows.T
-    return x.to(update.dtype)
-
-
-def in_8_bits(matrix: Tensor, num_parts: int = 1) -> Tensor:
-    """What 8 bits keep of a matrix: blocks of 2048 in each row, the last one shorter, in multiples of max / 127.
-
-    Of a matrix in parts along its rows, as ``torch.chunk`` makes them, each part has blocks of its own.
-    """
-    blocks: list[Tensor] = []
-    for part in matrix.chunk(num_parts, dim=1):
-        for block in part.split(2048, dim=1):
-            maxima = block.abs().amax(1, keepdim=True)
-            # In float32 and this order: near the middle between two codes another rounding gives the other one.
-            codes = torch.round(block / maxima * 127).nan_to_num()
-            blocks.append(codes * (1 / 127) * maxima)
-    return torch.cat(blocks, dim=1)
+def muon_plus(matrix: Tensor, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
+    """Muon+: then rows and after them columns of length 1 (Zhang et al. 2026, arXiv:2602.21545), and the usual norm."""
+    x = newton_schulz(matrix).double()
+    x = torch.diag(1 / ((x @ x.T).diagonal() + 1e-7).sqrt()) @ x
+    x = x @ torch.diag(1 / ((x.T @ x).diagonal() + 1e-7).sqrt())
+    return (x * math.sqrt(min(x.shape) / x.shape[1])).to(matrix.dtype)
 
 
 class ReferenceMuon:
-    """State and step of Muon for named full tensors, all in one process.
-
-    ``kept`` makes of the name of a tensor and its momentum what is kept of it until the next step.
-    """
+    """State and step of Muon for named full tensors, all in one process."""
 
     def __init__(
         self,
@@ -79,25 +70,21 @@ class ReferenceMuon:
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "match_rms_adamw",
-        muon_eq: str = "none",
-        muon_plus: str = "none",
+        orthogonalization: Orthogonalization = plain,
         dtype: torch.dtype = torch.float32,
         steps: Sequence[tuple[float, float, float]] = (COEFFICIENTS,) * 5,
         normuon: bool = False,
         normuon_beta2: float = 0.95,
-        hyperball: bool = False,
-        kept: Callable[[str, Tensor], Tensor] = lambda name, momentum: momentum,
     ) -> None:
-        self.normuon, self.normuon_beta2, self.hyperball = normuon, normuon_beta2, hyperball
+        self.normuon, self.normuon_beta2 = normuon, normuon_beta2
         self.second_moments: dict[str, Tensor] = {}  # By name, and number of the matrix in a stack.
-        self.norms: dict[str, Tensor] = {}
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
         self.cautious_weight_decay = cautious_weight_decay
         self.momentum, self.nesterov = momentum, nesterov
-        self.adjust_lr_fn, self.dtype, self.steps, self.kept = adjust_lr_fn, dtype, steps, kept
-        self.muon_eq, self.muon_plus = muon_eq, muon_plus
+        self.adjust_lr_fn, self.orthogonalization = adjust_lr_fn, orthogonalization
+        self.newton_schulz = partial(orthogonalized, steps=steps, dtype=dtype)
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
@@ -105,9 +92,8 @@ class ReferenceMuon:
         for name, grad in grads.items():
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
-            self.buffers[name] = self.kept(name, self.buffers[name])
             tensor = self.matrices[name]
-            if not self.cautious_weight_decay and not self.hyperball:
+            if not self.cautious_weight_decay:
                 tensor.mul_(1 - rate * self.weight_decay)
             if tensor.ndim == 3:
                 for number, (matrix, target) in enumerate(zip(ahead, tensor, strict=True)):
@@ -122,20 +108,9 @@ class ReferenceMuon:
             scale = math.sqrt(max(1, rows / cols))
         elif self.adjust_lr_fn == "spectral_mup":
             scale = math.sqrt(rows / cols)
-        elif self.muon_plus != "none":  # Unit vectors of so many elements.
-            scale = 0.2 * math.sqrt(cols if self.muon_plus in ("row", "col_row") else rows)
-        if self.muon_eq != "none":
-            ahead = equilibrated(ahead, self.muon_eq)
-        update = orthogonalized(ahead, steps=self.steps, dtype=self.dtype)
-        if self.muon_plus != "none":
-            update = normalized(update, self.muon_plus)
+        update = self.orthogonalization(ahead, self.newton_schulz)
         if self.normuon:
             update = self._normuon(name, update)
-        if self.hyperball:  # Wen et al. 2026, arXiv:2606.16899.
-            radius = self.norms.setdefault(name, target.norm())
-            ahead = target - rate * radius * (update / update.norm()).reshape(target.shape)
-            target.copy_(radius * ahead / ahead.norm())
-            return
         if self.cautious_weight_decay:  # Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
             aligned = update.reshape(target.shape) * target >= 0
             target.mul_(torch.where(aligned, 1 - rate * self.weight_decay, 1.0))

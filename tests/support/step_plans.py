@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.groups import PrivateGroups
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.methods import Arithmetic
+from lightning_muon.math.newton_schulz import Arithmetic
 from lightning_muon.optim.parameters import RoutedParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
@@ -43,6 +42,4 @@ def plan_for(
     given = {"chunk_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
     machine = {"itemsize": 4, "arithmetic": Arithmetic("cpu", torch.float32)}
     made = PlanOptions(**{**machine, **given, **options})
-    return make_step_plan(
-        parameters, meshes, PrivateGroups(), options=made, make_part=lambda done, _: layout.step_part(done)
-    )
+    return make_step_plan(parameters, meshes, options=made, make_part=lambda done, _: layout.step_part(done))

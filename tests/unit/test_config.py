@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
-from lightning_muon.config import MuonConfig, check_hyperparameters, takes_options, unknown_option
+from lightning_muon.config import (
+    MuonConfig,
+    check_hyperparameters,
+    name_of_function,
+    takes_options,
+    unknown_option,
+)
 from lightning_muon.engine.options import Options
 
 
@@ -29,12 +35,12 @@ def test_the_defaults_are_valid_and_frozen() -> None:
      ("fused", ["*.qkv"]), ("fused", {"*": True}), ("fused", {"*": "4"}), ("fused", {"*": (2, 2.0)}),
      ("fused_inputs", ["*.o_proj"]), ("fused_inputs", {"*": 0}),
      ("fused", {"*": ()}), ("fused", {3: 3}), ("fused", {"*": 0}), ("ns_steps", True),
-     ("ns_coefficients", "deepseek_v4"), ("ns_coefficients", "jordans"), ("ns_coefficients", ((1, 2, 3),)),
+     ("ns_coefficients", "jordans"), ("ns_coefficients", ((1, 2, 3),)), ("lora", "b"), ("lora", True),
      ("ns_coefficients", (1.0, 2.0, float("nan"))),
-     ("muon_eq", "row"), ("muon_eq", None), ("muon_plus", "R"), ("muon_plus", "rowcol"), ("lora", "b"), ("lora", True),
-     ("ns_quality", "best"), ("ns_quality", (0.9, 1.0)), ("ns_quality", 0.9),
+     ("ns_quality", "best"), ("ns_quality", (0.9, 1.1)), ("ns_quality", 0.9), ("orthogonalize", "svd"),
+     ("orthogonalize", None),
      ("cautious_weight_decay", 1), ("max_skipped_steps", -1), ("max_skipped_steps", "x"), ("look_ahead", True),
-     ("normuon", 1), ("normuon_beta2", 1.0), ("normuon_beta2", "x"), ("hyperball", "yes"),
+     ("normuon", 1), ("normuon_beta2", 1.0), ("normuon_beta2", "x"),
      ("muon_lr_factor", "fast"), ("muon_lr_factor", -1), ("muon_lr_factor", float("nan")), ("muon_lr_factor", None)],
 )  # fmt: skip
 def test_a_value_out_of_range_is_named(option: str, value: Any) -> None:
@@ -111,21 +117,30 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
         assert (kind.__doc__ or "").count(f"        {field.name}: ") == 1, f"{field.name} has no documentation"
 
 
-def test_hyperball_takes_no_decay_where_it_would_do_nothing() -> None:
-    weight = torch.nn.Parameter(torch.eye(3))
-    with pytest.raises(ValueError, match=r"weight_decay=0.1 has no effect on matrices with hyperball=True.*set"):
-        ParallelMuon([weight], hyperball=True, algorithm="muon")
-    ParallelMuon([weight], hyperball=True, algorithm="muon", weight_decay=0)
-    ParallelMuon([weight], hyperball=True)  # For parameters on AdamW.
-
-
-def test_rows_are_evened_out_by_one_option() -> None:
-    with pytest.raises(ValueError, match="normuon=True and muon_plus='row' both even out rows"):
-        MuonConfig(normuon=True, muon_plus="row")
-
-
-def test_flexdemo_says_that_it_has_no_rescaled_updates() -> None:
+def test_flexdemo_says_that_it_has_no_normuon() -> None:
     with pytest.raises(TypeError, match="there is no option 'normuon'; it belongs to ParallelMuon"):
         FlexDeMo([torch.nn.Parameter(torch.eye(3))], normuon=True)  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="hyperball is an option of ParallelMuon"):
-        FlexDeMo([{"params": [torch.nn.Parameter(torch.eye(3))], "hyperball": True}])
+    with pytest.raises(ValueError, match="normuon is an option of ParallelMuon"):
+        FlexDeMo([{"params": [torch.nn.Parameter(torch.eye(3))], "normuon": True}])
+
+
+class Doubled:
+    """A callable object."""
+
+    def __call__(self, matrices: torch.Tensor, *, newton_schulz: Any) -> torch.Tensor:
+        return 2 * newton_schulz(matrices)
+
+
+def doubled(matrices: torch.Tensor, *, newton_schulz: Any) -> torch.Tensor:
+    return 2 * newton_schulz(matrices)
+
+
+def test_a_function_is_named_by_a_dotted_path_or_a_class_path() -> None:
+    values = (f"{__name__}.doubled", {"class_path": f"{__name__}.Doubled"}, "newton_schulz")
+    for kind, base in ((MuonConfig, {}), (FlexDeMoConfig, {"base": "muon"})):
+        options = [{"class_path": kind.__name__, "init_args": {"orthogonalize": each} | base} for each in values]
+        found = [Options.from_mapping({"optimizer": each}).config.orthogonalize for each in options]
+        assert found[0] is doubled and isinstance(found[1], Doubled) and found[2] == "newton_schulz"
+        assert [name_of_function(each) for each in found] == [values[0], f"{__name__}.Doubled", "newton_schulz"]
+        with pytest.raises(ValueError, match="expects a function or a callable class"):
+            Options.from_mapping({"optimizer": options[0] | {"init_args": {"orthogonalize": "no_module.f"} | base}})

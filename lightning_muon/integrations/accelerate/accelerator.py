@@ -16,12 +16,12 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, recursively_apply
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.checkpoint.urls import is_url
+from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
 from lightning_muon.config import join_names
@@ -31,7 +31,6 @@ from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
-    draw_alike,
     make_meshes,
     read_options,
     shard,
@@ -90,8 +89,6 @@ class Accelerator(accelerate.Accelerator):
 
     options: Options
     _meshes: Meshes | None = None
-    _takes_first_stage = False  # What `gather` returns.
-    _data_rank: tuple[int, int] | None = None  # And the number of such ranks, while data is divided over them.
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
         stock = super().__init__
@@ -176,67 +173,6 @@ class Accelerator(accelerate.Accelerator):
         result = [ready[id(value)] for value in args]
         return tuple(result) if len(result) > 1 else result[0]
 
-    @property
-    def num_processes(self) -> int:
-        """Number of processes, as in Accelerate; while data is divided, of those with samples of their own."""
-        return super().num_processes if self._data_rank is None else self._data_rank[1]
-
-    @property
-    def process_index(self) -> int:
-        """Which of :attr:`num_processes` this is."""
-        return super().process_index if self._data_rank is None else self._data_rank[0]
-
-    @override
-    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        if self.options.pipeline_size > 1:  # Its ranks have the same samples.
-            self._meshes = self._meshes or make_meshes(self.state, self.options)
-            self._data_rank = self._meshes.data_rank, self._meshes.num_data_ranks
-        try:
-            loader = super().prepare_data_loader(*args, **kwargs)
-        finally:
-            self._data_rank = None
-        if self.options.pipeline_size > 1:
-            draw_alike(loader)
-        return loader
-
-    @override
-    def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare it as Accelerate does; with a pipeline it steps once for each rank with samples of its own."""
-        prepared: Any = super().prepare_scheduler(scheduler)
-        if self._meshes is not None and self._meshes.stages is not None and not prepared.split_batches:
-            stock, number, prepared.split_batches = prepared.step, self._meshes.num_data_ranks, True
-
-            def step(*args: Any, **kwargs: Any) -> None:
-                for _ in range(number if self.sync_gradients else 1):
-                    stock(*args, **kwargs)
-
-            prepared.step = step
-        return prepared
-
-    @override
-    def gather(self, tensor: Any) -> Any:
-        gathered = super().gather(tensor)
-        if not self._takes_first_stage:
-            return gathered
-        return recursively_apply(lambda each: each[: len(each) // self.options.pipeline_size], gathered)
-
-    @override
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather as Accelerate does; ranks of a pipeline have the same samples, so those of the first stage count."""
-        if self._meshes is None or self._meshes.stages is None:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        try:  # As Accelerate decides, which then puts lists of all ranks together.
-            recursively_apply(lambda each: each, input_data, error_on_other_type=True)
-        except TypeError:
-            use_gather_object = True
-        if use_gather_object and self._meshes.stages.get_local_rank(0) > 0:
-            input_data = []
-        self._takes_first_stage = True
-        try:
-            return super().gather_for_metrics(input_data, use_gather_object)
-        finally:
-            self._takes_first_stage = False
-
     @override
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -258,7 +194,7 @@ class Accelerator(accelerate.Accelerator):
         if engine is None:
             super().backward(loss, **kwargs)
             return
-        if engine.tokens is not None and engine.pipeline is None:  # Which counts them itself.
+        if engine.tokens is not None:
             engine.tokens.begin_backward()
         with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
             super().backward(loss, **kwargs)
@@ -326,14 +262,14 @@ class Accelerator(accelerate.Accelerator):
         Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
         ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
         """
-        _require_path("save_state", output_dir)
+        local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]
         return stock() if self._engine is None else save_state(self, self._engine, stock)
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
         """Also from other ranks, and another way of sharding. Collective over all ranks; every rank must call it."""
-        _require_path("load_state", input_dir)
+        local_path(input_dir or "")
         stock = partial(super().load_state, input_dir, *args, **kwargs)
         if self._engine is None:
             stock()
@@ -371,12 +307,8 @@ class TrainerAccelerator(Accelerator):
     @override
     def _checked(self, options: Options) -> Options:
         kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
-        is_whole = sharding in ("ddp", "none") and options.pipeline_size == 1
-        if kind != DistributedType.FSDP and (options.has_nodes or not is_whole):
-            of_stages = (
-                f"pipeline_size={options.pipeline_size}" if options.pipeline_size > 1 else f"sharding={sharding!r}"
-            )
-            what = "FlexDeMo" if options.has_nodes else of_stages
+        if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
+            what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
             raise ValueError(
                 f"with distributed_type: {kind.value} a Trainer saves what one process has, which is not all with "
                 f"{what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp under lightning_muon"
@@ -450,15 +382,6 @@ def _with_process_group(handlers: Sequence[Any] | None, options: OptionsLike) ->
             f"{' and '.join(ours)} of lightning_muon, and an InitProcessGroupKwargs; give only one of them"
         )
     return [*given, InitProcessGroupKwargs(**ours)] if ours else given
-
-
-def _require_path(what: str, directory: str | os.PathLike[str] | None) -> None:
-    """Raise ``ValueError`` for a URL, which Accelerate would take for a folder of that name; local."""
-    if directory is not None and is_url(directory):
-        raise ValueError(
-            f"{what}({str(directory)!r}): Accelerate's own files go to folders, not to URLs; give a folder, and copy "
-            "it as a whole, as fsspec's put and get do, when all ranks have left save_state"
-        )
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

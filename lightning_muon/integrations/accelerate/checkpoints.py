@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,9 +44,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     return _among_hooks(accelerator, "save", stock, save, weights)
 
 
-def write_states(
-    engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool, with_optimizers: bool = True
-) -> None:
+def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool) -> None:
     """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
     about = describe_save(**engine.description(), **skipped_steps(_checks(engine)))
 
@@ -58,8 +55,7 @@ def write_states(
             write_shards({key: state}, path, about)
 
     prepare_for_reading(engine)
-    optimizers = engine.optimizers if with_optimizers else []
-    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(optimizers))]
+    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(engine.optimizers))]
     places += [_paths(directory, _MODEL, 0)] if with_model else []
     # What was saved in the other format goes in the same moment.
     obsolete = [place[not whole] for place in places]
@@ -67,7 +63,7 @@ def write_states(
     with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
         if with_model:
             write(drafts[-1], _MODEL_KEY, engine.weights_to_save(whole=whole))
-        for draft, optimizer in zip(drafts, optimizers, strict=False):
+        for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
             write(draft, _OPTIMIZER_KEY, get_optimizer_state_dict(engine.module, optimizer, options=options))
 
 
@@ -88,16 +84,15 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     accelerator.step = step[0]
 
 
-def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool, with_optimizers: bool = True) -> None:
+def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) -> None:
     """Load what :func:`write_states` has written. Collective over all ranks; every rank must call it."""
     prepare_for_reading(engine)
-    optimizers = engine.optimizers if with_optimizers else []
-    parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(optimizers))]
+    parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(engine.optimizers))]
     parts += [_find(directory, _MODEL, 0, _MODEL_KEY)] if with_model else []
     together(lambda: require_one_save([part.path for part in parts]))
     if with_model:
         parts.pop().load_weights(_MODEL_KEY, engine.module, strict=True)
-    for part, optimizer in zip(parts, optimizers, strict=True):
+    for part, optimizer in zip(parts, engine.optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
         part.load_skipped_steps(_checks(engine))
     engine.weights_have_changed()
@@ -174,27 +169,3 @@ def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
 def _paths(directory: Path, name: str, index: int) -> tuple[Path, Path]:
     """The directory of shards, and the file."""
     return directory / f"{name}_{index}", directory / (f"{name}_{index}.bin" if index else f"{name}.bin")
-
-
-TRAINER_FUNCTIONS = ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
-
-
-def for_stages(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """One of :data:`TRAINER_FUNCTIONS` of Accelerate, which saves and loads the stages of a pipeline as we do.
-
-    A Trainer of transformers calls it on all ranks: with plugin, accelerator, model or optimizer, ..., directory.
-    """
-
-    @wraps(stock)
-    def function(plugin: Any, accelerator: Any, *arguments: Any, **kwargs: Any) -> Any:
-        engine = getattr(accelerator, "_engine", None)
-        if engine is None or engine.pipeline is None:
-            return stock(plugin, accelerator, *arguments, **kwargs)
-        directory, of_model = Path(arguments[-1]), stock.__name__.endswith("model")
-        chosen = {"with_model": of_model, "with_optimizers": not of_model}
-        if stock.__name__.startswith("load"):
-            return read_states(engine, directory, **chosen)
-        on_first_rank(lambda: directory.mkdir(parents=True, exist_ok=True))
-        return write_states(engine, directory, whole=False, **chosen)
-
-    return function

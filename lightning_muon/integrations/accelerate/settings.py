@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import gather, together
+from lightning_muon.comm.agreement import together
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
@@ -64,6 +63,12 @@ def check_kind(state: Any) -> None:
 def check_state(state: Any, options: Options) -> None:
     """Raise ``ValueError`` for what the ``AcceleratorState`` was told and the engine cannot honour."""
     check_kind(state)
+    if options.pipeline_size > 1:
+        raise ValueError(
+            f"pipeline_size={options.pipeline_size}: no loop of Accelerate, and no Trainer of transformers, trains a "
+            "pipeline; use ParallelMuonStrategy of Lightning, or ParallelMuonFabricStrategy of Fabric with "
+            "lightning_muon.forward_backward in place of the model's call and of backward (see docs/pipelines.md)"
+        )
     is_fsdp, num_launched = state.distributed_type == DistributedType.FSDP, int(os.environ.get("WORLD_SIZE", "1"))
     if state.distributed_type == DistributedType.NO and num_launched > 1:
         raise ValueError(
@@ -152,13 +157,6 @@ def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions
         raise ValueError(
             f"wrap_policy={options.wrap_policy!r} and fsdp_auto_wrap_policy both name the units; give only one"
         )
-    if options.pipeline_size > 1:
-        if units or not plugin.reshard_after_forward:
-            _log.warning(
-                "fsdp_auto_wrap_policy and fsdp_reshard_after_forward have no effect with pipeline_size: the parts of "
-                "a stage are its units, and their whole weights stay until the gradients of a batch are reduced"
-            )
-        return chosen
     chosen = replace(chosen, wrap_policy=units or options.wrap_policy)
     return replace(chosen, reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward)
 
@@ -214,8 +212,6 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
         warn=_log.warning,
     )
     engine.shard(accelerator.device)
-    if engine.pipeline is not None:
-        engine.pipeline.forward_context = accelerator.autocast
     engine.follow_forward()
     register_steps(module)
     return engine
@@ -224,30 +220,3 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
 def _is_larger(num_parameters: int, _: str, module: nn.Module) -> bool:
     has_forward = type(module).forward is not nn.Module.forward
     return has_forward and sum(parameter.numel() for parameter in module.parameters()) > num_parameters
-
-
-def draw_alike(loader: Any) -> None:
-    """Let all ranks draw the samples of a data loader in one order, of which the ranks of a pipeline take the same.
-
-    Accelerate sees to that where several ranks have samples of their own. Collective over all ranks; every rank must
-    call it.
-
-    Raises:
-        ValueError: If the loader divides what the first rank has read among all ranks.
-    """
-    if isinstance(loader, DataLoaderDispatcher):
-        raise ValueError(
-            "dispatch_batches gives each rank rows of its own, and the ranks of a pipeline need the same; set "
-            "DataLoaderConfiguration(dispatch_batches=False)"
-        )
-    batches = loader.batch_sampler
-    sampler: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-    if not hasattr(sampler, "generator"):
-        return
-    if sampler.generator is None:
-        sampler.generator = torch.Generator()
-        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64, device="cpu").random_()))
-    state, seed = gather((sampler.generator.get_state(), getattr(sampler, "initial_seed", None)), None)[0]
-    sampler.generator.set_state(state)
-    if seed is not None:  # Of Accelerate's SeedableRandomSampler.
-        sampler.initial_seed = seed

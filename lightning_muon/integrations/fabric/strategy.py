@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, State, save
-from lightning_muon.checkpoint.urls import place
+from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
@@ -136,7 +136,7 @@ class FabricStrategy(MuonStrategy):
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
-        if self._tokens is not None and self.options.pipeline_size == 1:  # A pipeline counts them itself.
+        if self._tokens is not None:
             self._tokens.begin_backward()
             last = [engine for engine in self._engines if engine.is_last_micro_batch]
             if last and any(engine.is_accumulating for engine in self._engines):
@@ -187,7 +187,7 @@ class FabricStrategy(MuonStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
-        target = place(self.broadcast(path))
+        target = local_path(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
         kinds, filters = self._by_kind(state), filter or {}
         save(target, kinds, self._meshes.data, filters=filters, metadata_name=metadata_name, saves=self._saves)
@@ -204,7 +204,7 @@ class FabricStrategy(MuonStrategy):
             raise ValueError(f"fabric.load({str(path)!r}) needs a state to load into, such as {{'model': model}}")
         self.finish_saving()
         checkpoint = Checkpoint.open(
-            place(path),
+            local_path(path),
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )

@@ -10,10 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_muon.checkpoint.manifest import MANIFEST
 from lightning_muon.checkpoint.newest import newest_first
-from lightning_muon.checkpoint.staging import last_written
-from lightning_muon.checkpoint.urls import UrlPath, place
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING
 
@@ -33,7 +30,7 @@ class AutoResumeCallback:
     ``ckpt_path="best"`` means the first callback.
 
     Args:
-        dirpath: Folder of the checkpoints, which all ranks see, or its URL; it belongs to one training.
+        dirpath: Folder of the checkpoints, which all ranks see; it belongs to one training.
         keep: How many of the newest ones stay; more than one, so that there is one before a damaged one.
         every_n_train_steps: Optimizer steps between two saves.
         train_time_interval: Time between two saves, in place of steps.
@@ -61,7 +58,7 @@ class AutoResumeCallback:
             raise ValueError(f"AutoResume(keep={keep}): keep at least 1 checkpoint, better 2")
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
-            dirpath=str(place(dirpath)),
+            dirpath=str(dirpath),
             monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
             save_top_k=keep,
@@ -75,10 +72,7 @@ class AutoResumeCallback:
     @property
     def ckpt_path(self) -> str:
         """The checkpoint to go on from, if there is one; local."""
-        path = next(iter(newest_first(place(self.dirpath))), None)
-        if isinstance(path, UrlPath) and path.is_dir():
-            # Lightning asks when it was changed, which object stores know of files alone; see `chosen`.
-            path = last_written(path) / MANIFEST
+        path = next(iter(newest_first(Path(self.dirpath))), None)
         return "" if path is None else str(path)
 
     def on_exception(self, trainer: Any, _: Any, exception: BaseException) -> None:
@@ -100,12 +94,6 @@ def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
 setattr(AutoResumeCallback, MONITOR_CANDIDATES, _candidates_with_steps)
 
 
-def chosen(path: str | Path) -> Path:
-    """The checkpoint that a Trainer has been told to load, also by :attr:`AutoResumeCallback.ckpt_path`; local."""
-    found = place(path)
-    return found.parent.parent if isinstance(found, UrlPath) and found.name == MANIFEST else found
-
-
 def candidates(trainer: Any, path: Path) -> list[Path]:
     """Checkpoints that a fit may go on from, best first: ``path``, and if the user did not name it, those beside it.
 
@@ -114,9 +102,9 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
     """
     auto = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, AutoResumeCallback)]
     is_of_requeue = path.name.startswith(PREFIX_OF_REQUEUE)
-    if not (is_of_requeue or _LAST.match(path.stem) or any(chosen(callback.ckpt_path) == path for callback in auto)):
+    if not (is_of_requeue or _LAST.match(path.stem) or any(Path(callback.ckpt_path) == path for callback in auto)):
         return [path]
-    every = newest_first(path.parent, *(place(callback.dirpath) for callback in auto))
+    every = newest_first(path.parent, *(Path(callback.dirpath) for callback in auto))
     return every if is_of_requeue and path in every else [path, *(other for other in every if other != path)]
 
 

@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_muon.checkpoint.urls import place
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
 from lightning_muon.monitor.signals import SharedSignals
@@ -118,10 +118,10 @@ def save_last(trainer: Any, package: LightningPackage) -> None:
     saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, known.ModelCheckpoint)]
     if not saving or any(each.save_on_exception for each in saving) or saving[0].save_weights_only:
         return
-    last = place(saving[0].dirpath) / f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}"
+    last = Path(saving[0].dirpath) / f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}"
     versions = (last.with_stem(f"{last.stem}-v{number}") for number in count(1))
     # That of another run stays, as Lightning leaves it.
-    own = [place(str(path)) for path in (saving[0].last_model_path, trainer.ckpt_path)]
+    own = [Path(str(path)) for path in (saving[0].last_model_path, trainer.ckpt_path)]
 
     def choose() -> str:
         return str(next(path for path in chain([last], versions) if path in own or not path.exists()))

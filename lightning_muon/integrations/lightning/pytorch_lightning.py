@@ -7,4 +7,3 @@ from lightning_muon.integrations.registry import make
 AutoResume = make("AutoResume", "pytorch_lightning")
 MuonMonitor = make("MuonMonitor", "pytorch_lightning")
 ParallelMuonStrategy = make("ParallelMuonStrategy", "pytorch_lightning")
-QKClip = make("QKClip", "pytorch_lightning")

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.saving import MODELS, describe_models, optimizer_state_to_save, write_checkpoint
-from lightning_muon.checkpoint.staging import discard
-from lightning_muon.checkpoint.urls import place
+from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
+from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
     apply_layer_sync,
@@ -31,7 +30,6 @@ from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
     candidates,
-    chosen,
     require_same_checkpoint,
 )
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
@@ -106,6 +104,8 @@ class TrainerStrategy(MuonStrategy):
         """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
         if self._checkpoint is None:
             require_same_checkpoint(None)
+        for each in trainer.checkpoint_callbacks:
+            local_path(getattr(each, "dirpath", None) or "")
         if self.options.async_save:
             require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
@@ -184,12 +184,13 @@ class TrainerStrategy(MuonStrategy):
         epoch = self._data.epoch_to_come(trainer)
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        return self._data.follow(dataloader, epoch) if trainer.training else dataloader
+        if trainer.training:
+            self._data.follow(dataloader, epoch)
+        return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Go on with the random states of a checkpoint, if no loader has restored them."""
-        self._data.restore_random_state()
-        self._data.epoch_of_batch = self.lightning_module.trainer.current_epoch
+        self._data.batch_begins(self.lightning_module.trainer.current_epoch)
         super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc]
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -360,8 +361,6 @@ class TrainerStrategy(MuonStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         whole = not self.options.save_distributed_checkpoint
-        if models := describe_models(self.lightning_module):
-            checkpoint[MODELS] = models
         self._leave_out_modules(checkpoint)
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
@@ -369,7 +368,7 @@ class TrainerStrategy(MuonStrategy):
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
             return
-        target, rest = place(self.broadcast(filepath)), dict(checkpoint)
+        target, rest = local_path(self.broadcast(filepath)), dict(checkpoint)
         if not whole and not self._has_saved:
             self._has_saved = True
             self.package.fabric("utilities.rank_zero").rank_zero_info(
@@ -401,12 +400,12 @@ class TrainerStrategy(MuonStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
-            remove = partial(discard, place(filepath))
+            remove = partial(discard, Path(filepath))
             remove() if self._saves is None else self._saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
-        path, trainer = chosen(checkpoint_path), self.lightning_module.trainer
+        path, trainer = Path(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)

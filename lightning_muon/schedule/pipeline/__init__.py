@@ -1,11 +1,16 @@
 """Pipeline schedules as data: a schedule lists forwards and backwards of each rank, passes add all other ops.
 
-docs/planning.md has an example, from a name to a timeline.
+docs/pipelines.md has an example, from a name to a timeline.
 """
 
-# All schedules are registered with the package.
-from lightning_muon.schedule.pipeline.auto import auto
-from lightning_muon.schedule.pipeline.builtin import forward_only
+from lightning_muon.schedule.pipeline.builtin import (
+    SCHEDULES,
+    find_schedule,
+    forward_only,
+    make_order,
+    phases,
+    register_schedule,
+)
 from lightning_muon.schedule.pipeline.checks import check_order, validate_pipeline
 from lightning_muon.schedule.pipeline.lower import (
     add_optimizer,
@@ -28,7 +33,6 @@ from lightning_muon.schedule.pipeline.nodes import (
     placement,
 )
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
-from lightning_muon.schedule.pipeline.registry import SCHEDULES, find_schedule, make_order, register_schedule
 
 __all__ = [
     # Input and output of a schedule.
@@ -46,7 +50,7 @@ __all__ = [
     "find_schedule",
     "make_order",
     "forward_only",
-    "auto",
+    "phases",
     "check_order",
     "peak_activations",
     "placement",

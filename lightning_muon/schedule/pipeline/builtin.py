@@ -1,4 +1,4 @@
-"""Schedules from papers, each with its bubble and its memory.
+"""Schedules by name: those from papers, each with its bubble and its memory, and those that users add.
 
 In the formulas: p ranks, v stages per rank, m micro-batches; f, i, w seconds of the forward and of the two parts of the
 backward of one stage, equal for all stages, and messages that take no time. The *idle time* is that of the rank with
@@ -13,10 +13,64 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import permutations, product
 
+from lightning_muon.config import nearest
+from lightning_muon.removed import removed
+from lightning_muon.schedule.pipeline.checks import check_order
 from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
 from lightning_muon.schedule.pipeline.play import Run, deepest_first, fill_weights
 from lightning_muon.schedule.pipeline.problem import Pipeline
-from lightning_muon.schedule.pipeline.registry import register_schedule
+
+Schedule = Callable[[Pipeline], Order]
+"""Lists what each rank of a pipeline does: ``F`` and either ``B`` or ``I`` and ``W`` of each stage and micro-batch."""
+
+SCHEDULES: dict[str, Schedule] = {}
+"""All schedules by name."""
+
+
+def register_schedule(name: str) -> Callable[[Schedule], Schedule]:
+    """Register a schedule by name; use it as a decorator.
+
+    Example:
+        >>> @register_schedule("one_at_a_time")
+        ... def one_at_a_time(pipeline):
+        ...     micro_batches = range(pipeline.num_microbatches)
+        ...     return [[node for each in micro_batches for node in (F(rank, each), B(rank, each))]
+        ...             for rank in range(pipeline.num_ranks)]
+    """
+
+    def register(schedule: Schedule) -> Schedule:
+        if SCHEDULES.setdefault(name, schedule) is not schedule:
+            raise ValueError(f"there is a schedule {name!r} already; choose another name")
+        return schedule
+
+    return register
+
+
+def find_schedule(name: str) -> Schedule:
+    """The schedule of this name; a ``ValueError`` names the one that was probably meant."""
+    if name not in SCHEDULES:
+        if (gone := removed(f"pipeline_schedule={name!r}")) is not None:
+            raise ValueError(gone)
+        hint = nearest(name, list(SCHEDULES))
+        meant = f"did you mean {hint!r}?" if hint else f"there are {', '.join(SCHEDULES)}"
+        raise ValueError(f"there is no schedule {name!r}; {meant}")
+    return SCHEDULES[name]
+
+
+def make_order(name: str, pipeline: Pipeline) -> Order:
+    """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
+    schedule = find_schedule(name)
+    try:
+        order = [[Node(*node) for node in nodes] for nodes in schedule(pipeline)]
+        check_order(order, pipeline)
+    except ValueError as error:
+        raise ValueError(f"schedule {name!r}: {error}") from error
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"schedule {name!r} fails with {type(error).__name__}: {error}; "
+            "it takes a Pipeline and returns a list of F, B, I and W for each rank"
+        ) from error
+    return order
 
 
 @register_schedule("gpipe")
@@ -27,7 +81,7 @@ def gpipe(pipeline: Pipeline) -> Order:
 
     Source: Huang et al. 2019, arXiv:1811.06965.
     """
-    _need_stages_per_rank(pipeline, "gpipe", 1, "interleaved_1f1b")
+    _need(pipeline, "gpipe", 1, "interleaved_1f1b")
     return _alternating(pipeline, B, warmups=[pipeline.num_microbatches] * pipeline.num_ranks)
 
 
@@ -39,9 +93,8 @@ def one_forward_one_backward(pipeline: Pipeline) -> Order:
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1.
     """
-    _need_stages_per_rank(pipeline, "1f1b", 1, "interleaved_1f1b")
-    _need_microbatches(pipeline, "1f1b", pipeline.num_ranks)
-    return _alternating(pipeline, B, warmups=_distances_to_last(pipeline))
+    _need(pipeline, "1f1b", 1, "interleaved_1f1b", microbatches=pipeline.num_ranks)
+    return _alternating(pipeline, B, warmups=range(pipeline.num_ranks)[::-1])
 
 
 @register_schedule("interleaved_1f1b")
@@ -55,7 +108,7 @@ def interleaved_1f1b(pipeline: Pipeline) -> Order:
     """
     round_size = _round_size(pipeline, "interleaved_1f1b")
     first = (pipeline.stages_per_rank - 1) * round_size
-    warmups = [first + 2 * distance for distance in _distances_to_last(pipeline)]
+    warmups = [first + 2 * distance for distance in range(pipeline.num_ranks)[::-1]]
     return _alternating(pipeline, B, warmups=warmups, round_size=round_size)
 
 
@@ -67,9 +120,8 @@ def zb_h1(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 2.1.
     """
-    _need_stages_per_rank(pipeline, "zb_h1", 1, "zb_1p")
-    _need_microbatches(pipeline, "zb_h1", pipeline.num_ranks)
-    order = _alternating(pipeline, I, warmups=_distances_to_last(pipeline))
+    _need(pipeline, "zb_h1", 1, "zb_1p", microbatches=pipeline.num_ranks)
+    order = _alternating(pipeline, I, warmups=range(pipeline.num_ranks)[::-1])
     return [_delay_weights(nodes, rank) for rank, nodes in enumerate(order)]
 
 
@@ -82,12 +134,12 @@ def zb_1p(pipeline: Pipeline) -> Order:
     Source: Qi et al. 2023, arXiv:2401.10241, section 3.
     """
     if pipeline.stages_per_rank == 1:
-        _need_microbatches(pipeline, "zb_1p", pipeline.num_ranks)
+        _need(pipeline, "zb_1p", 1, "zb_v", microbatches=pipeline.num_ranks)
         round_size = pipeline.num_microbatches
     else:
         round_size = _round_size(pipeline, "zb_1p")
     first = (pipeline.stages_per_rank - 1) * round_size
-    warmups = [first + distance for distance in _distances_to_last(pipeline)]
+    warmups = [first + distance for distance in range(pipeline.num_ranks)[::-1]]
     order = _alternating(pipeline, I, warmups=warmups, round_size=round_size)
     return fill_weights(order, pipeline, placement(order), first + pipeline.num_ranks)
 
@@ -101,9 +153,8 @@ def zb_2p(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, sections 2.2 and 3.
     """
-    _need_stages_per_rank(pipeline, "zb_2p", 1, "zb_v, which has no bubble either,")
-    _need_microbatches(pipeline, "zb_2p", pipeline.num_ranks)
-    order = _alternating(pipeline, I, warmups=[2 * distance for distance in _distances_to_last(pipeline)])
+    _need(pipeline, "zb_2p", 1, "zb_v, which has no bubble either,", microbatches=pipeline.num_ranks)
+    order = _alternating(pipeline, I, warmups=[2 * distance for distance in range(pipeline.num_ranks)[::-1]])
     return fill_weights(order, pipeline, placement(order), 2 * pipeline.num_ranks - 1)
 
 
@@ -115,13 +166,13 @@ def zb_v(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 6.
     """
-    _need_stages_per_rank(pipeline, "zb_v", 2, "zb_1p")
+    _need(pipeline, "zb_v", 2, "zb_1p")
     p, m = pipeline.num_ranks, pipeline.num_microbatches
     order: Order = []
     for rank in range(p):
         # With too few micro-batches to fill the pipeline, take the order for more, and leave out the others.
         later = max(m, 2 * p - 1) - p
-        nodes = _phases(
+        nodes = phases(
             pipeline.v_stages(rank),
             (2 * (p - rank) - 1, "F0"),
             (rank, "F1 F0"),
@@ -144,7 +195,7 @@ def v_half(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2024, arXiv:2405.15362, section 4.
     """
-    _need_stages_per_rank(pipeline, "v_half", 2, "zb_1p")
+    _need(pipeline, "v_half", 2, "zb_1p")
     return _from_building_block(pipeline, (1, 2, 1, 2))
 
 
@@ -157,41 +208,8 @@ def v_min(pipeline: Pipeline) -> Order:
 
     Source: Qi et al. 2024, arXiv:2405.15362, section 4.
     """
-    _need_stages_per_rank(pipeline, "v_min", 2, "zb_1p")
+    _need(pipeline, "v_min", 2, "zb_1p")
     return _from_building_block(pipeline, (1, 1, 1, 1))
-
-
-@register_schedule("dual_pipe_v")
-def dual_pipe_v(pipeline: Pipeline) -> Order:
-    """Stages run to the last rank and back; in the steady phase each forward is next to a backward of the other stage.
-
-    A runtime may run such a pair as one, so that messages of one hide behind arithmetic of the other; here they run one
-    after the other. Idle time: (p-1)(f+i-w) if w <= i <= f. Memory: 1+1/(2p).
-
-    Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1; the V form: github.com/deepseek-ai/DualPipe.
-    """
-    _need_stages_per_rank(pipeline, "dual_pipe_v", 2, "interleaved_1f1b")
-    _need_microbatches(pipeline, "dual_pipe_v", 2 * pipeline.num_ranks)
-    p, m = pipeline.num_ranks, pipeline.num_microbatches
-    order: Order = []
-    for rank in range(p):
-        # The last backwards take turns between the stages; the second half of them is split.
-        turns = ["B1", "B0"] * (rank + 1)
-        split = [turn.replace("B", "I") for turn in turns[rank + 1 :]]
-        order.append(
-            _phases(
-                pipeline.v_stages(rank),
-                (2 * (p - 1 - rank), "F0"),
-                (rank + 1, "F0 F1"),
-                (p - 1 - rank, "I1 W F1"),
-                (m - 2 * p + rank + 1, "F0 B1 F1 B0"),
-                (p - 1 - rank, "B1 F1 B0"),
-                (1, " ".join(turns[: rank + 1] + split)),
-                (p - 1 - rank, "W I0"),
-                (rank + 1, "W"),
-            )
-        )
-    return order
 
 
 def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
@@ -209,20 +227,17 @@ def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
     return Run(pipeline, rank_of).play(choose).order
 
 
-def _need_stages_per_rank(pipeline: Pipeline, name: str, number: int, instead: str) -> None:
-    if pipeline.stages_per_rank != number:
+def _need(pipeline: Pipeline, name: str, stages: int, instead: str, *, microbatches: int = 1) -> None:
+    """Raise ``ValueError`` for other stages per rank, or fewer micro-batches."""
+    if pipeline.stages_per_rank != stages:
         raise ValueError(
-            f"{name} needs exactly {number} stages per rank, got stages_per_rank={pipeline.stages_per_rank}; "
-            f"set it to {number}, or take {instead} instead"
+            f"{name} needs exactly {stages} stages per rank, got stages_per_rank={pipeline.stages_per_rank}; "
+            f"set it to {stages}, or take {instead} instead"
         )
-
-
-def _need_microbatches(pipeline: Pipeline, name: str, least: int) -> None:
-    if pipeline.num_microbatches < least:
+    if pipeline.num_microbatches < microbatches:
         raise ValueError(
-            f"{name} needs at least {least} micro-batches on {pipeline.num_ranks} ranks with "
-            f"{pipeline.stages_per_rank} stages each, got num_microbatches={pipeline.num_microbatches}; split "
-            "the batch into more, or take fewer ranks"
+            f"{name} needs at least {microbatches} micro-batches on {pipeline.num_ranks} ranks, got num_microbatches="
+            f"{pipeline.num_microbatches}; split the batch into more, or take fewer ranks"
         )
 
 
@@ -236,11 +251,6 @@ def _round_size(pipeline: Pipeline, name: str) -> int:
             f"got num_microbatches={number} on num_ranks={num_ranks}; take {number // num_ranks * num_ranks}"
         )
     return number // num_rounds
-
-
-def _distances_to_last(pipeline: Pipeline) -> list[int]:
-    """The number of ranks after each rank."""
-    return list(reversed(range(pipeline.num_ranks)))
 
 
 def _alternating(
@@ -277,14 +287,16 @@ def _delay_weights(nodes: Sequence[Node], delay: int) -> list[Node]:
     return [*delayed, *weights]
 
 
-def _phases(stages: Sequence[int], *phases: tuple[int, str]) -> list[Node]:
-    """Nodes of a rank, phase by phase: ``(3, "F0 B1")`` is three times a forward of its first stage and a backward of
-    its second one, each of the next micro-batch. ``W`` without a stage belongs to the oldest ``I`` without one.
-    """  # noqa: D205
+def phases(stages: Sequence[int], *repeated: tuple[int, str]) -> list[Node]:
+    """Nodes of a rank with these stages, phase by phase.
+
+    ``(3, "F0 B1")`` is three times a forward of its first stage and a backward of its second one, each of the next
+    micro-batch. A ``W`` without a number belongs to the oldest ``I`` that has none.
+    """
     counts = {(chunk, kind): 0 for chunk in range(len(stages)) for kind in "FB"}
     weights: deque[Node] = deque()
     nodes: list[Node] = []
-    for number, names in phases:
+    for number, names in repeated:
         for name in names.split() * number:
             if name == PipelineKind.BACKWARD_WEIGHT:
                 nodes.append(weights.popleft())

@@ -50,7 +50,7 @@ def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -
         if held > pipeline.memory_limit:
             raise ValueError(
                 f"rank {rank} holds {held} activations, memory_limit={pipeline.memory_limit}; raise it, or take "
-                "v_min, v_half or auto, which need less"
+                "v_min or v_half, which need less"
             )
     play_order(order, pipeline, rank_of)
 
@@ -108,12 +108,9 @@ def _check_gathers(rank: int, ops: Iterable[Op]) -> None:
     gathered, alive = set[int](), Counter[int]()
     ops = list(ops)
     split = {op.items[0] for op in ops if op.kind == PipelineKind.BACKWARD_INPUT}
-    own = {op.items[0] for op in ops if op.kind in COMPUTE_KINDS}
     for op in ops:
         stage = op.items[0] if op.items else -1
         if op.kind == PipelineKind.UNSHARD:
-            if stage not in own:
-                raise ValueError(f"{op.name} of rank {rank}: the stage is on another rank")
             gathered.add(stage)
         elif op.kind == PipelineKind.RESHARD:
             if stage in split and alive[stage]:

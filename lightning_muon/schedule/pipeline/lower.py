@@ -6,7 +6,8 @@ the order in which they are defined here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from lightning_muon.schedule.pipeline.nodes import (
@@ -21,64 +22,7 @@ from lightning_muon.schedule.pipeline.nodes import (
 )
 from lightning_muon.schedule.pipeline.play import needs, play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
-
-
-class OpMaker:
-    """Makes the ops of the nodes of an order, and of the messages between them."""
-
-    def __init__(self, order: Order) -> None:
-        self._rank_of = placement(order)
-        self._nodes = {node for nodes in order for node in nodes}
-
-    def __contains__(self, node: Node) -> bool:
-        return node in self._nodes
-
-    def compute(self, node: Node) -> Op:
-        """The op of a node."""
-        stage, kind, microbatch = node
-        is_trained = B(stage, microbatch) in self or I(stage, microbatch) in self
-        deps = tuple(self._arrival(need, stage) for need in needs(node, self))
-        return Op(
-            kind=kind,
-            key=node.key,
-            rank=self._rank_of[stage],
-            deps=deps,
-            memory=int(kind == PipelineKind.FORWARD and is_trained),
-            items=(stage, microbatch),
-        )
-
-    def messages(self, node: Node) -> tuple[Op, ...]:
-        """The ops of sender and receiver of a node's result; none if the result stays on its rank."""
-        step = {PipelineKind.FORWARD: 1, PipelineKind.BACKWARD_WEIGHT: 0}.get(node.kind, -1)
-        sender = self._rank_of[node.stage]
-        group = (sender, self._rank_of.get(node.stage + step, sender))
-        if group[0] == group[1]:
-            return ()
-        return _message(_message_kind(node), node.key, group, behind=node, items=(node.stage, node.microbatch))
-
-    def _arrival(self, node: Node, stage: int) -> str:
-        """Name of the op after which the result of a node is on the rank of ``stage``."""
-        stays = self._rank_of[node.stage] == self._rank_of[stage]
-        return name_of(node) if stays else f"{_message_kind(node)}[{node.key}]"
-
-
-def _message(
-    kind: str, key: str, group: tuple[int, int], *, behind: Node, items: tuple[int, ...] = ()
-) -> tuple[Op, Op]:
-    """The ops of sender and receiver of a message; the sender sends it after the node ``behind``."""
-    lane = f"link {min(group)}-{max(group)}"
-    send = Op(kind=kind, key=key, rank=group[0], lane=lane, deps=(name_of(behind),), items=items, group=group)
-    return send, Op(kind=kind, key=key, rank=group[1], lane=lane, items=items, group=group)
-
-
-def name_of(node: Node) -> str:
-    """Name of the op of a node."""
-    return f"{node.kind}[{node.key}]"
-
-
-def _message_kind(node: Node) -> str:
-    return PipelineKind.ACTIVATION if node.kind == PipelineKind.FORWARD else PipelineKind.GRADIENT
+from lightning_muon.schedule.program import TRANSFER, Op, Program
 
 
 def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False) -> Program:
@@ -90,11 +34,11 @@ def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False)
     ended. With ``tells_loss`` the last stage sends sum and number of the losses to all others after its last forward.
     """
     rank_of = placement(order)
-    maker = OpMaker(order)
+    nodes = {node for listed in order for node in listed}
     program: Program = {rank: [] for rank in range(len(order))}
     num_losses = 0
     for is_end, node in play_order(order, pipeline, rank_of).log:
-        for op in maker.messages(node) if is_end else (maker.compute(node),):
+        for op in _messages(node, rank_of) if is_end else (_compute(node, nodes, rank_of),):
             program[op.rank].append(op)
         if tells_loss and is_end and node.stage == pipeline.num_stages - 1 and node.kind == PipelineKind.FORWARD:
             num_losses += 1
@@ -105,6 +49,45 @@ def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False)
     return program
 
 
+def _compute(node: Node, nodes: AbstractSet[Node], rank_of: Mapping[int, int]) -> Op:
+    """The op of a node, which needs others, or the messages with their results."""
+    stage, kind, microbatch = node
+    deps = tuple(
+        _name(each.kind if rank_of[each.stage] == rank_of[stage] else _message_kind(each), each)
+        for each in needs(node, nodes)
+    )
+    holds = kind == PipelineKind.FORWARD and not nodes.isdisjoint((B(stage, microbatch), I(stage, microbatch)))
+    items = stage, microbatch
+    return Op(kind=kind, key=node.key, rank=rank_of[stage], deps=deps, memory=int(holds), items=items)
+
+
+def _messages(node: Node, rank_of: Mapping[int, int]) -> tuple[Op, ...]:
+    """The ops of sender and receiver of a node's result; none if the result stays on its rank."""
+    step = {PipelineKind.FORWARD: 1, PipelineKind.BACKWARD_WEIGHT: 0}.get(node.kind, -1)
+    sender = rank_of[node.stage]
+    group = (sender, rank_of.get(node.stage + step, sender))
+    if group[0] == group[1]:
+        return ()
+    return _message(_message_kind(node), node.key, group, behind=node, items=(node.stage, node.microbatch))
+
+
+def _message(
+    kind: str, key: str, group: tuple[int, int], *, behind: Node, items: tuple[int, ...] = ()
+) -> tuple[Op, Op]:
+    """The ops of sender and receiver of a message; the sender sends it after the node ``behind``."""
+    lane, deps = f"link {min(group)}-{max(group)}", (_name(behind.kind, behind),)
+    send = Op(kind=kind, key=key, rank=group[0], lane=lane, deps=deps, items=items, group=group)
+    return send, Op(kind=kind, key=key, rank=group[1], lane=lane, items=items, group=group)
+
+
+def _name(kind: str, node: Node) -> str:
+    return f"{kind}[{node.key}]"
+
+
+def _message_kind(node: Node) -> str:
+    return PipelineKind.ACTIVATION if node.kind == PipelineKind.FORWARD else PipelineKind.GRADIENT
+
+
 def add_unshard(program: Program) -> Program:
     """Gather the weights of all stages of a rank at the start, and free those of a stage after its last op.
 
@@ -113,17 +96,17 @@ def add_unshard(program: Program) -> Program:
     """
     added: Program = {}
     for rank, ops in program.items():
-        places = _stage_places(ops, COMPUTE_KINDS)
-        first = {index: stage for stage, (index, _) in places.items()}
-        last = {_behind_messages(ops, index): (stage, ops[index].name) for stage, (_, index) in places.items()}
-        added[rank] = [stage_op(PipelineKind.UNSHARD, stage, rank, lane=TRANSFER) for stage in first.values()]
+        last, first = _last_ops(ops, COMPUTE_KINDS), dict[int, int]()
         for index, op in enumerate(ops):
-            if index in first:
-                op = replace(op, deps=(*op.deps, f"{PipelineKind.UNSHARD}[{first[index]}]"))
+            if op.kind in COMPUTE_KINDS:
+                first.setdefault(op.items[0], index)
+        added[rank] = [_stage_op(PipelineKind.UNSHARD, stage, rank) for stage in first]
+        for index, op in enumerate(ops):
+            if op.kind in COMPUTE_KINDS and first[op.items[0]] == index:
+                op = replace(op, deps=(*op.deps, f"{PipelineKind.UNSHARD}[{op.items[0]}]"))
             added[rank].append(op)
             if index in last:
-                stage, compute = last[index]
-                added[rank].append(stage_op(PipelineKind.RESHARD, stage, rank, compute, lane=TRANSFER))
+                added[rank].append(_stage_op(PipelineKind.RESHARD, last[index][0], rank, last[index][1]))
     return added
 
 
@@ -135,14 +118,12 @@ def add_reduce_grad(program: Program) -> Program:
     added: Program = {}
     for rank, ops in program.items():
         losses = [op.name for op in ops if op.kind == PipelineKind.LOSS and op.group[1] == rank]
-        places = _stage_places(ops, WEIGHT_KINDS)
-        behind = {_behind_messages(ops, index): (stage, ops[index].name) for stage, (_, index) in places.items()}
+        last = _last_ops(ops, WEIGHT_KINDS)
         added[rank] = []
         for index, op in enumerate(ops):
             added[rank].append(op)
-            if index in behind:
-                stage, weight = behind[index]
-                added[rank].append(stage_op(PipelineKind.REDUCE_GRAD, stage, rank, weight, *losses, lane=TRANSFER))
+            if index in last:
+                added[rank].append(_stage_op(PipelineKind.REDUCE_GRAD, last[index][0], rank, last[index][1], *losses))
     return added
 
 
@@ -185,21 +166,20 @@ def add_optimizer(program: Program) -> Program:
     return added
 
 
-def _stage_places(ops: Sequence[Op], kinds: Sequence[str]) -> dict[int, tuple[int, int]]:
-    """Stage -> the places of its first and last op of these kinds."""
-    places: dict[int, tuple[int, int]] = {}
-    for index, op in enumerate(ops):
-        if op.kind in kinds:
-            places[op.items[0]] = (places.get(op.items[0], (index, index))[0], index)
-    return places
+def _last_ops(ops: Sequence[Op], kinds: Sequence[str]) -> dict[int, tuple[int, str]]:
+    """Index behind which an op delays no other rank -> the stage whose last op of these kinds that is, and its name.
+
+    The index is that of the last message that the op sends, or else of the op.
+    """
+    last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in kinds}
+    found: dict[int, tuple[int, str]] = {}
+    for stage, index in last.items():
+        name = ops[index].name
+        sent = (place for place, op in enumerate(ops) if op.group and name in op.deps)
+        found[max(sent, default=index)] = stage, name
+    return found
 
 
-def _behind_messages(ops: Sequence[Op], index: int) -> int:
-    """Index of the last message that an op sends, or else of the op; ops added after it delay no other rank."""
-    sent = (place for place, op in enumerate(ops) if op.group and ops[index].name in op.deps)
-    return max(sent, default=index)
-
-
-def stage_op(kind: str, stage: int, rank: int, *deps: str, lane: str = COMPUTE) -> Op:
-    """An op of a whole stage."""
-    return Op(kind=kind, key=str(stage), rank=rank, lane=lane, deps=deps, items=(stage,))
+def _stage_op(kind: str, stage: int, rank: int, *deps: str) -> Op:
+    """A transfer of a whole stage."""
+    return Op(kind=kind, key=str(stage), rank=rank, lane=TRANSFER, deps=deps, items=(stage,))

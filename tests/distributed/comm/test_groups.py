@@ -271,15 +271,10 @@ def test_one_piece_of_memory_goes_to_several_ranks(gloo: ProcessPool) -> None:
     assert gloo.run(_tell, world_size=3) == [[], [[0.0]], [[0.0], [1.0, 1.0]]]
 
 
-def test_the_pool_keeps_its_memory_and_views_outlive_a_release() -> None:
+def test_the_pool_keeps_its_memory() -> None:
     pool = BufferPool(torch.float32, torch.device("cpu"))
-    first, view = pool.take("gather-0", 10), pool.take("gather-0", 7)[2:5].view(3, 1)
-    other = pool.take("scatter-0", 7)
-    pool.release("gather")
-    assert [buffer.untyped_storage().nbytes() for buffer in (first, other)] == [0, 4 * 7]
-    assert pool.take("gather-0", 10) is first and pool.take("gather-1", 7) is not first
-    first.fill_(3)
-    assert view.tolist() == [[3.0]] * 3
+    first = pool.take("gather-0", 10)
+    assert pool.take("gather-0", 7) is first and pool.take("gather-1", 7) is not first
     assert pool.take("gather-0", 11).numel() == 11
 
 

@@ -21,6 +21,8 @@ from tests.distributed.flexdemo.setup import (
     train,
 )
 from tests.reference.flexdemo import Choice, ReferenceFlexDeMo, Rules
+from tests.reference.muon import muon_plus
+from tests.support import family
 from tests.support.processes import ProcessPool
 
 # float32 against float64: a coefficient is a sum of up to 64 products of size 3, off by 64 * 3 * 2^-24 = 1e-5 at most
@@ -29,7 +31,7 @@ EXACT = 1e-5
 TOP_K: dict[str, Any] = {"chunk_size": 8, "top_k": 5}
 PERIOD = 4
 OF_CASE = ("missing", "missing_from", "frozen", "dtype", "plain", "num_steps", "seed")
-OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr", "muon_eq", "muon_plus")
+OF_RULES = ("base", "sign", "merge", "decay", "weight_decay", "value_format", "lr")
 
 
 def _case(mesh_shape: tuple[int, int], **options: Any) -> Case:
@@ -99,15 +101,13 @@ def test_options_mean_what_they_mean_in_one_process(
 
 
 @pytest.mark.filterwarnings("ignore:.*routed to Muon by their shape")
-@pytest.mark.parametrize(
-    ("mesh_shape", "options"), [((2, 2), {}), ((3, 1), {}), ((2, 2), {"muon_eq": "R", "muon_plus": "col"})], ids=str
-)
-def test_muon_orthogonalizes_whole_merged_matrices(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]
-) -> None:
-    float32 = {"compute_dtype": "float32", "wire_dtype": "float32"}
-    case = _case(mesh_shape, base="muon", weight_decay=0.1, seed=3, **float32, **options)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1)], ids=str)
+def test_muon_orthogonalizes_whole_merged_matrices(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
+    options = {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"}
+    case = _case(mesh_shape, weight_decay=0.1, seed=3, **options)
     _check(gloo, case, _reference(case, matrices=MATRICES))
+    case = _case(mesh_shape, weight_decay=0.1, seed=4, orthogonalize=family.muon_plus, **options)
+    _check(gloo, case, _reference(case, rules=TOP_K | {"orthogonalization": muon_plus}, matrices=MATRICES))
 
 
 def test_blocks_of_64_cover_weights_of_prime_sizes(gloo: ProcessPool) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_muon import Options
+from lightning_muon.engine.model_setup import mixed_precision_policy
+from lightning_muon.engine.training import TrainingEngine
 
 VOCABULARY, WIDTH = 29, 16
 # What makes the difference between kinds, at values that count: factors and bounds of logits, windows, experts.
@@ -49,30 +57,17 @@ def causal_lm(
     return AutoModelForCausalLM.from_config(config)
 
 
-def encoder_decoder(num_layers: int, *, kind: str = "t5", tied: bool = True) -> nn.Module:
-    """A T5 of so many blocks on each side, without dropout."""
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
-
-    sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 2 * WIDTH, "num_heads": 2, "relative_attention_num_buckets": 8}
-    sizes |= {"num_layers": num_layers, "num_decoder_layers": num_layers}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        kind, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0, tie_word_embeddings=tied, **sizes
-    )
-    return AutoModelForSeq2SeqLM.from_config(config)
-
-
 def cut_by_hand(num_layers: int) -> nn.Module:
     """The T5 of examples/pipeline_t5.py."""
-    return load_example().Reverser(num_layers)
+    return load_example("pipeline_t5").Reverser(num_layers)
 
 
-def load_example() -> Any:
-    """The example, as a module."""
-    path = Path(__file__).parents[3] / "examples" / "pipeline_t5.py"
+def load_example(name: str) -> Any:
+    """A program of examples/, as a module."""
+    path = Path(__file__).parents[3] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # Where dataclasses look.
     spec.loader.exec_module(module)
     return module
 
@@ -224,10 +219,28 @@ def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Ten
         for part in methods.pipeline_parts():
             values = part(*values) if isinstance(values, tuple) else part(values)
         return methods.pipeline_loss(values, labels)
-    if hasattr(net, "encoder"):
-        logits, labels = net(**batch).logits, batch["labels"]
-        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-        return total, (labels != -100).sum()
     logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
     return total, (labels != -100).sum()
+
+
+def start(
+    net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], *, precision: Any = "32-true", **chosen: Any
+) -> tuple[TrainingEngine, Any]:
+    """An engine over the stages of the net, two if nothing else is chosen, and its optimizer."""
+    optimizer = make(net.parameters())
+    options = Options(**({"pipeline_size": 2} | chosen))
+    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    policy = mixed_precision_policy(precision, net)
+    modes = replace(options.mode_options, wait_for_parameters=True, mp_policy=policy)
+    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
+    engine.shard(torch.device("cpu"))
+    if precision == "bf16-mixed":
+        assert engine.pipeline is not None
+        engine.pipeline.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
+    return engine, engine.attach([optimizer], source="the test")[0]
+
+
+def take_step(optimizer: Any, closure: Any = None) -> None:
+    """What ``TrainingEngine.step`` calls."""
+    optimizer.step()

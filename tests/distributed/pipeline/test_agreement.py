@@ -1,10 +1,9 @@
-"""What the ranks of a pipeline must know of each other: the same batch, and whether a step is skipped."""
+"""What the ranks of a pipeline must know of each other, and when they wait for each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,22 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_muon import Options
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.pipeline import batches
-from tests.distributed.pipeline.models import VOCABULARY, WIDTH, Chain, Layer, batch_of, causal_lm, chain
+from lightning_muon.pipeline.batch_run import BatchRun
+from lightning_muon.sharding import fsdp
+from tests.distributed.pipeline.models import (
+    VOCABULARY,
+    WIDTH,
+    Chain,
+    Layer,
+    batch_of,
+    causal_lm,
+    chain,
+    start,
+    take_step,
+)
 from tests.support.processes import ProcessPool
 
 _ALL_SKIP = [(1, False), (1, False)]
@@ -69,20 +78,6 @@ def _model(*, is_tied: bool = False) -> Any:
     return _Model([embedding, *(_Shifted() for _ in range(4)), head])
 
 
-def _engine(net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], **chosen: Any) -> tuple[TrainingEngine, Any]:
-    optimizer = make(net.parameters())
-    options = Options(**({"pipeline_size": 2} | chosen))
-    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    modes = replace(options.mode_options, wait_for_parameters=True)
-    engine = TrainingEngine(net, options, meshes, mode_options=modes, info=lambda _: None, warn=lambda _: None)
-    engine.shard(torch.device("cpu"))
-    return engine, engine.attach([optimizer], source="the test")[0]
-
-
-def _take_step(optimizer: Any, closure: Any = None) -> None:
-    optimizer.step()
-
-
 def _local(net: nn.Module) -> dict[str, Tensor]:
     named = {name: p.detach() for name, p in net.named_parameters()}
     return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
@@ -100,7 +95,7 @@ def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: A
     """Of the second step, which has a NaN in the loss or in the layer ``broken``: skipped steps, and a change."""
     net: Any = _model(is_tied=is_tied)
     is_kept = options.get("optimizer") == "keep"
-    engine, optimizer = _engine(net, _sgd if is_kept else _adamw, **options)
+    engine, optimizer = start(net, _sgd if is_kept else _adamw, **options)
     result: Any = None
     for step in range(3):
         net.has_nan = step == 1 and broken is None
@@ -111,7 +106,7 @@ def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: A
         engine.run_pipeline(batch_of(8, 5, seed=step))
         if clips:
             engine.clip_by_norm(list(net.parameters()), float("inf"))
-        engine.step(optimizer, _take_step)
+        engine.step(optimizer, take_step)
         has_changed = any(not torch.equal(value, before[name]) for name, value in _local(net).items())
         if step == 1:
             result = engine.finite_check(optimizer).skipped_steps, has_changed
@@ -164,12 +159,9 @@ class _Waited:
         self._work.wait()
 
 
-def _collectives(calls_backward: bool, **options: Any) -> list[str]:
+def _collectives(**options: Any) -> list[str]:
     """Those of a second step of training, ``async`` ones marked, and waits for these; not point-to-point messages."""
-    engine, optimizer = _engine(_model(), _adamw, **options)
-    assert engine.pipeline is not None
-    loss_of_batch = engine.pipeline.loss_of_batch()
-    assert loss_of_batch is not None
+    engine, optimizer = start(_model(), _adamw, **options)
     calls: list[str] = []
     names = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "barrier")
 
@@ -188,24 +180,19 @@ def _collectives(calls_backward: bool, **options: Any) -> list[str]:
         with ExitStack() as stack:
             for name in names if step == 1 else ():
                 stack.enter_context(patch.object(dist, name, counted(name)))
-            if calls_backward:
-                loss_of_batch(batch_of(8, 5, seed=step), None).backward()
-            else:
-                engine.run_pipeline(batch_of(8, 5, seed=step))
-            engine.step(optimizer, _take_step)
+            engine.run_pipeline(batch_of(8, 5, seed=step))
+            engine.step(optimizer, take_step)
     engine.close()
     return calls
 
 
-@pytest.mark.parametrize("calls_backward", [False, True])
 @pytest.mark.parametrize(("world_size", "options", "agreement"), [(2, {}, []), (4, {"shard_size": 2}, ["all_reduce"])])
 def test_at_most_one_collective_of_a_step_blocks(
-    gloo: ProcessPool, world_size: int, options: dict[str, Any], agreement: list[str], calls_backward: bool
+    gloo: ProcessPool, world_size: int, options: dict[str, Any], agreement: list[str]
 ) -> None:
-    # The comparison of batches travels beside the first forward; no step waits for that of derivatives; the last one is
-    # the agreement within a stage.
-    expected = ["async all_reduce", "wait", *["async all_reduce"] * calls_backward, *agreement]
-    assert gloo.run(_collectives, calls_backward, world_size=world_size, **options) == [expected] * world_size
+    # The comparison of batches travels beside the first forward; the last one is the agreement within a stage.
+    expected = ["async all_reduce", "wait", *agreement]
+    assert gloo.run(_collectives, world_size=world_size, **options) == [expected] * world_size
 
 
 def _permuted(batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -226,7 +213,7 @@ def _another_dtype(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _other_batches(change: Callable[[Any], Any], num_before: int, *, evaluates: bool = False, **options: Any) -> None:
     """The last rank has another batch, after ``num_before`` equal ones."""
-    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep", **options)
+    engine, optimizer = start(chain(2), _sgd, optimizer="keep", **options)
     try:
         for step in range(num_before + 1):
             optimizer.zero_grad()
@@ -238,7 +225,7 @@ def _other_batches(change: Callable[[Any], Any], num_before: int, *, evaluates: 
                     engine.module(batch["input_ids"])
             else:
                 engine.run_pipeline(batch)
-                engine.step(optimizer, _take_step)
+                engine.step(optimizer, take_step)
     finally:
         engine.close()
 
@@ -261,14 +248,14 @@ def test_other_batches_name_the_shapes(gloo: ProcessPool) -> None:
 
 def _last_batch_on_a_device(evaluates: bool) -> None:
     """The contents of the last of three batches differ, and no host may wait for them."""
-    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep")
+    engine, optimizer = start(chain(2), _sgd, optimizer="keep")
     try:
         with patch.object(batches, "all", lambda each: not list(each), create=True):  # No tensor is on the host.
             for step in range(3):
                 optimizer.zero_grad()
                 batch = batch_of(8, 5, seed=step)
                 engine.run_pipeline(_permuted(batch) if step == 2 and dist.get_rank() == 1 else batch)
-                engine.step(optimizer, _take_step)
+                engine.step(optimizer, take_step)
             (engine.end_evaluation if evaluates else engine.end_training)()
     finally:
         engine.close()
@@ -297,16 +284,32 @@ def _fails_together(num_before: int) -> None:
         raise ValueError(str(error)) from error
 
 
+def _call_in_training(kind: str) -> None:
+    net: Any = causal_lm("llama") if kind == "llama" else chain(2)
+    engine, _ = start(net, _sgd, optimizer="keep")
+    try:
+        batch = batch_of(8, 5, seed=0)
+        net(**batch) if kind == "llama" else net(batch["input_ids"])
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", ["llama", "chain"])
+def test_a_call_of_the_model_in_training_is_refused(gloo: ProcessPool, kind: str) -> None:
+    match = r"lightning_muon.forward_backward\(model, batch\)"
+    gloo.expect_error_on_all_ranks(_call_in_training, kind, match=match, exception=RuntimeError, world_size=2)
+
+
 def _twice(frozen: int) -> None:
     """Only the ranks of stages that train have gradients left."""
     net = chain(2)
     for part in list(net.parts)[:frozen]:
         part.requires_grad_(False)
-    engine, optimizer = _engine(net, _sgd, optimizer="keep")
+    engine, optimizer = start(net, _sgd, optimizer="keep")
     try:
         engine.run_pipeline(batch_of(8, 5, seed=0))
         engine.run_pipeline(batch_of(8, 5, seed=1))
-        engine.step(optimizer, _take_step)
+        engine.step(optimizer, take_step)
     finally:
         engine.close()
 
@@ -316,58 +319,6 @@ def test_two_batches_before_a_step_are_refused(gloo: ProcessPool, frozen: int) -
     gloo.expect_error_on_all_ranks(
         _twice, frozen, match="still has the gradient of an earlier batch", exception=RuntimeError, world_size=2
     )
-
-
-def _end(engine: TrainingEngine, optimizer: Any, before: dict[str, Tensor]) -> tuple[int, bool]:
-    """Skipped steps, and whether weights have changed."""
-    has_changed = any(not torch.equal(each, before[name]) for name, each in _local(engine.module).items())
-    result = engine.finite_check(optimizer).skipped_steps, has_changed
-    engine.close()
-    return result
-
-
-def _leave_out() -> tuple[int, bool]:
-    """A batch, and one with a NaN whose loss has no backward: skipped steps, and whether weights change."""
-    net: Any = _model()
-    engine, optimizer = _engine(net, _adamw)
-    assert engine.pipeline is not None
-    compute = engine.pipeline.loss_of_batch()
-    assert compute is not None
-    before = _local(net)
-    for step, has_nan in enumerate((False, True)):
-        net.has_nan = has_nan
-        loss = compute(batch_of(8, 5, seed=step), None)
-        assert bool(loss.isnan()) == has_nan
-        if not has_nan:
-            loss.backward()
-    engine.step(optimizer, _take_step)
-    return _end(engine, optimizer, before)
-
-
-def test_a_batch_that_is_left_out_skips_nothing(gloo: ProcessPool) -> None:
-    assert gloo.run(_leave_out, world_size=2) == [(0, True)] * 2
-
-
-def _accumulate_with_nan(choice: str) -> tuple[int, bool]:
-    """Two batches, of which the first is NaN, where the first stage is frozen: skipped steps, and a change."""
-    net: Any = _model()
-    for part in list(net.parts)[:3]:
-        part.requires_grad_(False)
-    engine, optimizer = _engine(net, _adamw, optimizer=choice, pipeline_split=["parts.0", "parts.3"])
-    assert engine.pipeline is not None
-    compute = engine.pipeline.loss_of_batch()
-    assert compute is not None
-    before = _local(net)
-    for step, has_nan in enumerate((True, False)):
-        net.has_nan = has_nan
-        (compute(batch_of(8, 5, seed=step), None) / 2).backward()
-    engine.step(optimizer, _take_step)
-    return _end(engine, optimizer, before)
-
-
-@pytest.mark.parametrize("choice", ["auto", "keep"])
-def test_a_frozen_stage_skips_what_was_accumulated_by_others(gloo: ProcessPool, choice: str) -> None:
-    assert gloo.run(_accumulate_with_nan, choice, world_size=2) == _ALL_SKIP
 
 
 def _refused_on_one_rank(case: str) -> None:
@@ -382,7 +333,7 @@ def _refused_on_one_rank(case: str) -> None:
         net = nn.Linear(2, 2) if is_odd else net
     engine = None
     try:
-        engine, _ = _engine(net, _sgd, optimizer="keep", pipeline_schedule="zb_v")
+        engine, _ = start(net, _sgd, optimizer="keep", pipeline_schedule="zb_v")
         number = torch.tensor(1)
         odd = torch.ones(8, 5).long() if case == "no mapping" else {"input_ids": number, "labels": number}
         engine.run_pipeline(odd if is_odd else batch_of(8, 5, seed=0))
@@ -409,7 +360,7 @@ def test_what_one_rank_cannot_run_is_an_error_on_all(gloo: ProcessPool, case: st
 
 def _freeze_one_copy() -> str:
     net: Any = _model(is_tied=True)
-    engine, _ = _engine(net, _adamw, optimizer="keep")
+    engine, _ = start(net, _adamw, optimizer="keep")
     if dist.get_rank() == 0:
         next(net.parameters()).requires_grad_(False)
     with pytest.raises(RuntimeError, match="copies of one parameter") as caught:
@@ -425,7 +376,7 @@ def test_a_tied_weight_is_frozen_everywhere_or_nowhere(gloo: ProcessPool) -> Non
 
 def _interrupt() -> None:
     """Rank 0 has sent an activation when it fails, as rank 1 does; then both go on with another batch."""
-    engine, _ = _engine(chain(2), _sgd, optimizer="keep", pipeline_microbatches=4)
+    engine, _ = start(chain(2), _sgd, optimizer="keep", pipeline_microbatches=4)
     assert engine.pipeline is not None
     model: Any = engine.pipeline.model
     forward, num_calls = model.run, count()
@@ -452,7 +403,7 @@ def test_messages_of_a_failed_batch_are_not_those_of_the_next(gloo: ProcessPool)
 
 def _norms_of_one_stage() -> tuple[float, float]:
     """By our norm over the parameters of the first stage alone, which the second rank has none of; and by hand."""
-    engine, optimizer = _engine(chain(2), _sgd, optimizer="keep")
+    engine, optimizer = start(chain(2), _sgd, optimizer="keep")
     optimizer.zero_grad()
     engine.run_pipeline(batch_of(8, 5, seed=0))
     listed = list(engine.module.parameters()) if dist.get_rank() == 0 else []
@@ -483,9 +434,7 @@ def _nothing_to_train(choice: str) -> None:
         part.requires_grad_(False)
     engine = None
     try:
-        engine, _ = _engine(
-            net, lambda parameters: _adamw([p for p in parameters if p.requires_grad]), optimizer=choice
-        )
+        engine, _ = start(net, lambda parameters: _adamw([p for p in parameters if p.requires_grad]), optimizer=choice)
     except (ValueError, RuntimeError) as error:
         raise ValueError(str(error)) from error
     finally:
@@ -504,7 +453,7 @@ def test_an_optimizer_without_own_parameters_is_an_error(gloo: ProcessPool, choi
 
 
 def _load(path: str) -> None:
-    engine, _ = _engine(chain(2), _sgd, optimizer="keep")
+    engine, _ = start(chain(2), _sgd, optimizer="keep")
     try:
         checkpoint = Checkpoint.open(Path(path), metadata_name="none", weights_only=True)
         checkpoint.load_weights("state_dict", engine.module, strict=True)
@@ -540,7 +489,7 @@ def _call(net: Any) -> tuple[Tensor, Tensor]:
 
 def _generate(kind: str, schedule: str) -> tuple[Tensor, Tensor]:
     net = causal_lm(kind)
-    engine, _ = _engine(net, _sgd, optimizer="keep", pipeline_schedule=schedule)
+    engine, _ = start(net, _sgd, optimizer="keep", pipeline_schedule=schedule)
     engine.begin_evaluation()
     with engine.around_forward():
         result = _call(net.eval())
@@ -558,3 +507,33 @@ def test_left_padded_prompts_go_on_as_in_one_process(gloo: ProcessPool, kind: st
         assert torch.equal(found, tokens)
         # Micro-batches have fewer rows, for which a kernel may add in another order.
         torch.testing.assert_close(of_call, logits, rtol=1e-5, atol=1e-6)
+
+
+def _events() -> list[str]:
+    engine, optimizer = start(chain(6), _adamw, shard_size=2, pipeline_schedule="interleaved_1f1b")
+    events: list[str] = []
+
+    def noted(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            events.append(name)
+            return original(*args)
+
+        return call
+
+    with (
+        patch.object(fsdp, "start_reducing", noted("start", fsdp.start_reducing)),
+        patch.object(fsdp, "finish_reducing", noted("finish", fsdp.finish_reducing)),
+        patch.object(BatchRun, "_backward", noted("backward", BatchRun._backward)),
+    ):
+        engine.run_pipeline(batch_of(8, 5, seed=0))
+    engine.step(optimizer, take_step)
+    engine.close()
+    return events
+
+
+def test_no_stage_waits_for_the_sums_of_another_one(gloo: ProcessPool) -> None:
+    for events in gloo.run(_events, world_size=4):
+        num_roots = events.count("start")
+        assert events[-num_roots:] == ["finish"] * num_roots and events.count("finish") == num_roots
+        first, last_backward = events.index("start"), len(events) - 1 - events[::-1].index("backward")
+        assert first < last_backward, "sums of the deeper stage travel while the other one runs backward"

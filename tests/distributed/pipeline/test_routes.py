@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon import MuonConfig, Options, ParallelMuon
-from lightning_muon.engine.training import TrainingEngine
+from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.params.routing import route_module
+from tests.distributed.pipeline.models import start
 from tests.support.processes import ProcessPool
 
 
@@ -35,14 +34,7 @@ def _tied() -> nn.Module:
 def _routes(make: Callable[[], nn.Module], config: MuonConfig) -> dict[str, tuple[str, Any]]:
     """Of the parameters of this rank."""
     torch.manual_seed(0)
-    net = make()
-    options = Options(pipeline_size=2, optimizer=config, sharding="none")
-    meshes = options.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    engine = TrainingEngine(
-        net, options, meshes, mode_options=options.mode_options, info=lambda _: None, warn=lambda _: None
-    )
-    engine.shard(torch.device("cpu"))
-    (optimizer,) = engine.attach([torch.optim.AdamW(net.parameters(), lr=0.01)], source="the test")
+    engine, optimizer = start(make(), torch.optim.AdamW, optimizer=config, sharding="none")
     assert isinstance(optimizer, ParallelMuon)
     found = {route.name: (route.algorithm, route.splits) for route in optimizer.routes}
     engine.close()

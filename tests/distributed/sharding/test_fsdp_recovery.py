@@ -99,7 +99,7 @@ def test_ranks_do_not_add_gradients_of_different_batches(gloo: ProcessPool, name
     )
 
 
-def _plain(*, reset: str, overlap: str, knows_module: bool = True) -> tuple[list[str], bool]:
+def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
     """A loop of fully_shard and ParallelMuon alone, one batch of which fails.
 
     What the steps after it raise, and whether weights and state are those of a run that never saw the batch.
@@ -109,7 +109,7 @@ def _plain(*, reset: str, overlap: str, knows_module: bool = True) -> tuple[list
     for fails in (False, True):
         net = backward_passes.sharded((2,))
         given: Any = net if knows_module else list(net.named_parameters())
-        optimizer = backward_passes.make_optimizer(given, overlap=overlap, muon_patterns=["second.weight"])
+        optimizer = backward_passes.make_optimizer(given, muon_patterns=["second.weight"])
         for step in range(5):
             if step == 2 and fails:
                 fault = fail_in(net.branch, "backward")
@@ -128,17 +128,16 @@ def _plain(*, reset: str, overlap: str, knows_module: bool = True) -> tuple[list
     return problems, all(map(torch.equal, *results))
 
 
-@pytest.mark.parametrize(("overlap", "knows_module"), [("step", True), ("backward", False)])
-def test_a_plain_loop_over_fsdp2_is_told_to_reset_it(gloo: ProcessPool, overlap: str, knows_module: bool) -> None:
-    for problems, _ in gloo.run(_plain, reset="no", overlap=overlap, knows_module=knows_module, world_size=2):
+@pytest.mark.parametrize("knows_module", [True, False])
+def test_a_plain_loop_over_fsdp2_is_told_to_reset_it(gloo: ProcessPool, knows_module: bool) -> None:
+    for problems, _ in gloo.run(_plain, reset="no", knows_module=knows_module, world_size=2):
         assert len(problems) == 3 and all("still in the middle of that pass" in problem for problem in problems)
 
 
 @pytest.mark.parametrize("reset", ["by torch", "by hand"])
 def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly(gloo: ProcessPool, reset: str) -> None:
-    for overlap in ("step", "backward"):
-        for problems, is_equal in gloo.run(_plain, reset=reset, overlap=overlap, world_size=2):
-            assert problems == [] and is_equal
+    for problems, is_equal in gloo.run(_plain, reset=reset, world_size=2):
+        assert problems == [] and is_equal
 
 
 def _steps_without_gradients() -> list[str]:
@@ -147,8 +146,8 @@ def _steps_without_gradients() -> list[str]:
     halves: list[list[Any]] = [[], []]
     for name, parameter in net.named_parameters():
         halves[name.startswith("second")].append((name, parameter))
-    whole = backward_passes.make_optimizer(net, overlap="step", muon_patterns=["second.weight"])
-    parts = [backward_passes.make_optimizer(half, overlap="step", algorithm="adamw") for half in halves]
+    whole = backward_passes.make_optimizer(net, muon_patterns=["second.weight"])
+    parts = [backward_passes.make_optimizer(half, algorithm="adamw") for half in halves]
     problems: list[str] = []
 
     def step(optimizer: Any, *closure: Any) -> None:

@@ -1,16 +1,11 @@
 """Weights of all ranks: equal at the start, whole on demand."""
 
-import io
-import warnings
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -84,39 +79,6 @@ def test_rank_0_has_the_state_dict_of_the_plain_model(
     _assert_equal(state, _plain().get_submodule(part).state_dict())
     assert tied == (part == "")
     assert all(other == {} for other, _ in others)
-
-
-class _Wrapped(nn.Linear):
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return super().state_dict(*args, **kwargs)
-
-
-def _warned_places() -> list[list[str]]:
-    model = nn.Sequential(_Wrapped(3, 4), nn.Sequential(nn.Linear(4, 5)))
-    mode = make_mode("fsdp", make_mesh((1, 2)), ModeOptions())
-    mode.prepare(model)
-    mode.prepare(model)
-    mode.close()
-    calls: list[Callable[[], Any]] = [
-        model.state_dict,
-        lambda: model.state_dict(),
-        lambda: torch.save(model[1][0].state_dict(), io.BytesIO()),
-        lambda: get_model_state_dict(model),
-        lambda: full_state_dict(model),
-        nn.Sequential(nn.Linear(2, 2)).state_dict,
-    ]
-    found = []
-    for call in calls:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            call()
-        found.append([Path(each.filename).name for each in caught if "full_state_dict" in str(each.message)])
-    return found
-
-
-def test_only_the_user_is_told_that_a_state_dict_has_shards(gloo: ProcessPool) -> None:
-    here = [Path(__file__).name]
-    assert gloo.run(_warned_places, world_size=2) == [[here] * 3 + [[]] * 3, [[]] * 6]
 
 
 def _initial() -> tuple[dict[str, Any], Tensor]:

@@ -99,7 +99,7 @@ def _flat(value: Any, path: str = "") -> dict[str, Any]:
 def _content(path: Path) -> dict[str, Any]:
     if path.is_file():
         return _flat(torch.load(path, weights_only=False))
-    shards = {key: load_whole(path, key) for key in ("state_dict", "optimizer_0")}
+    shards = load_whole(path)
     return _flat(shards | torch.load(path / "meta.pt", weights_only=False))
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, MuonConfig, ParallelMuon
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import VOCABULARY, full_weights, loss_of, max_difference
+from tests.support.family import muon_plus
 from tests.support.processes import ProcessPool
 
 
@@ -74,8 +75,8 @@ _AVERAGING = FlexDeMoConfig(base="adamw", replicator=DiLoCo(period=3))
     ("world_size", "options"),
     [
         (2, {"sharding": "zero2", "save_distributed_checkpoint": False}),
-        (2, {"optimizer": MuonConfig(momentum_dtype="int8"), "async_save": True}),
-        (2, {"optimizer": MuonConfig(momentum_dtype="int8"), "save_distributed_checkpoint": False}),
+        (2, {"optimizer": MuonConfig(normuon=True, orthogonalize=muon_plus), "async_save": True}),
+        (2, {"optimizer": MuonConfig(orthogonalize=muon_plus), "save_distributed_checkpoint": False}),
         (4, {"replicate_size": 2, "optimizer": _NODES}),
         (2, {"replicate_size": 2, "optimizer": _NODES, "save_distributed_checkpoint": False}),
         (2, {"replicate_size": 2, "optimizer": _NODES, "async_save": True}),

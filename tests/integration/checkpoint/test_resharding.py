@@ -81,14 +81,12 @@ def _stages(size: int, schedule: str = "1f1b", **more: Any) -> dict[str, Any]:
 
 
 # With state for the rows of matrices.
-_OPTIMIZER = replace(EXACT, normuon=True, hyperball=True)
-# Rows have the same codes in all shards of rows, so that these go from one to another, too, bit by bit.
-_IN_8_BITS = {"optimizer": replace(_OPTIMIZER, momentum_dtype="int8")}
+_OPTIMIZER = replace(EXACT, normuon=True)
 # World size -> name -> options.
 _MODES: dict[int, dict[str, dict[str, Any]]] = {
     1: {"none": {"sharding": "none"}},
-    2: {"2": {}, "2 stages": _stages(2), "2, 8 bits": _IN_8_BITS},
-    3: {"3": {}, "3, 8 bits": _IN_8_BITS},
+    2: {"2": {}, "2 stages": _stages(2)},
+    3: {"3": {}},
     4: {
         "1x4": {"shard_size": 4},
         "2x2": {"replicate_size": 2, "shard_size": 2},
@@ -99,18 +97,13 @@ _MODES: dict[int, dict[str, dict[str, Any]]] = {
         "2 stages x 2": _stages(2, "interleaved_1f1b", shard_size=2),
         "4 stages": _stages(4),
         "one file": {"save_distributed_checkpoint": False},
-        "8 bits": _IN_8_BITS,
-        "zero2, 8 bits": {"sharding": "zero2", **_IN_8_BITS},
-        "ddp, one file, 8 bits": {"sharding": "ddp", "save_distributed_checkpoint": False, **_IN_8_BITS},
     },
     8: {"1x8": {"shard_size": 8}},
 }
 _SAVED = {1: ["none"], 4: ["1x4", "2x2", "zero2", "fsdp x tp", "2 stages x 2", "one file"]}
-_SAVED[4] += [name for name in _MODES[4] if "8 bits" in name]
 # Mode -> those of whose checkpoints it goes on.
 _LOADED = {
     "none": [*_SAVED[1], *_SAVED[4]],
-    **dict.fromkeys([name for modes in _MODES.values() for name in modes if "8 bits" in name], _SAVED[4][-3:]),
     "2": ["1x4", "fsdp x tp"],
     "2 stages": ["none", "2 stages x 2", "one file"],
     "3": ["1x4", "2 stages x 2"],
@@ -184,7 +177,7 @@ def _save(folder: str) -> None:
         dist.all_gather_object(parts, run.gathered())
         run.fabric.strategy.teardown()
         whole = {key: value for part in parts for key, value in part.items()}
-        assert any("second_momentum_buffer" in key for key in whole) and any("initial_norm" in key for key in whole)
+        assert any("second_momentum_buffer" in key for key in whole)
         assert all(torch.equal(whole[key], value) for part in parts for key, value in part.items())
         if dist.get_rank() == 0:
             torch.save(whole, f"{folder}/{name}.expected")
@@ -225,7 +218,7 @@ def test_states_are_the_same_in_other_modes(gloo: ProcessPool, folder: str, worl
 
 
 def _load_without_rows(folder: str) -> list[Tensor]:
-    """The state of a matrix that goes on with NorMuon and Hyperball after a checkpoint without them."""
+    """The state of a matrix that goes on with NorMuon after a checkpoint without them."""
     found: list[Tensor] = []
     for name, options in (("shards", {}), ("one file", {"save_distributed_checkpoint": False})):
         before = _Run(0, options | {"optimizer": EXACT})
@@ -242,15 +235,11 @@ def _load_without_rows(folder: str) -> list[Tensor]:
         after = run.gathered()
         key = next(key for key in after if key.endswith("up.weight momentum_buffer"))
         assert not after[key.replace("momentum_buffer", "second_momentum_buffer")].any()
-        weight = after[key.partition(" ")[0]]
-        run.step()
-        found += [after[key], run.gathered()[key.replace("momentum_buffer", "initial_norm")] - weight.norm()]
+        found.append(after[key])
         run.fabric.strategy.teardown()
     return found
 
 
 def test_a_checkpoint_without_values_of_rows_begins_them(gloo: ProcessPool, tmp_path: Path) -> None:
-    for shards, norms, file, file_norms in gloo.run(_load_without_rows, str(tmp_path), world_size=2):
+    for shards, file in gloo.run(_load_without_rows, str(tmp_path), world_size=2):
         assert shards.any() and torch.equal(shards, file)
-        # Sums of squares by pieces.
-        assert max(norms.abs().max(), file_norms.abs().max()) < 1e-5

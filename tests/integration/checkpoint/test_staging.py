@@ -11,13 +11,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric
+import lightning.pytorch
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
+import lightning_muon.accelerate
 from lightning_muon.checkpoint.saving import write_shards
 from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
+from tests.integration.training import trainer
 from tests.support.processes import ProcessPool
 
 
@@ -226,3 +231,30 @@ def test_a_link_to_a_neighbour_is_replaced_or_removed(gloo: ProcessPool, tmp_pat
     assert _read(last_written(path)) == 2 and _read(tmp_path / "best.ckpt") == 1
     assert _names(tmp_path) == ["best.ckpt", "last.ckpt"] and not path.is_symlink()
     assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "manifest.json", "notes.txt"]
+
+
+def _save_to_a_url(by: str) -> None:
+    place = "memory://bucket/run"
+    if by == "accelerate":
+        lightning_muon.accelerate.Accelerator(cpu=True).save_state(place)
+    elif by == "fabric":
+        fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1, strategy="parallel_muon")
+        fabric.launch()
+        fabric.save(place, {})
+    else:
+        keeps = {"enable_checkpointing": True, "callbacks": [lightning_muon.AutoResume(place)]}
+        fitter = trainer(lightning.pytorch, **(keeps if by == "callback" else {}))
+        fitter.fit(BoringModel(), BoringDataModule())
+        fitter.save_checkpoint(place)
+
+
+def _refused(by: str) -> str:
+    with pytest.raises(ValueError, match="are written to folders, not to URLs such as") as refused:
+        _save_to_a_url(by)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("by", ["trainer", "callback", "fabric", "accelerate"])
+def test_a_url_is_no_folder(gloo: ProcessPool, by: str) -> None:
+    assert "memory://bucket/run" in gloo.run(_refused, by, world_size=1)[0]
+    assert not Path("memory:").exists()

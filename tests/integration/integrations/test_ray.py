@@ -1,4 +1,4 @@
-"""Ray Train on a local cluster: a worker that is killed, and Trainers that are refused."""
+"""Ray Train on a local cluster, with a worker that is killed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from lightning.pytorch import Trainer
 
 from tests.support.programs import ROOT, program_environment
 from tests.support.warm_python import warm_python
@@ -39,12 +38,3 @@ def test_a_killed_worker_comes_back_with_equal_bits(tmp_path: Path) -> None:
         # The checkpoint is of step 4; rank 0 may have seen step 6 before rank 1 was killed in it.
         assert steps[-8:] == [*range(4, 12)] and steps[:-8] == [*range(len(steps) - 8)] and len(steps) >= 14
         assert len(set(lines)) == 12, "the steps that are run again have the same losses"
-
-
-def test_what_is_refused() -> None:
-    from lightning_muon.ray import prepare_trainer
-
-    with pytest.raises(RuntimeError, match=r"give the Trainer plugins=\[RayLightningEnvironment\(\)\]"):
-        prepare_trainer(Trainer(accelerator="cpu", devices=1, strategy="parallel_muon", logger=False))
-    with pytest.raises(RuntimeError, match="Invalid strategy class"):  # Ray's own.
-        prepare_trainer(Trainer(accelerator="cpu", devices=1, logger=False))

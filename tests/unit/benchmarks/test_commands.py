@@ -62,8 +62,8 @@ def test_all_parts_run_on_a_cpu_and_keep_promises(gpu: ModuleType, tmp_path: Pat
 
 
 def test_broken_promises_and_parts_without_an_end_are_named(gpu: ModuleType) -> None:
-    result = _result(waiting={"rows": ROWS}, race={"rows": [], "error": "not done after 60 s"})
-    assert gpu.broken(result) == ["waiting: waits", "race: not done after 60 s"]
+    result = _result(waiting={"rows": ROWS}, dct={"rows": [], "error": "not done after 60 s"})
+    assert gpu.broken(result) == ["waiting: waits", "dct: not done after 60 s"]
     assert "| waiting | waits | a.py:3 | **broken** |" in gpu.table(result)
 
 
@@ -75,10 +75,10 @@ def test_a_table_takes_the_place_of_the_one_of_the_same_card(
     monkeypatch.setattr(gpu, "PAGE", page)
     gpu.include(_result(old={"rows": ROWS}))
     gpu.include(_result(waiting={"rows": ROWS}) | {"card": "Card 8"})
-    gpu.include(_result(race={"rows": ROWS}))
+    gpu.include(_result(dct={"rows": ROWS}))
     text = page.read_text()
     assert text.count("### Card 7") == text.count("### Card 8") == 1
-    assert "| race |" in text and "| old |" not in text
+    assert "| dct |" in text and "| old |" not in text
     assert text.index("Text.") < text.index("### Card 8") < text.index("## After") < text.index("More.")
 
 

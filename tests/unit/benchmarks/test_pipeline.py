@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from random import Random
-from types import ModuleType
 
 import pytest
 
+from benchmarks import pipeline as pipeline_benchmark
 from lightning_muon.schedule.pipeline import Pipeline, PipelineKind, add_reduce_grad, build_program, make_order
 from lightning_muon.schedule.simulate import simulate
-from tests.support.programs import ROOT
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import pipeline
-    return pipeline
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_seconds_per_step_of_1f1b_in_a_row(benchmark: ModuleType, seed: int) -> None:
+def test_seconds_per_step_of_1f1b_in_a_row(seed: int) -> None:
     random = Random(seed)
     p, m, f, b = random.randint(2, 5), random.randint(5, 9), random.uniform(1, 3), random.uniform(1, 5)
     optimizer = [random.choice([0, 1, 10, 30]) * random.random() for _ in range(p)]
@@ -31,8 +22,8 @@ def test_seconds_per_step_of_1f1b_in_a_row(benchmark: ModuleType, seed: int) -> 
     program = add_reduce_grad(build_program(make_order("1f1b", pipeline), pipeline, tells_loss=True))
 
     def per_step(way: str) -> float:
-        costs = benchmark.Measured(seconds_of, message=0.0, agreement=0.0)
-        few, many = (simulate(benchmark.in_a_row(program, number, way), costs).makespan for number in (2, 6))
+        costs = pipeline_benchmark.Measured(seconds_of, message=0.0, agreement=0.0)
+        few, many = (simulate(pipeline_benchmark.in_a_row(program, number, way), costs).makespan for number in (2, 6))
         return (many - few) / 4
 
     batch, last = (m + p - 1) * (f + b), range(1, p)

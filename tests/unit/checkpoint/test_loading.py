@@ -68,19 +68,6 @@ def test_weights_only_is_honoured(tmp_path: Path) -> None:
     assert content["callbacks"] == Path("anything")
 
 
-def test_a_state_of_version_0_1_goes_on_with_its_rate() -> None:
-    model = nn.Linear(3, 4)
-    optimizer = ParallelMuon(model.named_parameters(), muon_lr_factor=3.0)
-    for saved, expected in ((2.0, 2.0), (None, 1.0)):
-        state = optimizer.state_dict()
-        for group in state["param_groups"]:
-            group["muon_lr_factor"] = saved
-            if saved is None:
-                del group["muon_lr_factor"]
-        named = named_optimizer_state(state, model, optimizer)
-        assert [group["muon_lr_factor"] for group in named["param_groups"]] == [expected]
-
-
 def _first(shape: tuple[int, int]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
     rank = dist.get_rank()

@@ -13,9 +13,7 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.saving import NAMES
 from lightning_muon.cli.main import main
-from lightning_muon.compat.torch import load_whole
 from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.pipeline.models import causal_lm
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
@@ -103,35 +101,28 @@ def test_any_trainer_reads_the_file(
 def test_what_cannot_be_converted_is_explained(
     trained: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory, file, damaged = str(trained[0]), tmp_path / "one.ckpt", tmp_path / "damaged.ckpt"
+    directory, file, damaged, new = str(trained[0]), tmp_path / "one.ckpt", tmp_path / "damaged.ckpt", tmp_path / "new"
     file.write_text("mine")
     shutil.copytree(directory, damaged)
     next(damaged.glob("__1_*")).unlink()
-    gone = tmp_path / "gone.ckpt"
+    gone, two = tmp_path / "gone.ckpt", tmp_path / "two.ckpt"
     torch.distributed.checkpoint.save({"weight": torch.ones(2)}, checkpoint_id=gone, no_dist=True)
     (gone / "meta.pt").write_bytes(b"\x80\x02cgone\nThing\n.")
+    torch.save({"a": {"weight": torch.ones(2)}, "b": {"weight": torch.ones(2)}}, two)
     missing = str(tmp_path / "missing" / "one.ckpt")
     for words, message in (
-        ((str(tmp_path), str(file), "--force"), r"is no checkpoint directory: there is no file meta.pt in it"),
-        ((missing, str(tmp_path / "new")), "there is no .*one.ckpt"),
-        ((str(file), str(tmp_path / "new")), "one.ckpt is no file that torch.save writes$"),
+        ((tmp_path, file, "--force"), r"is no checkpoint directory: there is no file meta.pt in it"),
+        ((missing, new), "there is no .*one.ckpt"),
+        ((file, new), "one.ckpt is no file that torch.save writes$"),
         ((directory, missing), "there is no folder"),
-        ((directory, str(tmp_path), "--force"), "is a directory"),
-        ((directory, str(file)), "exists; --force overwrites it"),
-        ((str(damaged), str(file), "--force"), r"is damaged:\n.*__1_0.distcp is missing"),
-        ((str(gone), str(file), "--force", "--trust-pickle"), r"meta\.pt cannot be read"),
-        ((directory, str(tmp_path / "new"), "--to", "shards"), "is shards already"),
-        (
-            (directory, str(tmp_path / "new"), "--key", "model"),
-            r"has no 'model'; .*it has \['optimizer_0', 'state_dict'\]",
-        ),
-        (
-            (directory, str(tmp_path / "new"), "--to", "safetensors", "--config", str(tmp_path)),
-            "there is no .*config.json",
-        ),
+        ((directory, tmp_path, "--force"), "is a directory"),
+        ((directory, file), "exists; --force overwrites it"),
+        ((damaged, file, "--force"), r"is damaged:\n.*__1_0.distcp is missing"),
+        ((gone, file, "--force", "--trust-pickle"), r"meta\.pt cannot be read"),
+        ((two, f"{new}.safetensors"), r"weights of one model, and there are \['a', 'b'\]"),
     ):
         with pytest.raises(SystemExit, match=message):
-            main(["convert", *words])
+            main(["convert", *map(str, words)])
     with monkeypatch.context() as context:
         context.setattr(torch, "save", _disk_full)
         with pytest.raises(SystemExit, match="disk full"):
@@ -139,21 +130,6 @@ def test_what_cannot_be_converted_is_explained(
     assert file.read_text() == "mine" and not list(tmp_path.glob(".*"))
     main(["convert", directory, str(file), "--force"])
     assert Model.load_from_checkpoint(file).hparams["num_blocks"] == 2
-
-
-def test_sources_and_targets_may_be_urls(trained: Any, tmp_path: Path) -> None:
-    path, weights, _ = trained
-    store = "memory://converted"
-    main(["convert", f"local://{path}", f"{store}/whole.ckpt"])
-    main(["convert", f"{store}/whole.ckpt", f"{store}/shards.ckpt"])
-    main(["convert", f"{store}/shards.ckpt", str(tmp_path / "whole.ckpt")])
-    found = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
-    assert all(torch.equal(found[name], value) for name, value in weights.items() if isinstance(value, Tensor))
-    main(["verify", store])
-    with pytest.raises(SystemExit, match=r"memory://converted/whole\.ckpt exists; --force"):
-        main(["convert", f"{store}/shards.ckpt", f"{store}/whole.ckpt"])
-    with pytest.raises(SystemExit, match="name a folder on a disk"):
-        main(["convert", f"{store}/shards.ckpt", f"{store}/model", "--to", "safetensors"])
 
 
 def _disk_full(content: Any, file: Any) -> None:
@@ -172,95 +148,62 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     assert model.hparams["rate"] == Fraction(1, 100)
 
 
-_KINDS = {"safetensors": "a folder of safetensors", "file": "one file", "shards": "a directory of shards"}
-
-
 def test_weights_go_through_all_formats(
     trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, weights, _ = trained
     main(["verify", str(directory)])
-    assert re.search(
-        r"written, step 4, mesh replicate 1 x shard 2, plan [0-9a-f]{16}$", capsys.readouterr().out.strip()
-    )
-    places = [tmp_path / name for name in ("safe", "one.ckpt", "shards.ckpt", "again", "end.ckpt")]
-    kinds = ("safetensors", "file", "shards", "safetensors", "file")
+    found = r"written, step 4, mesh replicate 1 x shard 2, plan [0-9a-f]{16}$"
+    assert re.search(found, capsys.readouterr().out.strip())
+    places = [tmp_path / name for name in ("one.ckpt", "shards.ckpt", "safe.safetensors", "end.ckpt")]
+    kinds = ("one file", "a directory of shards", "safetensors", "one file")
     for source, target, kind in zip([directory, *places], places, kinds, strict=False):
-        main(["convert", str(source), str(target), "--to", kind, "--prefix", ""])
-        assert capsys.readouterr().out.splitlines()[-1].startswith(f"wrote {target}, {_KINDS[kind]}")
-        main(["verify", str(target)])
+        main(["convert", str(source), str(target)])
+        assert capsys.readouterr().out == f"wrote {target}, {kind}, without states of optimizers\n"
+    main(["verify", *(str(place) for place in places if place.suffix == ".ckpt")])
     content = torch.load(places[-1], weights_only=True)["state_dict"]
     assert content.keys() == weights.keys() - {"_extra_state"}
     assert all(torch.equal(content[name], value) for name, value in weights.items() if name in content)
 
 
-def test_a_run_goes_on_from_one_file_and_from_shards_again(
-    gloo: ProcessPool,
-    trained: tuple[Path, dict[str, Any], float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    directory, weights, _ = trained
-    file, shards = tmp_path / "one.ckpt", tmp_path / "shards.ckpt"
-    main(["convert", str(directory), str(file), "--optimizers"])
-    main(["convert", str(file), str(shards), "--optimizers"])
-    assert capsys.readouterr().out.splitlines() == [
-        f"wrote {file}, one file, with the states of optimizers",
-        f"wrote {shards}, a directory of shards, with the states of optimizers",
-    ]
-    before, after = (load_whole(path, "optimizer_0") for path in (directory, shards))
-    assert before["param_groups"] == after["param_groups"] and before["state"].keys() == after["state"].keys()
-    for name, state in before["state"].items():
-        assert all(torch.equal(after["state"][name][key], value) for key, value in state.items()), name
-    num_steps = torch.load(file, weights_only=True)["global_step"]
-    results = gloo.run(_begun, [str(file), str(shards)], world_size=2)[0]
-    for found, begun_at in results:
-        assert begun_at == num_steps
-        assert all(torch.equal(found[name], weights[name]) for name in found)
-
-
-def test_more_than_ten_optimizers_keep_their_order(tmp_path: Path) -> None:
-    groups = [[{"params": [0], NAMES: ["weight"], "lr": float(number)}] for number in range(12)]
-    states = [{"state": {0: {"step": torch.ones(())}}, "param_groups": group} for group in groups]
-    source, shards, target = (tmp_path / name for name in ("from.ckpt", "shards.ckpt", "to.ckpt"))
-    torch.save({"state_dict": {"weight": torch.ones(2)}, "optimizer_states": states}, source)
-    main(["convert", str(source), str(shards), "--optimizers"])
-    main(["convert", str(shards), str(target), "--optimizers"])
-    found = torch.load(target, weights_only=True)["optimizer_states"]
-    assert [state["param_groups"][0]["lr"] for state in found] == list(range(12))
-
-
-def _begun(paths: list[str]) -> list[tuple[dict[str, Any], int]]:
-    """Weights and step with which runs begin."""
-    package, found = load(PACKAGES[0]), list[tuple[dict[str, Any], int]]()
-
-    def note(fitter: Any, model: Any) -> None:
-        state = {name: value.clone() for name, value in full_state_dict(model).items() if name != "_extra_state"}
-        found.append((state, fitter.global_step))
-
-    for path in paths:
-        fitter = trainer(package, max_epochs=2, callbacks=[package.callbacks.LambdaCallback(on_train_start=note)])
-        fitter.fit(Model(num_blocks=2), loader(), ckpt_path=path)
-    return found
+def test_keys_of_a_program_stay_without_its_optimizer(tmp_path: Path) -> None:
+    """As Fabric and a loop of one's own save."""
+    network = Network(num_blocks=1)
+    optimizer = torch.optim.AdamW(network.parameters())
+    sum(weight.sum() for weight in network.parameters()).backward()
+    optimizer.step()
+    content = {"net": network.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}
+    names = ("file", "shards", "again", "weights.safetensors")
+    torch.save(content, tmp_path / names[0])
+    torch.distributed.checkpoint.save(content, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    for source, target in ((*names[:2],), (*names[1:3],), ("theirs", "one"), ("theirs", names[3])):
+        main(["convert", str(tmp_path / source), str(tmp_path / target)])
+    for name in ("again", "one"):
+        found = torch.load(tmp_path / name, weights_only=True)
+        assert found.keys() - {"pytorch-lightning_version"} == {"net", "step"} and found["step"] == 3
+        assert all(torch.equal(found["net"][key], value) for key, value in content["net"].items())
+    found = pytest.importorskip("safetensors.torch").load_file(tmp_path / names[3])
+    assert all(torch.equal(found[key], value) for key, value in content["net"].items())
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_loads_what_was_trained(gloo: ProcessPool, tmp_path: Path, tied: bool) -> None:
-    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+def test_transformers_and_a_trainer_load_what_was_trained(gloo: ProcessPool, tmp_path: Path, tied: bool) -> None:
+    transformers = pytest.importorskip("transformers")
     model = causal_lm("llama", num_layers=1, tied=tied)
-    model.config.save_pretrained(tmp_path / "model")
-    torch.save({"state_dict": {f"net.{key}": value for key, value in model.state_dict().items()}}, tmp_path / "f.ckpt")
-    target = tmp_path / "folder"
-    main(["convert", str(tmp_path / "f.ckpt"), str(target), "--to", "safetensors", "--config", str(tmp_path / "model")])
-    main(["verify", str(target)])
-    loaded = auto.from_pretrained(target)
+    state = {f"net.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"state_dict": state}, tmp_path / "f.ckpt")
+    weights = torch.load(tmp_path / "f.ckpt")["state_dict"]
+    # The lines of docs/checkpoints.md.
+    found = transformers.AutoModelForCausalLM.from_config(model.config)
+    found.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
+    found.save_pretrained(tmp_path / "folder")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
-    main(["convert", str(target), str(tmp_path / "back"), "--to", "shards", "--prefix", "net."])
-    weights, num_steps = gloo.run(_fine_tuned, str(tmp_path / "back"), tied, world_size=2)[0]
-    assert num_steps == 0 and all(
-        torch.equal(weights[f"net.{key}"], value) for key, value in model.state_dict().items()
-    )
+    torch.save(state, tmp_path / "weights.pt")  # Weights alone, as anybody may have them.
+    main(["convert", str(tmp_path / "weights.pt"), str(tmp_path / "shards")])
+    trained, num_steps = gloo.run(_fine_tuned, str(tmp_path / "shards"), tied, world_size=2)[0]
+    assert num_steps == 0 and all(torch.equal(trained[name], value) for name, value in state.items())
 
 
 def _fine_tuned(path: str, tied: bool) -> tuple[dict[str, Any], int]:

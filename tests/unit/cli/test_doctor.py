@@ -10,40 +10,45 @@ import torch
 from lightning_muon.cli import doctor
 from lightning_muon.cli import main as command
 from tests.support.processes import ProcessPool
+from tests.support.programs import run_program
 
 
-def _links(replicate_size: int) -> list[tuple[Any, ...]]:
-    links = doctor.measure_links(replicate_size, 0.1)
-    assert all(each.latency > 0 and each.bandwidth > 0 for each in links)
-    return [(each.axis, each.num_ranks, each.kind, each.is_right) for each in links]
+def _links(replicate_size: int, broken: bool = False) -> list[tuple[Any, ...]]:
+    start = doctor.start_all_to_all
+
+    def broken_start(sent: Any, to: Any, got: Any, source: Any, group: Any) -> Any:
+        works = start(sent, to, got, source, group)
+        for work in works:
+            work.wait()
+        got[: group.rank] = 0
+        return works
+
+    doctor.start_all_to_all = broken_start if broken else start
+    try:
+        links = doctor.exchange("cpu", replicate_size)
+    finally:
+        doctor.start_all_to_all = start
+    assert all(milliseconds > 0 for *_, milliseconds, _ in links)
+    return [(axis, ranks, kind, is_right) for axis, ranks, kind, _, is_right in links]
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "replicate_size", "axes"),
     [(1, 1, []), (3, 1, [("shard", 3)]), (4, 2, [("shard", 2), ("replicate", 2)]), (2, 2, [("replicate", 2)])],
 )
-def test_each_axis_is_measured(gloo: ProcessPool, num_ranks: int, replicate_size: int, axes: Any) -> None:
-    kinds = ("all-to-all", "all-reduce")
-    expected = [(*axis, kind, True) for axis in axes for kind in kinds]
+def test_each_axis_is_tried(gloo: ProcessPool, num_ranks: int, replicate_size: int, axes: Any) -> None:
+    expected = [(*axis, kind, True) for axis in axes for kind in ("all-to-all", "all-reduce")]
     assert gloo.run(_links, replicate_size, world_size=num_ranks) == [expected] * num_ranks
 
 
-def _links_that_lose_a_number() -> list[bool]:
-    exchange = doctor._all_to_all
-
-    def broken(sent: torch.Tensor, group: Any) -> torch.Tensor:
-        got = exchange(sent, group)
-        return got * 0 if group.rank == 1 else got
-
-    doctor._all_to_all = broken
-    try:
-        return [each.is_right for each in doctor.measure_links(1, 0.1)]
-    finally:
-        doctor._all_to_all = exchange
-
-
 def test_wrong_numbers_on_one_rank_are_known_to_all(gloo: ProcessPool) -> None:
-    assert gloo.run(_links_that_lose_a_number, world_size=2) == [[False, True]] * 2
+    expected = [("shard", 2, "all-to-all", False), ("shard", 2, "all-reduce", True)]
+    assert gloo.run(_links, 1, True, world_size=2) == [expected] * 2
+
+
+def test_ranks_of_a_launcher_try_an_exchange(tmp_path: Any) -> None:
+    text = run_program("-m", "lightning_muon", "doctor", directory=tmp_path, num_ranks=2)
+    assert text.count("Nothing is broken.") == 1 and " ".join(text.split()).count("shard 2 all-") == 2
 
 
 def _doctor(*words: str) -> Any:
@@ -55,29 +60,18 @@ def _doctor(*words: str) -> Any:
 
 
 def test_packages_devices_and_network_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _doctor("--seconds", "0") == 0
+    assert _doctor() == 0
     text = capsys.readouterr().out
     assert f"torch {torch.__version__.partition('+')[0]}" in " ".join(text.split())
-    assert all(word in text for word in ("cores", "gloo", "interfaces", "Nothing is broken."))
+    assert all(word in text for word in ("cores", "gloo", "interfaces", "no exchange was tried", "Nothing is broken."))
 
 
-def test_a_version_that_is_not_supported_is_broken(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_broken_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = doctor.version
     monkeypatch.setattr(doctor, "version", lambda name: "2.9.1" if name == "torch" else known(name))
-    assert _doctor("--seconds", "0") == 1
-    assert "broken: torch 2.9.1 is installed; this package is tested with <2.15,>=2.11" in capsys.readouterr().out
-
-
-def test_a_self_test_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError("connection refused")
-
-    monkeypatch.setattr(doctor, "run_on_ranks", refuse)
-    assert _doctor("--ranks", "3") == 1
-    assert "broken: the self-test of 3 ranks failed: connection refused" in capsys.readouterr().out
-
-
-def test_ranks_must_be_a_multiple_of_the_replicas() -> None:
-    assert "3 ranks are no multiple of --replicate-size 2" in str(_doctor("--ranks", "3", "--replicate-size", "2"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "nowhere"}.items():
+        monkeypatch.setenv(name, value)
+    assert _doctor() == 1
+    text = capsys.readouterr().out
+    assert "broken: torch 2.9.1 is installed; this package is tested with <2.15,>=2.11" in text
+    assert "broken: the exchange of 3 ranks failed: " in text and "nowhere" in text

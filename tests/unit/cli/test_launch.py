@@ -1,6 +1,7 @@
 """One file for Accelerate and for us, and scripts that know of neither of its halves."""
 
 import os
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -9,12 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 
 from lightning_muon import MuonConfig
 from lightning_muon.cli import launch
 from lightning_muon.cli.launch import RUNNER, launch_command, run_by_us, split_config
 from lightning_muon.engine.options import Options
-from tests.support.programs import program_environment
+from tests.support.programs import ROOT, program_environment
 from tests.support.warm_python import warm_python
 
 _VARIABLE = "LIGHTNING_MUON_CONFIG"
@@ -49,6 +51,19 @@ def test_a_file_is_split_for_as_long_as_it_is_needed(both: Path) -> None:
         assert yaml.safe_load(Path(rest).read_text()) == content
     assert _VARIABLE not in os.environ
     assert not Path(rest).exists()
+
+
+def test_the_example_has_every_option_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(_VARIABLE, raising=False)
+    path = ROOT / "examples" / "accelerate.yaml"
+    with split_config(str(path)) as rest:
+        stock = load_config_from_file(rest)
+        assert (stock.distributed_type.value, stock.num_processes) == ("FSDP", 8)
+        assert Options.from_file(os.environ[_VARIABLE]) == Options()
+    live = re.sub(r"^  # (?=\w+: )", "  ", path.read_text().partition("lightning_muon:\n")[2], flags=re.MULTILINE)
+    written = yaml.safe_load(live)
+    assert written.keys() == vars(Options()).keys()
+    assert Options.from_mapping(written) == Options()
 
 
 def test_a_wrong_key_of_theirs_is_their_error(both: Path) -> None:

@@ -1,21 +1,16 @@
-"""``lightning-muon plan`` and ``trace``, run through the command."""
+"""``lightning-muon plan``, run through the command."""
 
 import json
 import os
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.multiprocessing import start_processes
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.math.product_costs import Variant, read_costs
-from lightning_muon.schedule.cost import CostModel
 
 
 def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -167,7 +162,7 @@ def test_a_config_file_is_planned_for_its_own_mesh(
         (("--shapes", "lama3-8b"), "no shape file lama3-8b (did you mean 'llama3-8b'?)"),
         (("--shapes", "10b", "--shard-size", "0"), "--shard-size: must be at least 1, got 0"),
         (("--shapes", "10b", "--shard-size", "64", "--replicate-size", "9"), "576 ranks are more than 512"),
-        (("--shapes", "10b", "--draw", "plan.txt"), "Format 'txt' is not supported"),
+        (("--shapes", "10b", "--draw", "plan.txt"), "plan.txt: a picture is a .png, .svg or .pdf"),
         (("--config", "nothing.yaml"), "there is no file nothing.yaml; --config takes one"),
         (("--shapes", "10b", "--cost", "wrong.json"), "wrong.json: CostModel: there is no option 'flops_per_secnd'"),
         (("--shapes", "10b", "--rows", "3", "--length", "9"), "--rows, --length means nothing without --ranks N"),
@@ -185,52 +180,3 @@ def test_a_mistake_is_explained(
     monkeypatch.chdir(tmp_path)
     Path("wrong.json").write_text('{"flops_per_secnd": 1}')
     assert message in _error(capsys, *arguments)
-
-
-def test_steps_of_a_config_are_recorded_drawn_and_predicted(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    config: Callable[..., tuple[str, str]],
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.delenv("RANK", raising=False)
-    # Started as mp.spawn starts them, from a process that has imported torch.
-    monkeypatch.setattr("torch.multiprocessing.spawn", partial(start_processes, start_method="forkserver"))
-    path = config(_strategy("optimizer: {chunk_bytes: 64}"), "devices: 2")
-    out = tmp_path / "out"
-    main(["trace", *path, "--steps", "2", "--out", str(out)])
-    events = json.loads((out / "trace.json").read_text())["traceEvents"]
-    recorded = {event["name"].partition("[")[0] for event in events if event["ph"] == "X"}
-    assert recorded == {"momentum", "gather", "newton_schulz", "scatter", "update", "adamw"}
-    owned = [event["args"]["matrices"] for event in events if event["name"].startswith("newton_schulz")]
-    assert sorted(name for names in owned for name in names) == ["layers.0.weight", "layers.1.weight"]
-    assert {event["pid"] for event in events} == {0, 1}
-    assert {event["tid"] for event in events if event["name"].startswith(("gather", "update"))} == {0, 1}
-    assert (out / "timeline.png").stat().st_size > 10_000
-    picture = (out / "timeline.svg").read_text()
-    assert "measured" in picture and "predicted" in picture and "Net (config.yaml) on 1 x 2 ranks" in picture
-    assert CostModel.from_dict(json.loads((out / "cost.json").read_text())).flops_per_second > 0
-    costs = read_costs(str(out / "ns_costs.json"), "cpu")
-    assert set(costs.seconds) == {(8, 8)} and costs.of(8, 8, Variant(torch.float32))
-    report = capsys.readouterr().out
-    assert "measured" in report and "predicted" in report and "of measured" in report
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--shard-size", "0"], "--shard-size: must be at least 1, got 0"),
-        ([], "t5-small does not say how many ranks there are; add --shard-size"),
-        (["--shard-size", "2", "--shapes", "lama3-8b"], "did you mean 'llama3-8b'"),
-        (["--shard-size", "2", "--replicate-size", "1", "--shapes", "deepseek-v3"], "GiB, and this machine has"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_at_once(
-    tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main(["trace", "--shapes", "t5-small", "--out", str(tmp_path / "out"), *words])
-    assert message in f"{ended.value} {capsys.readouterr().err}"
-    assert not (tmp_path / "out").exists()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.cli.plan import strategy_line
-from lightning_muon.cli.plan_fit import MODES, Job, Way, best_rows, row_of, sizes_of
+from lightning_muon.cli.plan_fit import MODES, Job, Sizes, Way, best_rows, row_of, sizes_of
 from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
@@ -47,7 +47,7 @@ JOB = Job(
     precision="bf16-mixed",
     flexdemo=FlexDeMoConfig(base="muon", replicator=DCTTopK(chunk_size=64)),
 )
-SIZES = sizes_of(MODEL, 5)
+SIZES = sizes_of(JOB)
 # Of each token, the 16 elements that go into and come out of each of 8 matrices, in bfloat16; 32 logits with their
 # probabilities in float32 and two gradients of these, and the input of the head.
 ACTIVATIONS = 8 * 16 * 2 + 32 * (2 + 4 + 8) + 8 * 2
@@ -232,12 +232,16 @@ def test_slow_links_bound_a_pipeline_by_its_messages() -> None:
     assert found.seconds == pytest.approx(3 * 2 * 16 * 8 * 2, rel=0.05)
 
 
+def _sizes(*parameters: ParameterShape) -> Sizes:
+    return sizes_of(replace(JOB, model=replace(MODEL, parameters=parameters)))
+
+
 def test_frozen_and_tied_weights_and_the_width_of_attention() -> None:
     embedding, *layers, norm, _ = MODEL.parameters
-    tied = sizes_of(replace(MODEL, parameters=(embedding, *layers, norm)), 5)
     # The table counts once as elements, and as a product of each token.
+    tied = _sizes(embedding, *layers, norm)
     assert (tied.all.numel, tied.all.products, tied.vocabulary) == (1096 - 256, SIZES.all.products, 32)
-    frozen = sizes_of(replace(MODEL, parameters=(replace(embedding, frozen=True), *layers, norm)), 5)
+    frozen = _sizes(replace(embedding, frozen=True), *layers, norm)
     assert (frozen.all.numel, frozen.all.trained) == (840, 584)
     shapes = {"q": (48, 16), "k": (24, 16), "v": (24, 16), "o": (16, 48)}
     attention = [
@@ -245,7 +249,7 @@ def test_frozen_and_tied_weights_and_the_width_of_attention() -> None:
         for i in range(2)
         for name, shape in shapes.items()
     ]
-    assert sizes_of(replace(MODEL, parameters=tuple(attention)), 5).layer.attention == 48
+    assert _sizes(*attention).layer.attention == 48
 
 
 def test_what_fits_comes_first_and_passes_are_doubled_until_it_does() -> None:

@@ -8,9 +8,9 @@ import pytest
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, SimulatedStep, planned_steps
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import newton_schulz_flops
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
+from tests.reference.muon import newton_schulz_flops
 
 _NUMEL = 256 * 128
 _FLOPS = newton_schulz_flops(256, 128, 5)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lightning_muon.compat import torch as compat
 from lightning_muon.compat.torch import (
     cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
@@ -22,6 +23,7 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     new_group,
     overwritten_weights,
+    profiled,
     reset_fsdp,
     reset_fsdp_by_hand,
     world_timeout,
@@ -39,6 +41,15 @@ def mesh() -> Iterator[DeviceMesh]:
 
 def test_the_flags_of_the_cpu_are_booleans() -> None:
     assert isinstance(torch.cpu._is_amx_tile_supported(), bool) and isinstance(cpu_multiplies_bfloat16_fast(), bool)
+
+
+def test_ranges_are_recorded_by_a_profiler_and_cost_nothing_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, profiled("gather", "0.3"):
+        pass
+    assert [each.key for each in profile.key_averages()] == ["lightning_muon::gather[0.3]"]
+    monkeypatch.setattr(compat, "record_function", lambda _: pytest.fail("no profiler runs"))
+    with profiled("gather", "0.3"):
+        pass
 
 
 @pytest.mark.usefixtures("mesh")

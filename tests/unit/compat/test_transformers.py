@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.compat.transformers import pretrained_parts
+from lightning_muon.compat.transformers import ShardedAtLoad, pretrained_parts
 
 
 def test_only_loaded_weights_are_pretrained(tmp_path: Path) -> None:
@@ -20,3 +20,9 @@ def test_only_loaded_weights_are_pretrained(tmp_path: Path) -> None:
     loaded = kind.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert pretrained_parts(nn.ModuleList([fresh, nn.Linear(2, 2)])) == []
     assert pretrained_parts(nn.ModuleList([fresh, loaded])) == [loaded] == pretrained_parts(loaded)
+
+
+def test_what_a_trainer_overrides_is_there() -> None:
+    kind = pytest.importorskip("transformers").Trainer
+    own = [name for name in vars(ShardedAtLoad) if name.startswith("_") and not name.startswith("__")]
+    assert len(own) == 3 and all(callable(getattr(kind, name)) for name in own)

@@ -18,7 +18,6 @@ from lightning_muon import (
     Replicator,
     Slicing,
     Striding,
-    Turn,
 )
 from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
 from lightning_muon.math.dct import dct
@@ -34,7 +33,7 @@ def test_what_is_left_are_the_smaller_coefficients(shape: tuple[int, ...], top_k
     replicator = DCTTopK(top_k=top_k)
     blocks = torch.randn(35, *shape)
     components = replicator.encode(blocks, STEP)
-    assert components.indices is not None and components.positions is components.indices
+    assert components.indices is not None
     assert components.values.shape == components.indices.shape == (35, top_k)
     coefficients = dct(blocks).flatten(1)
     order = coefficients.abs().sort(1, descending=True).indices
@@ -179,15 +178,6 @@ def test_a_replicator_that_breaks_the_contract_is_an_error(method: str, mistake:
     check_replicator(_Largest())
     with pytest.raises(ValueError, match=f"_Broken.*{message}"):
         check_replicator(type("_Broken", (_Largest,), {method: mistake})())
-
-
-def test_names_of_before_work_and_warn() -> None:
-    assert Turn is ExchangeStep
-    with pytest.warns(FutureWarning, match="sends_positions is called sends_indices"):
-        kind = type("_Old", (_Largest,), {"sends_positions": False})
-    assert kind.sends_indices is False
-    with pytest.raises(TypeError, match="abstract"):
-        Replicator()  # type: ignore[abstract]
 
 
 @pytest.mark.parametrize(

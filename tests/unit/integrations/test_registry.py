@@ -88,8 +88,6 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
 @pytest.mark.parametrize(
     ("name", "blocked", "install"),
     [
-        ("ray", "ray", '"lightning-muon[ray]"'),
-        ("ray", "ray.train", '"lightning-muon[ray]"'),
         ("hf", "transformers", '"lightning-muon[accelerate]" "transformers>=5"'),
         ("accelerate", "accelerate", '"lightning-muon[accelerate]"'),
     ],

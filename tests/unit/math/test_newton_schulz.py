@@ -1,5 +1,6 @@
 """Newton-Schulz against torch's own and against the singular value decomposition."""
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -11,13 +12,35 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_muon.config import MuonConfig, NsMethod
 from lightning_muon.math import symmetric
-from lightning_muon.math.newton_schulz import newton_schulz_flops, orthogonalize, worth_batching
+from lightning_muon.math.coefficients import FAST, steps_of
+from lightning_muon.math.newton_schulz import (
+    Arithmetic,
+    NewtonSchulz,
+    NewtonSchulzOptions,
+    gram_restarts,
+    lr_scale,
+    orthogonalize,
+    worth_batching,
+)
 from tests.reference.muon import orthogonalized
 
 OPTIONS = {"steps": (MuonConfig.ns_coefficients,) * 5, "eps": 1e-7}
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (1, 1)]
 # From a short side of 512 on symmetric products are computed by panels of 192 rows; the last one may be lower.
 PANELED = [(512, 512), (600, 512), (512, 640), (577, 700), (900, 769)]
+# The two without a fifth power, of which the other is for FLOPs alone.
+CUBIC = ((1.5, -0.5, 0.0),) * 5
+LONG_CUBIC = ((2.5, -1.5, 0.0),) * 5
+STEPS = {
+    "jordan": steps_of("jordan", 5),
+    "polar_express": steps_of("polar_express", 5),
+    "longer": steps_of("polar_express", 8),
+    "fast": FAST,
+    "cubic": CUBIC,
+}
+METHODS: tuple[NsMethod, ...] = ("plain", "gram")
+# How far singular values of at least 0.01 are from those of exact arithmetic, and their vectors from theirs.
+ROUNDING = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.15}
 
 
 # bfloat16 takes seconds for the larger ones on CPUs without units for it.
@@ -103,9 +126,147 @@ def test_a_zero_matrix_stays_zero_and_the_input_is_not_changed() -> None:
 
 
 def test_flops_are_counted_per_product() -> None:
-    # rows 2, cols 3: gram 2*2*2*3, square 2*2*2*2, last product 2*2*2*3, once.
-    assert newton_schulz_flops(2, 3, 1) == newton_schulz_flops(3, 2, 1) == 24 + 16 + 24
-    assert newton_schulz_flops(2, 3, 5) == 5 * 64
+    jordan, dtype = steps_of("jordan", 5), torch.float16
+    # rows 2, cols 3: gram 2*2*2*3, square 2*2*2*2, last product 2*2*2*3, five times.
+    assert NewtonSchulz(jordan, dtype).flops(2, 3) == NewtonSchulz(jordan, dtype).flops(3, 2) == 5 * (24 + 16 + 24)
+    for cols, counts in ((100, (15, 18, 10, 13)), (400, (45, 30, 40, 25))):  # The table of docs/how-it-works.md.
+        ways = [NewtonSchulz(steps, dtype, method) for steps in (jordan, LONG_CUBIC) for method in METHODS]
+        assert [way.flops(100, cols) / (2 * 100**3) for way in ways] == list(counts)
+    ways = [NewtonSchulz(FAST, torch.bfloat16, method) for method in METHODS]
+    assert [way.flops(100, cols) / (2 * 100**3) for cols in (100, 400) for way in ways] == [9, 10, 27, 22]
+
+
+def test_fast_takes_the_method_with_fewer_flops() -> None:
+    fast, reference = (NewtonSchulzOptions(each, (2.0, -1.5, 0.5), 3) for each in ("fast", "reference"))
+    for device_type, dtype, shapes in (
+        ("cpu", torch.bfloat16, {"plain": [(256, 256), (256, 384), (512, 605)], "gram": [(256, 385), (606, 512)]}),
+        ("cuda", torch.float32, {"plain": [(512, 605), (4096, 4840)], "gram": [(1024, 256), (4096, 4841)]}),
+    ):
+        arithmetic = Arithmetic(device_type, dtype)
+        for method, of_method in shapes.items():
+            for shape in of_method:
+                assert fast.choice(*shape, arithmetic) == NewtonSchulz(FAST, dtype, method)  # type: ignore[arg-type]
+        assert reference.choice(256, 1024, arithmetic) == NewtonSchulz(((2.0, -1.5, 0.5),) * 3, dtype)
+    group = {"ns_quality": "fast", "ns_coefficients": [2.0, -1.5, 0.5], "ns_steps": 3}
+    assert NewtonSchulzOptions.of(group) == fast  # Lists, as files have them.
+
+
+def _exact(values: Tensor, steps: Any) -> Tensor:
+    for a, b, c in steps:
+        values = a * values + b * values**3 + c * values**5
+    return values
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("preset", STEPS)
+def test_gram_has_the_singular_values_of_plain(preset: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    steps = STEPS[preset]
+    for rows, cols, num_decades in ((48, 48, 1), (24, 96, 3), (96, 24, 0), (13, 7, 2)):
+        short = min(rows, cols)
+        left, right = (torch.linalg.qr(torch.randn(size, short, dtype=torch.float64))[0] for size in (rows, cols))
+        singular = torch.logspace(0, -num_decades, short, dtype=torch.float64)
+        singular = singular / singular.norm()
+        matrix = (left * singular @ right.T).float()
+        found = orthogonalize(matrix, steps=steps, eps=1e-7, compute_dtype=dtype, method="gram").double()
+        is_large = singular >= 0.01
+        turned = left.T @ found @ right
+        exact = _exact(singular, steps)
+        torch.testing.assert_close(turned.diag()[is_large], exact[is_large], rtol=0, atol=ROUNDING[dtype])
+        assert (turned - turned.diag().diag()).norm() / short**0.5 < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("shape", [(64, 200), (200, 64), (600, 700)], ids=str)
+def test_gram_in_panels_and_batches_agrees_with_plain(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    batch, options = torch.randn(3, *shape), {"steps": steps_of("polar_express", 5), "eps": 1e-7}
+    plain = orthogonalize(batch, compute_dtype=torch.float32, **options)
+    whole = orthogonalize(batch, compute_dtype=torch.float32, method="gram", **options)
+    alone = [orthogonalize(each, compute_dtype=torch.float32, method="gram", **options) for each in batch]
+    torch.testing.assert_close(whole, plain, rtol=0, atol=2e-4)
+    torch.testing.assert_close(torch.stack(alone), whole, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("preset", STEPS)
+def test_odd_matrices_are_as_documented(preset: str, method: NsMethod, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    way = NewtonSchulz(STEPS[preset], dtype, method)
+
+    def result(matrix: Tensor) -> Tensor:
+        return way.orthogonalize(matrix, eps=1e-7)
+
+    assert not result(torch.zeros(5, 9)).any()
+    like = torch.randn(13, 7)
+    for bad in (torch.nan, torch.inf):
+        spoiled = like.clone()
+        spoiled[4, 2] = bad
+        assert result(spoiled).isnan().all()
+    # Far below eps nothing is left that would matter.
+    assert result(like * 1e-30).abs().max().item() < 1e-15
+    huge = result(like * 1e30)
+    if dtype == torch.float16:
+        torch.testing.assert_close(huge, result(like), rtol=0, atol=0.03)
+        pair = torch.stack([like * 1e30, like * 1e-30])  # Each is divided by its own largest entry.
+        torch.testing.assert_close(result(pair), torch.stack([*map(result, pair)]), rtol=0, atol=0.03)
+    else:
+        assert not huge.any()
+    band = _exact(torch.linspace(0.9, 1.008, 1001, dtype=torch.float64), way.steps)
+    of_rank_one = [torch.randn(6, 1) @ torch.randn(1, 4), *map(torch.randn, ((1, 9), (9, 1), (1, 100_000)))]
+    for matrix in (*of_rank_one, *(torch.ones(size, 2 * size) / 3 for size in (1, 3, 6, 11, 24))):
+        u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+        # Negative if the update points away.
+        value = u[:, 0] @ result(matrix).float() @ vh[0]
+        assert band.min() - 0.08 <= value <= band.max() + 0.08, matrix.shape
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_fast_keeps_its_promise(method: NsMethod, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for num_decades in (0, 2, 4, 6):
+        left, right = (torch.linalg.qr(torch.randn(size, 20, dtype=torch.float64))[0] for size in (20, 70))
+        singular = torch.logspace(0, -num_decades, 20, dtype=torch.float64)
+        singular = singular / singular.norm()
+        matrix = (left * singular @ right.T).float()
+        update = NewtonSchulz(FAST, dtype, method).orthogonalize(matrix, eps=1e-7)
+        found = (left.T @ update.double() @ right).diag()
+        large = found[singular >= 0.01]
+        assert 0.65 - ROUNDING[dtype] <= large.min() and large.max() <= 1.35 + ROUNDING[dtype]
+        assert found.abs().max() < 1.4  # Nothing is promised of small ones, but they do no harm.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_least_norm_near_zero_keeps_small_matrices(dtype: torch.dtype) -> None:
+    way, like = NewtonSchulz(steps_of("jordan", 5), dtype), torch.randn(4, 6)
+    scales = (1e-15, 1e15) if dtype == torch.float32 else (1e-30, 1e30)
+    small, large = (way.orthogonalize(like * scale, eps=1e-38) for scale in scales)
+    torch.testing.assert_close(small, large, rtol=0, atol=1e-3 if dtype == torch.float32 else 0.03)
+
+
+def test_restarts_come_where_rounding_grows() -> None:
+    jordan, express = steps_of("jordan", 5), steps_of("polar_express", 5)
+    assert gram_restarts(jordan, torch.float32) == gram_restarts(express, torch.float32) == ()
+    assert gram_restarts(jordan, torch.float16) == (3,)
+    assert gram_restarts(express, torch.float16) == (2,)
+    assert gram_restarts(express, torch.bfloat16) == (1, 3)
+
+
+@pytest.mark.parametrize("rows_and_cols", [(64, 64), (200, 8), (8, 200)], ids=str)
+def test_a_rule_gives_the_size_that_it_is_named_after(rows_and_cols: tuple[int, int]) -> None:
+    rows, cols = rows_and_cols
+    u, _, v = torch.linalg.svd(torch.randn(rows, cols, generator=torch.Generator().manual_seed(2)), full_matrices=False)
+    orthogonal = u @ v
+    rms = orthogonal.square().mean().sqrt()
+    # The table of docs/family.md.
+    assert float(rms) * lr_scale(rows, cols, "match_rms_adamw") == pytest.approx(0.2, rel=1e-4)
+    assert float(rms) * lr_scale(rows, cols, "original") == pytest.approx(1 / math.sqrt(cols), rel=1e-4)
+    for is_transposed, ratio in ((False, rows / cols), (True, cols / rows)):
+        norm = torch.linalg.matrix_norm(orthogonal, ord=2) * lr_scale(
+            rows, cols, "spectral_mup", is_transposed=is_transposed
+        )
+        assert float(norm) == pytest.approx(math.sqrt(ratio), rel=1e-4)
 
 
 class _NewMemory(TorchDispatchMode):

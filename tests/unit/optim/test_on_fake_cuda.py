@@ -10,18 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import DiLoCo, Full, ModeOptions, ParallelMuon, StepMonitor, Striding, make_mode
+from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.grad_sync.clipping import find_nonfinite
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
-from lightning_muon.optim import planned_optimizer
-from lightning_muon.optim.executor import StreamExecutor
-from lightning_muon.pipeline.options import PipelineOptions
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
 from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shapes_of
@@ -32,20 +27,14 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 ALLOWED = {"event.synchronize @ comm/collectives.py read"}
 NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
-    "fsdp, backward": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward"),
-    "fsdp, step": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step"),
-    "fsdp, backward, clip, lr on the device": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, lr_on_device=True
-    ),
-    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="backward", dtype=torch.bfloat16),
-    "fsdp, rescaled updates": lambda: _rescaled(overlap="backward"),
-    "hsdp, rescaled updates": lambda: _rescaled(replicas=2, dedupe="always", overlap="step"),
-    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", overlap="backward"),
-    "fsdp, step, 8 bits": lambda: run_fsdp(SMALL, NUM_RANKS, overlap="step", momentum_dtype="int8"),
-    "fsdp, step, on the host": lambda: run_fsdp(SMALL, 2, overlap="step", look_ahead=1, chunk_bytes=1, **ON_HOST),
-    "fsdp, clip, 8 bits on the host": lambda: run_fsdp(
-        SMALL, NUM_RANKS, overlap="backward", clip=True, momentum_dtype="int8", chunk_bytes=1, **ON_HOST
-    ),
+    "fsdp": lambda: run_fsdp(SMALL, NUM_RANKS),
+    "fsdp, clip, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, lr_on_device=True),
+    "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, dtype=torch.bfloat16),
+    "fsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, normuon=True),
+    "hsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", normuon=True),
+    "hsdp, shared owners": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always"),
+    "fsdp, a bucket at a time": lambda: run_fsdp(SMALL, 2, look_ahead=1, chunk_bytes=1),
+    "fsdp, clip, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, chunk_bytes=1),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
     "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
@@ -62,13 +51,6 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
 }
 SMALL = shapes_of("small")
-ON_HOST: dict[str, Any] = {"offload": "momentum"}
-
-
-def _rescaled(**options: Any) -> tuple[Simulation, Any]:
-    """With NorMuon and Hyperball, which refuses weights that are zero, as all are on a fake device."""
-    with mock.patch.object(planned_optimizer, "require_norms"):
-        return run_fsdp(SMALL, NUM_RANKS, normuon=True, hyperball=True, weight_decay=0.0, **options)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,33 +74,8 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
     assert simulation.syncs.total() == simulation.num_steps
 
 
-@pytest.mark.parametrize("op", ["fetch", "store", "update"])
-def test_copies_of_momenta_that_do_not_wait_are_races(op: str) -> None:
-    waits = StreamExecutor.wait
-
-    def forget(executor: StreamExecutor, name: str) -> None:
-        if not name.startswith(op):
-            waits(executor, name)
-
-    with mock.patch.object(StreamExecutor, "wait", forget):
-        simulation, _ = run_fsdp(SMALL, 2, overlap="off", chunk_bytes=1, **ON_HOST)
-    assert any(what.startswith("RACE") and "momentum.py" in what for what in simulation.found)
-
-
-def test_a_state_on_the_host_is_read_when_it_is_there(device: Simulation) -> None:
-    parameter = nn.Parameter(torch.zeros(4, 6, device="cuda"))
-    optimizer = ParallelMuon([parameter], algorithm="muon", error_if_nonfinite=False, **ON_HOST)
-    for _ in range(2):
-        parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-    assert not device.syncs
-    saved = optimizer.state_dict()["state"][0]["momentum_buffer"]
-    assert saved.device.type == "cpu"
-    assert device.syncs and not device.found
-
-
 def test_without_a_check_nothing_is_waited_for() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", error_if_nonfinite=False)
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, error_if_nonfinite=False)
 
     assert not simulation.syncs and not simulation.found
 
@@ -133,7 +90,7 @@ def test_flexdemo_looks_at_a_buffer_at_once() -> None:
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
-    simulation, _ = run_fsdp(SMALL, NUM_RANKS, overlap="step", compute_dtype="bfloat16", wire_dtype="bfloat16")
+    simulation, _ = run_fsdp(SMALL, NUM_RANKS, compute_dtype="bfloat16", wire_dtype="bfloat16")
 
     assert not [name for name in simulation.ops if "one by one" in name]
 
@@ -159,43 +116,6 @@ def test_gradients_of_another_optimizer_are_looked_at_once(device: Simulation) -
 
     assert find_nonfinite(parameters, {parameter: str(index) for index, parameter in enumerate(parameters)}) == []
     assert _places(device) <= ALLOWED and device.syncs.total() == 1
-
-
-class _Pair(nn.Sequential):
-    """Two parts of a pipeline."""
-
-    def pipeline_loss(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return (output - target).sum(), target.numel()
-
-
-def test_derivatives_in_a_pipeline_make_no_step_wait() -> None:
-    with world(2) as simulation, Tracker():
-        mesh = init_device_mesh("cuda", (2, 1, 1), mesh_dim_names=("pipeline", "replicate", "shard"))
-        net = _Pair(nn.Linear(4, 4, device="cuda"), nn.Linear(4, 4, device="cuda"))
-        training = PipelineTraining(net, PipelineOptions(), mesh)
-        engine = _Engine(training, net)
-        training.take_calls(make_mode("none", mesh["shard"], ModeOptions(roots=[])), engine.run_pipeline)
-        num_waits: list[int] = []
-        simulation.begin_step(on=True)
-        for _ in range(4):
-            loss: Any = training.loss_with_backward(None, None)
-            loss.grad_fn.add(torch.ones((), device="cuda"))  # Its backward: autograd runs on no fake device.
-            num_waits.append(simulation.syncs.total())
-        assert num_waits == [0, 0, 1, 2], "the third batch reads what the first one has sent"
-        assert _places(simulation) <= ALLOWED and not simulation.found
-
-
-class _Engine:
-    """What runs a batch, as far as :class:`.PipelineTraining` knows."""
-
-    def __init__(self, training: PipelineTraining, net: nn.Module) -> None:
-        self._training, self._net = training, net
-
-    def run_pipeline(self, _batch: Any, _num_losses: Any) -> torch.Tensor:
-        for parameter in self._net.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self._training._skip_step_if(torch.zeros((), dtype=torch.bool, device="cuda"))
-        return torch.zeros((), device="cuda")
 
 
 def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:

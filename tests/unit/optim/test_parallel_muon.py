@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_muon import ParallelMuon
+from tests.support.family import muon_eq
 from tests.support.tensors import are_equal, set_gradients
 
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]
@@ -46,7 +47,7 @@ def test_weights_stored_as_inputs_by_outputs_are_the_same() -> None:
     straight = nn.Linear(33, 40)
     straight.weight.data.copy_(conv.weight.T)
     models = [nn.Sequential(conv, nn.GELU(), linear, nn.Linear(33, 2)), nn.Sequential(straight, nn.Linear(40, 2))]
-    options: Any = {"muon_eq": "R", "muon_plus": "row", "adjust_lr_fn": "spectral_mup", "compute_dtype": "float32"}
+    options: Any = {"orthogonalize": muon_eq, "adjust_lr_fn": "spectral_mup", "compute_dtype": "float32"}
     optimizers = [ParallelMuon(model, lr=0.1, **options) for model in models]
     for step in range(3):
         set_gradients([conv.weight, linear.weight], step)

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,23 +12,14 @@ from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
 from lightning_muon.params.layout import Layout
-from tests.support.momenta_on_host import momenta_on_host
 from tests.support.tensors import are_equal, set_gradients
 
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
 
 
-class Kept(ParallelMuon):
-    """With momenta in 8 bits, in the memory of the host."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, momentum_dtype="int8", offload="momentum", **options)
-
-
-@pytest.fixture(params=[ParallelMuon, Kept, FlexDeMo])
-def kind(request: pytest.FixtureRequest) -> Iterator[Any]:
-    with momenta_on_host():
-        yield request.param
+@pytest.fixture(params=[ParallelMuon, FlexDeMo])
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
 
 
 def _model() -> nn.Sequential:

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.methods import Arithmetic, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.exchange import (
     ExchangeRanks,
     MeshRanks,

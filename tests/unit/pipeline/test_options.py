@@ -40,7 +40,6 @@ def test_numbers_take_the_place_of_auto() -> None:
         ({"pipeline_stages_per_rank": 2}, "1f1b needs exactly 1 stages per rank"),
         ({"pipeline_schedule": "zb_v", "pipeline_stages_per_rank": 1}, "zb_v needs exactly 2"),
         ({"pipeline_microbatches": 1}, "1f1b needs at least 2 micro-batches"),
-        ({"pipeline_schedule": "dual_pipe_v", "pipeline_microbatches": 3}, "dual_pipe_v needs at least 4"),
         ({"pipeline_schedule": "interleaved_1f1b", "pipeline_microbatches": 5}, "to be divisible by"),
         ({"pipeline_size": 0}, "pipeline_size must be"),
         ({"context_size": 2}, "pipeline_size=2 goes with replicate_size and shard_size only"),

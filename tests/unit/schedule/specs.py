@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import MuonPlan, plan_step
-from lightning_muon.schedule.program import COMPUTE, EVERY_KEY, TRANSFER, Condition, Op, OpKind, Program
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
 
-# Every bucket has gradients, and what can be sent during backward was sent, and counts.
-ALL_EARLY = dict.fromkeys((Condition.GRADIENTS, Condition.SENT, Condition.VALID), EVERY_KEY)
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
 

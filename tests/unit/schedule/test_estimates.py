@@ -6,24 +6,9 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.math.newton_schulz import newton_schulz_flops
-from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.estimates import (
-    PrefetchEstimate,
-    ShardExchange,
-    estimate_prefetch,
-    machine_of,
-    node_grid,
-    rank_seconds,
-    shard_exchanges,
-    sharing_pays,
-)
-from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.program import IN_STEP, TRANSFER, Op, OpKind, Program, branch, without_absent
-from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import prefetch, step_program
-from tests.unit.schedule.specs import ALL_EARLY, plan_of, replicated
+from lightning_muon.schedule.estimates import ShardExchange, node_grid, shard_exchanges, sharing_pays
+from lightning_muon.schedule.program import TRANSFER, Op
 
 H100 = PRESETS["h100"]
 MIB = 2**20
@@ -60,67 +45,6 @@ def test_sharing_pays_from_a_size_of_matrices_on(
     assert not pays(int(least) - 1, num_matrices)
     # What no rank repeats is not worth it.
     assert not pays(8192, 8)
-
-
-def _plan(num_matrices: int, rows: int, cols: int, num_ranks: int) -> MuonPlan:
-    shards = MatrixShards([rows * cols // num_ranks] * num_ranks, [0] * num_ranks)
-    spec = MatrixSpec(name="w", rows=rows, cols=cols, flops=newton_schulz_flops(rows, cols, 5), shards=shards)
-    return plan_of([spec] * num_matrices, chunk_bytes=4 * 2**20)
-
-
-def _after_early(program: Program) -> Program:
-    """The step after a backward pass in which everything was gathered but the last bucket."""
-    keys = [op.key for op in program[0] if op.kind == OpKind.GATHER]
-    chosen = branch(step_program(program, look_ahead=3, early=keys[:-1]), ALL_EARLY)
-    return without_absent({rank: [op for op in ops if op.phase == IN_STEP] for rank, ops in chosen.items()})
-
-
-def _estimate(program: Program, machine: CostModel) -> PrefetchEstimate | None:
-    return estimate_prefetch([rank_seconds(ops, machine) for ops in program.values()])
-
-
-def _link(bandwidth: float) -> CostModel:
-    return replace(H100, bandwidth=(bandwidth,), latency_seconds=(20e-6,))
-
-
-@pytest.mark.parametrize("bandwidth", [360e9, 40e9, 5e9, 0.5e9])
-@pytest.mark.parametrize(
-    ("num_matrices", "rows", "cols", "num_ranks"),
-    [(64, 4096, 4096, 8), (64, 1024, 4096, 8), (48, 512, 512, 4), (64, 8192, 8192, 16), (16, 2048, 2048, 16)],
-)
-def test_both_steps_take_as_long_as_in_the_simulator(
-    num_matrices: int, rows: int, cols: int, num_ranks: int, bandwidth: float
-) -> None:
-    program = _plan(num_matrices, rows, cols, num_ranks).program
-    machine = _link(bandwidth)
-    found = _estimate(program, machine)
-    assert found is not None
-    in_step = simulate(prefetch(program, 3), machine).makespan
-    in_backward = simulate(_after_early(program), machine).makespan + found.check_seconds
-    # The estimate takes all buckets for equally large, and leaves out how many may be on their way.
-    assert found.in_step_seconds == pytest.approx(in_step, rel=0.25)
-    assert found.in_backward_seconds == pytest.approx(in_backward, rel=0.25)
-    if max(in_step, in_backward) > 1.3 * min(in_step, in_backward):
-        assert found.pays == (in_backward < in_step)
-
-
-def test_one_bucket_has_no_head_start_and_none_no_estimate() -> None:
-    # Its last gradient is there when backward ends.
-    found = _estimate(_plan(8, 1024, 1024, 8).program, replace(H100, bandwidth=(1e6,)))
-    assert found is not None and not found.pays
-    assert _estimate(plan_of(replicated([60, 60], 2)).program, H100) is None
-
-
-@pytest.mark.parametrize("device_type", ["cuda", "cpu", "xpu"])
-def test_links_between_machines_are_slower_than_those_inside(device_type: str) -> None:
-    inside = machine_of(device_type, is_between_machines=(False, False))
-    mixed = machine_of(device_type, is_between_machines=(False, True))
-    between = machine_of(device_type, is_between_machines=(True, True))
-    assert mixed.bandwidth == (inside.bandwidth[0], between.bandwidth[1])
-    assert between.bandwidth[0] == between.bandwidth[1] < inside.bandwidth[0] == inside.bandwidth[1]
-    assert len(between.latency_seconds) == 2
-    if device_type != "cpu":
-        assert (inside.bandwidth[0], between.bandwidth[1]) == H100.bandwidth
 
 
 def _nodes(num_nodes: int, local: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.monitor.timeline import host_order
+from benchmarks.timelines import host_order
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_muon.monitor.timeline import host_order
+from benchmarks.timelines import host_order
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
     COMPUTE,
@@ -22,10 +22,9 @@ from lightning_muon.schedule.program import (
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import AddedOps, prefetch, step_program
 from lightning_muon.schedule.validate import check_step
-from tests.unit.schedule.specs import ALL_EARLY, UNIT, plan_of, sharded, with_adamw
+from tests.unit.schedule.specs import UNIT, plan_of, sharded, with_adamw
 
-BUCKETS = ("0", "1", "2")
-ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}  # Nothing was sent during backward.
+ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def plan() -> MuonPlan:
 
 
 def _program(plan: MuonPlan, look_ahead: int = 2, *, is_late: bool = False) -> Program:
-    return step_program(with_adamw(plan.program), look_ahead=look_ahead, early=BUCKETS, is_late=is_late)
+    return step_program(with_adamw(plan.program), look_ahead=look_ahead, is_late=is_late)
 
 
 def _names(program: Program, facts: Facts) -> list[str]:
@@ -47,15 +46,7 @@ def _names(program: Program, facts: Facts) -> list[str]:
 def test_every_branch_is_a_step(plan: MuonPlan, look_ahead: int, is_late: bool) -> None:
     program = _program(plan, look_ahead, is_late=is_late)
     check_step(program, [plan])
-    for facts in (ALL_IN_STEP, ALL_EARLY):
-        assert simulate(branch(program, facts), UNIT).makespan > 0
-
-
-def test_a_bucket_is_gathered_in_backward_or_in_the_step(plan: MuonPlan) -> None:
-    facts = {**ALL_IN_STEP, Condition.SENT: {"0", "1"}, "valid": {"0"}}
-    names = _names(_program(plan), facts)
-    assert names[:4] == ["early_momentum[0]", "early_gather[0]", "early_momentum[1]", "early_gather[1]"]
-    assert [name for name in names[4:] if "gather" in name] == ["gather[1]", "gather[2]"]
+    assert simulate(branch(program, ALL_IN_STEP), UNIT).makespan > 0
 
 
 def test_a_bucket_without_gradients_does_not_run(plan: MuonPlan) -> None:
@@ -135,11 +126,11 @@ def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[li
         (_check_late, "changes parameters before the step has waited for check"),
         (_changed("adamw[0 after check]", lambda op: replace(op, when=()), 0, 1), "each must run once"),
         (
-            _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[:-1]), 0, 1),
-            r"early_gather\[1\] of rank 0 has a result|does not depend on early_gather",
+            _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[1:]), 0, 1),
+            r"\bgather\[1\] of rank 0 has a result|does not depend on gather",
         ),
     ],
-    ids=["check", "adamw", "early gather"],
+    ids=["check", "adamw", "gather"],
 )
 def test_a_broken_step_is_refused(plan: MuonPlan, change: Callable[[list[Op]], list[Op]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -198,24 +189,3 @@ def test_a_busy_host_starts_no_transfer() -> None:
     lanes = {"send": TRANSFER, "work": COMPUTE, "more": COMPUTE, "recv": TRANSFER}
     program = host_order({0: [Op(kind=kind, key="0", rank=0, lane=lane) for kind, lane in lanes.items()]})
     assert [op.deps for op in program[0]] == [(), (), (), ("more[0]",)]
-
-
-@pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_sums_over_pieces_travel_while_others_compute(look_ahead: int) -> None:
-    specs = [replace(each, sums_pieces=index < 4) for index, each in enumerate(sharded([8] * 6, 4, 2))]
-    plan = plan_of(specs, itemsize=4)
-    program = _program(plan, look_ahead)
-    check_step(program, [plan])
-    ops = branch(program, ALL_IN_STEP)[0]
-    # Three numbers for each matrix that needs them, to the only other rank of the replica.
-    needed = {op.key: 12 * sum(index < 4 for index in op.items) for op in ops if op.kind == OpKind.UPDATE}
-    assert {op.key: op.bytes for op in ops if op.kind == OpKind.EXCHANGE_SUMS} == {k: v for k, v in needed.items() if v}
-    names = [op.name for op in ops]
-    for key, size in needed.items():
-        if not size:
-            continue
-        kinds = (OpKind.SCATTER, OpKind.SUM_PIECES, OpKind.EXCHANGE_SUMS, OpKind.UPDATE)
-        places = [names.index(f"{kind}[{key}]") for kind in kinds]
-        assert places == sorted(places)
-        if look_ahead == 3:  # There are buffers for an older update, and Newton-Schulz of a later bucket.
-            assert places[3] - places[2] > 1

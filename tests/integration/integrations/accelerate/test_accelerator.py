@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
@@ -395,45 +395,6 @@ def _mesh(**options: Any) -> tuple[int, ...]:
 def test_replicas_are_nodes_unless_the_user_says_otherwise(gloo: ProcessPool) -> None:
     assert gloo.run(_mesh, world_size=4) == [(2, 2)] * 4
     assert gloo.run(_mesh, shard_size=4, world_size=4) == [(1, 4)] * 4
-
-
-class _Parts(nn.Sequential):
-    """Four parts of a pipeline."""
-
-    def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        return (output - target).square().sum(), target.numel()
-
-
-def _orders(kind: str) -> tuple[int, list[list[int]]]:
-    """Data rank, and its samples in two epochs; the ranks have seeds of their own."""
-    with accelerator_on_cpu(accumulate=1, is_fsdp=False, pipeline_size=2) as accelerator:
-        torch.manual_seed(dist.get_rank())
-        data, generator = TensorDataset(torch.arange(12)), torch.Generator().manual_seed(dist.get_rank())
-        accelerator.dataloader_config.use_seedable_sampler = kind == "seedable"
-        accelerator.dataloader_config.dispatch_batches = kind == "dispatched"
-        given = generator if kind == "with a generator" else None
-        weights = {"sampler": WeightedRandomSampler([1.0] * 12, 12)} if kind == "weighted" else {"shuffle": True}
-        loader: Any = DataLoader(data, batch_size=2, generator=given, **weights)
-        model = _Parts(*(nn.Linear(3, 3) for _ in range(4)))
-        _, _, loader = accelerator.prepare(model, adamw(model), loader)
-        epochs = [torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2)]
-        return accelerator._meshes.data_rank, epochs
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("kind", ["shuffled", "seedable", "with a generator", "weighted"])
-def test_ranks_of_a_pipeline_shuffle_alike(gloo: ProcessPool, kind: str, world_size: int) -> None:
-    of_rank: dict[int, list[list[int]]] = {}
-    for data_rank, epochs in gloo.run(_orders, kind, world_size=world_size):
-        assert of_rank.setdefault(data_rank, epochs) == epochs
-    assert len(of_rank) == world_size // 2
-    for epoch in range(2) if kind != "weighted" else ():
-        assert sorted(row for epochs in of_rank.values() for row in epochs[epoch]) == list(range(12))
-    assert all(first != second for first, second in of_rank.values())
-
-
-def test_dispatched_batches_are_refused_in_a_pipeline(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_orders, "dispatched", match="set DataLoaderConfiguration.dispatch", world_size=2)
 
 
 def _copy(*, is_fsdp: bool = False, **options: Any) -> list[Tensor]:

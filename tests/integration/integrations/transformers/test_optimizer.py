@@ -21,7 +21,6 @@ from lightning_muon import FlexDeMo, FlexDeMoConfig, Full, ParallelMuon
 from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.cli.main import main
 from lightning_muon.integrations.accelerate.accelerator import Accelerator, TrainerAccelerator
-from lightning_muon.integrations.accelerate.checkpoints import TRAINER_FUNCTIONS
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
@@ -117,7 +116,7 @@ def _train_sharded(
             model = LlamaForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
             # An evaluation leaves the root of FSDP2 whole, before it is saved.
             evaluating = {} if resume else {"eval_strategy": "steps", "eval_steps": 2}
-            options = evaluating | {"max_grad_norm": 0.3, "num_stages": sizes.get("tp_size", 1)}
+            options = evaluating | {"max_grad_norm": 0.3, "ranks_per_sample": sizes.get("tp_size", 1)}
             options |= {"save_strategy": "steps", "save_steps": 2}
             run = runs.trainer(directory, model, kind=lightning_muon.hf.Trainer, **options)
             run.train(resume_from_checkpoint=resume or None)
@@ -203,30 +202,20 @@ _FLEXDEMO = "optimizer: {class_path: lightning_muon.FlexDeMoConfig, init_args: {
 def _launched(directory: str, parallel: str) -> Generator[None]:
     """As in a script that ``lightning-muon launch`` starts with ``options.yaml``."""
     with ExitStack() as stack:
-        for module, names in (
-            (accelerate, ["Accelerator"]),
-            (accelerate.accelerator, ["Accelerator"]),
-            (transformers.trainer, ["Accelerator", *TRAINER_FUNCTIONS]),
-        ):
-            for name in names:
-                stack.enter_context(mock.patch.object(module, name, getattr(module, name)))
+        for module in (accelerate, accelerate.accelerator, transformers.trainer):
+            stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
         stack.enter_context(runs.accelerator_of(parallel))
         stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": f"{directory}/options.yaml"}))
         replace_accelerator()
         yield
 
 
-def _trained(
-    directory: str, parallel: str, *, resume: str = "", tied: bool = False, **options: Any
-) -> tuple[str, dict[str, Tensor]]:
+def _trained(directory: str, parallel: str, *, resume: str = "", **options: Any) -> tuple[str, dict[str, Tensor]]:
     """The optimizer and the weights of a Trainer that was told of AdamW."""
     with _launched(directory, parallel):
         run = runs.trainer(
             f"{directory}/out",
-            runs.causal_lm(
-                seed=0 if parallel == "none" or resume or "num_stages" in options else int(os.environ["RANK"]),
-                tied=tied,
-            ),
+            runs.causal_lm(seed=0 if parallel == "none" or resume else int(os.environ["RANK"])),
             optimizer_cls_and_kwargs=None,
             learning_rate=runs.LR,
             weight_decay=runs.WEIGHT_DECAY,
@@ -267,66 +256,19 @@ def test_an_unchanged_trainer_resumes_bit_for_bit(
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
 
 
-_STAGES = f"{_EXACT}pipeline_size: 2\n"
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_an_unchanged_trainer_trains_the_stages_of_a_pipeline(
-    gloo: ProcessPool, tmp_path: Path, world_size: int
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("sharding: zero2\n", "set distributed_type: FSDP"),
+        (_FLEXDEMO, "set distributed_type: FSDP"),
+        (
+            "sharding: none\npipeline_size: 2\n",
+            "no Trainer of transformers, trains a pipeline; use",
+        ),
+    ],
+)
+def test_a_division_that_a_trainer_would_not_save_is_refused(
+    gloo: ProcessPool, tmp_path: Path, text: str, match: str
 ) -> None:
-    (tmp_path / "options.yaml").write_text(_STAGES)
-    arguments = {"num_stages": 2, "max_grad_norm": 0.1, "eval_strategy": "steps", "eval_steps": 4}
-    results = gloo.run(_trained, str(tmp_path), "fsdp", tied=True, world_size=world_size, **arguments)
-    expected = runs.written_out(max_norm=0.1, tied=True)
-    assert {name for _, weights in results for name in weights} == expected.keys() | {"lm_head.weight"}
-    for _, weights in results:
-        for name, value in weights.items():
-            wanted = expected.get(name, expected["model.embed_tokens.weight"])
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=1e-6)
-
-
-def _resumed(directory: str, resume: str) -> tuple[Any, ...]:
-    """Losses and weights of a pipeline that was saved after two steps; its predictions; whole weights."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "num_stages": 2}
-    with _launched(directory, "fsdp"):
-        run = runs.trainer(
-            f"{directory}/out",
-            runs.causal_lm(seed=1 if resume else 0, tied=True),
-            optimizer_cls_and_kwargs=None,
-            **saving,
-        )
-        run.train(resume_from_checkpoint=resume or None)
-        predicted = run.predict(runs.samples(13))  # type: ignore[arg-type]
-        run.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        run.save_model(f"{directory}/whole")
-        tokens: Any = torch.tensor([[3, 5, 7], [2, 4, 6]])
-        texts = run.model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
-        losses = {key: runs.logged(run, key) for key in ("loss", "eval_loss", "grad_norm")}
-        result = losses, runs.whole_weights(run.model), predicted.predictions, texts
-        run.accelerator.free_memory()
-        return result
-
-
-def test_a_pipeline_of_a_trainer_resumes_and_saves_whole_weights(gloo: ProcessPool, tmp_path: Path) -> None:
-    (tmp_path / "options.yaml").write_text(_STAGES)
-    results = gloo.run(_resumed, str(tmp_path), "", world_size=2)
-    again = gloo.run(_resumed, str(tmp_path), f"{tmp_path}/out/checkpoint-2", world_size=2)
-    whole = LlamaForCausalLM.from_pretrained(tmp_path / "whole").eval()
-    names = dict(whole.named_parameters())
-    rows = torch.stack([sample["input_ids"] for sample in runs.samples(13)])
-    tokens: Any = torch.tensor([[3, 5, 7], [2, 4, 6]])
-    with torch.no_grad():
-        logits = whole(rows).logits
-        texts = whole.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=4, do_sample=False)
-    for (losses, weights, predicted, generated), resumed in zip(results, again, strict=True):
-        assert all(values == resumed[0][key] for key, values in losses.items())
-        assert all(torch.equal(value, resumed[1][name]) for name, value in weights.items())
-        assert all(torch.equal(value, names.get(name, whole.lm_head.weight)) for name, value in weights.items())
-        torch.testing.assert_close(torch.as_tensor(predicted), logits, rtol=0, atol=1e-6)
-        assert torch.equal(generated, texts)
-
-
-@pytest.mark.parametrize("text", ["sharding: zero2\n", _FLEXDEMO, "sharding: none\npipeline_size: 2\n"])
-def test_a_division_that_a_trainer_would_not_save_is_refused(gloo: ProcessPool, tmp_path: Path, text: str) -> None:
     (tmp_path / "options.yaml").write_text(text)
-    gloo.expect_error_on_all_ranks(_trained, str(tmp_path), "ddp", match="set distributed_type: FSDP", world_size=2)
+    gloo.expect_error_on_all_ranks(_trained, str(tmp_path), "ddp", match=match, world_size=2)

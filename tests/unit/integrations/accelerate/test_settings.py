@@ -72,6 +72,8 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"ignored_modules": ["head"]}, {}, "fsdp_ignored_modules"),
         ({"activation_checkpointing": True}, {}, "fsdp_auto_wrap_policy"),
         ({}, {"context_size": 2}, "context_size=2"),
+        ({"kind": DistributedType.MULTI_CPU}, {"pipeline_size": 2}, "pipeline_size=2: no loop of Accelerate"),
+        ({}, {"pipeline_size": 2, "sharding": "none"}, "use ParallelMuonStrategy of Lightning, or .* of Fabric"),
         ({}, {"async_save": True}, "async_save=True goes with Lightning and Fabric"),
     ],
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.pipeline import SCHEDULES, Order, Pipeline, StageCosts, build_program, make_order
+from lightning_muon.schedule.pipeline import Order, Pipeline, StageCosts, build_program
 from lightning_muon.schedule.simulate import Timeline, simulate
 
 # The stages per rank that a schedule is made for; the others take any number.
-STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_2p": 1, "zb_v": 2, "v_half": 2, "v_min": 2, "dual_pipe_v": 2}
+STAGES_PER_RANK = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_2p": 1, "zb_v": 2, "v_half": 2, "v_min": 2}
 BUILT_IN = [*STAGES_PER_RANK, "interleaved_1f1b", "zb_1p"]
 
 
@@ -37,7 +35,7 @@ def problems(draw: st.DrawFn, names: list[str] = BUILT_IN) -> tuple[str, Pipelin
     name = draw(st.sampled_from(names))
     stages_per_rank = STAGES_PER_RANK.get(name) or draw(st.integers(1, 3))
     num_ranks = draw(st.integers(1, 5))
-    least = 2 * num_ranks if name == "dual_pipe_v" else num_ranks if stages_per_rank == 1 else 1
+    least = num_ranks if stages_per_rank == 1 else 1
     is_in_rounds = name == "interleaved_1f1b" or (name == "zb_1p" and stages_per_rank > 1)
     numbers = [n for n in range(least, least + 8) if not (is_in_rounds and n % max(1, n // num_ranks))]
     num_microbatches = draw(st.sampled_from(numbers))
@@ -55,15 +53,3 @@ def problems(draw: st.DrawFn, names: list[str] = BUILT_IN) -> tuple[str, Pipelin
     return name, Pipeline(
         num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, costs=costs
     )
-
-
-def best_built_in(pipeline: Pipeline) -> float:
-    """Seconds of the fastest schedule that takes the pipeline and keeps to its limit; infinite if none does."""
-    best = math.inf
-    for name in BUILT_IN:
-        assert name in SCHEDULES
-        try:
-            best = min(best, timeline(make_order(name, pipeline), pipeline).makespan)
-        except ValueError:
-            continue
-    return best

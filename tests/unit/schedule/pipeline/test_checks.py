@@ -16,9 +16,7 @@ from lightning_muon.schedule.pipeline import (
     make_order,
     order_from_csv,
     register_schedule,
-    validate_pipeline,
 )
-from tests.support.pipeline_csv import program_from_csv
 
 
 @pytest.mark.parametrize(
@@ -63,13 +61,12 @@ def test_whole_and_split_backwards_may_be_mixed() -> None:
         (lambda pipeline: make_order("broken", pipeline), "fails with RecursionError"),
     ],
 )
-def test_a_broken_schedule_is_named_and_left_out(schedule: Callable[[Pipeline], Any], message: str) -> None:
+def test_a_broken_schedule_is_named(schedule: Callable[[Pipeline], Any], message: str) -> None:
     pipeline = Pipeline(num_ranks=2, num_microbatches=2)
     try:
         register_schedule("broken")(schedule)
         with pytest.raises(ValueError, match=f"schedule 'broken'.*{message}"):
             make_order("broken", pipeline)
-        assert make_order("auto", pipeline)
     finally:
         SCHEDULES.pop("broken", None)
 
@@ -80,25 +77,3 @@ def test_nodes_may_be_plain_tuples() -> None:
         assert make_order("tuples", Pipeline(num_ranks=1, num_microbatches=1)) == [[F(0, 0), B(0, 0)]]
     finally:
         SCHEDULES.pop("tuples", None)
-
-
-_GATHERED = "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD\n1UNSHARD,1RECV_F0,1F0,{1}\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1B0,1SEND_B0,1REDUCE_GRAD,1REDUCE_GRAD,1RESHARD", r"rank 1 has reduce_grad of the stages \[1, 1\]"),
-        ("1B0,1SEND_B0,1RESHARD", r"rank 1 has reduce_grad of the stages \[\]; it must have one of each of \[1\]"),
-        (
-            "1RESHARD,1UNSHARD,1I0,1SEND_B0,1W0,1REDUCE_GRAD",
-            "reshard.1. of rank 1 comes between a forward and the parts",
-        ),
-        ("1RESHARD,1B0,1SEND_B0,1REDUCE_GRAD", r"B\[1.0\] of rank 1 runs before the weights of its stage are gathered"),
-        ("1B0,1SEND_B0,1REDUCE_GRAD,0UNSHARD", "unshard.0. of rank 1: the stage is on another rank"),
-    ],
-)
-def test_programs_that_break_gathers_or_sums_are_refused(text: str, message: str) -> None:
-    program = program_from_csv(_GATHERED.replace("{1}", text))
-    with pytest.raises(ValueError, match=message):
-        validate_pipeline(program, Pipeline(num_ranks=2, num_microbatches=1))

@@ -32,7 +32,6 @@ from lightning_muon.schedule.pipeline import (
 from lightning_muon.schedule.pipeline.play import Run, play_order
 from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import simulate
-from tests.support.pipeline_csv import program_from_csv, program_to_csv
 from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK, fitting, problems
 
 
@@ -124,7 +123,6 @@ def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeli
     assert timeline.peak_bytes == max(map(peak_activations, order))
     program = add_optimizer(add_reduce_grad(add_unshard(program)))
     validate_pipeline(program, pipeline)
-    assert program_to_csv(program_from_csv(program_to_csv(program))) == program_to_csv(program)
 
 
 def test_a_stage_reduces_gradients_while_others_run_backward() -> None:
@@ -188,6 +186,23 @@ def test_a_broken_program_is_refused(rank: int, change: tuple[str, ...], message
         validate_pipeline(broken, pipeline)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("1f1b", r"B\[1.0\] of rank 1 runs before the weights of its stage are gathered"),
+        ("zb_h1", r"reshard\[1\] of rank 1 comes between a forward and the parts of its backward"),
+    ],
+)
+def test_weights_that_are_freed_too_early_are_refused(name: str, message: str) -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
+    program = _full(pipeline, name)
+    ops = [replace(op, deps=()) if op.kind == PipelineKind.RESHARD else op for op in program[1]]
+    names = [op.name for op in ops]
+    ops.insert(names.index("F[1.0]") + 1, ops.pop(names.index("reshard[1]")))
+    with pytest.raises(ValueError, match=message):
+        validate_pipeline({**program, 1: ops}, pipeline)
+
+
 def test_too_many_activations_or_a_missing_step_are_refused() -> None:
     pipeline = fitting("zb_v", 2, 4)
     program = _full(pipeline, "zb_v")
@@ -199,7 +214,7 @@ def test_too_many_activations_or_a_missing_step_are_refused() -> None:
         validate_pipeline(_without(program, 1, "optimizer[1+2]"), pipeline)
 
 
-@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p", "auto"])
+@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p"])
 @pytest.mark.parametrize(
     "zeros", [("backward_weight",), ("backward_weight", "optimizer"), ("forward", "backward_input")]
 )
@@ -229,24 +244,19 @@ def test_the_loss_is_sent_behind_the_last_forward(name: str, num_ranks: int) -> 
     simulate(program, replace(pipeline.costs, communication=0.3))
 
     last = f"F[{pipeline.num_stages - 1}.{pipeline.num_microbatches - 1}]"
-    names = {rank: [op.name for op in ops] for rank, ops in program.items()}
     for rank, ops in program.items():
         losses = [op for op in ops if op.kind == PipelineKind.LOSS]
-        if rank == source:
-            assert {op.group for op in losses} == {(source, other) for other in program if other != source}
-            assert all(op.deps == (last,) and names[rank].index(op.name) > names[rank].index(last) for op in losses)
-        else:
-            assert [op.group for op in losses] == [(source, rank)]
-        for op in ops if rank != source else ():
-            if op.kind == PipelineKind.REDUCE_GRAD:
-                needed = losses[0].name
-                assert needed in op.deps and names[rank].index(needed) < names[rank].index(op.name)
+        peers = [other for other in program if other != source] if rank == source else [rank]
+        assert [op.group for op in losses] == [(source, peer) for peer in peers if peer != source]
+        assert rank != source or all(op.deps == (last,) for op in losses)
+        for op in ops:
+            if op.kind == PipelineKind.REDUCE_GRAD and rank != source:
+                assert losses[0].name in op.deps
         sums = [op for op in ops if op.kind == PipelineKind.TIED]
-        own = [index for index, stages in enumerate(tied) if any(rank_of[stage] == rank for stage in stages)]
-        assert [op.items for op in sums] == [(index,) for index in own]
+        assert [op.items[0] for op in sums] == [
+            index for index, stages in enumerate(tied) if any(rank_of[stage] == rank for stage in stages)
+        ]
         for op in sums:
             ranks = {rank_of[stage] for stage in tied[op.items[0]]}
             assert op.group == (tuple(sorted(ranks)) if len(ranks) > 1 else ())
-            for stage in tied[op.items[0]]:
-                if rank_of[stage] == rank:
-                    assert f"reduce_grad[{stage}]" in op.deps
+            assert set(op.deps) == {f"reduce_grad[{s}]" for s in tied[op.items[0]] if rank_of[s] == rank}

@@ -1,0 +1,111 @@
+"""What a saved state becomes before an optimizer takes it: without what is gone, and by our names.
+
+States may come from torch.optim.Muon and from torch.optim.AdamW or Adam. The momentum of ParallelMuon is a moving
+average, m <- mu m + (1 - mu) g, as in torch.optim.Muon (torch/optim/_muon.py), and as the first moment of AdamW, which
+a matrix goes on with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_muon.comm.agreement import warn_on_first_rank
+from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParameter, States
+from lightning_muon.removed import REMOVED, STATE_OF
+
+
+def understood(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a saved state, by number or by name, without what is gone, and with groups by our names; local.
+
+    Raises:
+        ValueError: The state is of an optimizer that is not known, or has options that have no counterpart here.
+    """
+    groups = [*map(dict, state_dict["param_groups"])]
+    states = {key: dict(state) for key, state in state_dict["state"].items()}
+    _leave_out_removed_(groups, states)
+    if not are_ours(groups):
+        for group in groups:
+            _rename_(group)
+        for state in states.values():
+            if "step" in state:
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).cpu()
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def are_ours(groups: Sequence[ParamGroup]) -> bool:
+    """Whether param groups were saved by this package; one that has no parameter on this stage has lost its keys."""
+    return any(group.keys() >= {"algorithm", "adamw_eps"} for group in groups)
+
+
+def _reason(key: str, value: object) -> str | None:
+    """Why an option is gone, or its value; one tuple in the table stands for all."""
+    is_tuple = isinstance(value, tuple | list)
+    of_tuples = (why for name, why in REMOVED.items() if is_tuple and name.startswith(f"{key}=("))
+    return REMOVED.get(key) or REMOVED.get(f"{key}={value!r}") or next(of_tuples, None)
+
+
+def _leave_out_removed_(groups: Sequence[ParamGroup], states: Mapping[Any, dict[str, Any]]) -> None:
+    """Drop entries of options that are gone; rank 0 warns once. Momenta and moments of the same matrices stay."""
+    found, used = dict[str, None](), dict[str, str]()
+    for group in groups:
+        for key, value in list(group.items()):
+            if (why := _reason(key, value)) is not None:
+                del group[key]
+                found[key] = None
+                if value and value not in ("none", "auto"):  # What options that were off had.
+                    used[f"{key}={value!r}"] = why
+        if "ns_coefficients" in found:
+            group.pop("ns_steps", None)  # It is their number.
+    for state in states.values():
+        for key in [key for key in state if key in STATE_OF]:
+            del state[key]
+            found[key] = None
+    if found:
+        gone = [f"what {what} did is gone: {why}" for what, why in used.items()]
+        text = f"the loaded state has {', '.join(found)} of version 0.1, which are left out; all else is loaded"
+        warn_on_first_rank("; ".join([text, *gone]), stacklevel=4)
+
+
+def _rename_(group: ParamGroup) -> None:
+    """Give a group of torch.optim.Muon or AdamW our names; what it lacks then stays as the program has it."""
+    keys = group.keys()
+    if "ns_coefficients" in keys:
+        group["muon_lr_factor"] = 1.0  # The learning rate was chosen for Muon.
+    elif keys >= {"betas", "eps", "amsgrad"}:
+        group["adamw_eps"] = group.pop("eps")
+        for key in ("amsgrad", "maximize"):
+            if group.get(key):
+                raise ValueError(
+                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
+                )
+        if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
+            raise ValueError(
+                f"the state is of torch.optim.Adam with weight_decay={group['weight_decay']}, which changes gradients; "
+                "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in "
+                "the checkpoint, or load only weights"
+            )
+    elif group.get("params"):
+        raise ValueError(
+            f"the state is of an optimizer that is not known, with {sorted(keys)} in its param groups: it may be of "
+            "torch.optim.Muon, AdamW or Adam; load only weights"
+        )
+
+
+def take_moments_as_momenta_(parameters: Sequence[RoutedParameter], states: States) -> None:
+    """Make AdamW's first moment the momentum of matrices that run on Muon and ran on AdamW when saved; local."""
+    moved = [
+        parameter
+        for parameter in parameters
+        if parameter.route.algorithm == "muon" and states.get(parameter.tensor, {}).keys() == ADAMW_STATE
+    ]
+    for parameter in moved:
+        states[parameter.tensor] = {"momentum_buffer": states[parameter.tensor]["exp_avg"]}
+    if moved:
+        warn_on_first_rank(
+            f"{len(moved)} matrices ({moved[0].route.name}, ...) have trained with AdamW: its first moments go on as "
+            "the momenta of Muon, the second ones are dropped",
+            stacklevel=3,
+        )

@@ -1,0 +1,265 @@
+"""NorMuon on shards against full matrices in one process; its state, and steps that are not taken."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from lightning_muon import ParallelMuon
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import local_tensor
+from tests.distributed.backward_passes import (
+    branch_on_some_ranks,
+    clipped,
+    make_optimizer,
+    replaced_state,
+    sharded,
+)
+from tests.distributed.sharding.training import distributed_over, mesh_of
+from tests.distributed.test_step_program import start
+from tests.reference.muon import ReferenceMuon, muon_eq
+from tests.support import family
+from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal, random_tensors, weights_of, whole, wholes
+
+# Rows that do not divide, fewer rows or columns than ranks, tall, wide, a stack of experts, a convolution, fused parts.
+SHAPES = {
+    "odd": (13, 7),
+    "flat": (3, 200),
+    "row": (1, 9),
+    "tall": (200, 3),
+    "column": (9, 1),
+    "stack": (3, 10, 6),
+    "stack_of_one": (1, 12, 5),
+    "convolution": (6, 4, 3, 3),
+    "queries": (12, 8),
+    "heads": (5, 12),
+}
+PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3}}
+NUM_STEPS, LR = 4, 0.02
+NORMUON: dict[str, Any] = {"normuon": True}
+CHOICES: list[dict[str, Any]] = [NORMUON, NORMUON | {"normuon_beta2": 0.8, "weight_decay": 0.0}]
+FLOAT32 = {"compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 4000}
+# Sums of squares are added up by pieces, in another order than by whole matrices.
+TOLERANCE = 2e-6
+
+
+def _train(place: Callable[[Tensor], Tensor], options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights and whole states after some steps; one gradient is missing in the first ones, one is NaN in the third."""
+    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in random_tensors(SHAPES, 0).items()}
+    optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", **PARTS, **options)
+    for step in range(NUM_STEPS):
+        for name, grad in random_tensors(SHAPES, 1 + step).items():
+            parameters[name].grad = None if name == "odd" and step < 2 else place(grad)
+        if step == 3:
+            gradients = [parameter.grad for parameter in parameters.values()]
+            before = _local_states(optimizer)
+            parameters["stack"].grad = place(torch.full(SHAPES["stack"], math.nan))
+            optimizer.step()
+            assert are_equal(_local_states(optimizer), before), "a skipped step leaves all state"
+            for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+                parameter.grad = gradient
+        optimizer.step()
+    names, states = list(SHAPES), _states(optimizer)
+    named = {f"{names[int(number)]}.{key}": states[f"{number}.{key}"] for number, key in (k.split(".") for k in states)}
+    return wholes(parameters), named
+
+
+def _states(optimizer: PlannedOptimizer) -> dict[str, Tensor]:
+    states = optimizer.state_dict()["state"].items()
+    return wholes({f"{number}.{key}": value for number, state in states for key, value in state.items()})
+
+
+def _local_states(optimizer: PlannedOptimizer) -> list[Tensor]:
+    return [local_tensor(value).clone() for state in optimizer.state.values() for value in state.values()]
+
+
+def _train_all(mesh_shape: tuple[int, ...]) -> list[tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
+    """Options, weights and states, with rows, columns or nothing of the matrices sharded, or with plain tensors.
+
+    With replicas nothing but rows and columns.
+    """
+    cases = [(CHOICES[0], 0), (CHOICES[1], 1), (CHOICES[1], None)]
+    if len(mesh_shape) > 1:
+        cases = [(options, dim) for options in CHOICES for dim in (0, 1)]
+    found = [(options, *_train(distributed_over(mesh_shape, dim), FLOAT32 | options)) for options, dim in cases]
+    if mesh_shape != (4,):
+        return found
+    plain = {**FLOAT32, **CHOICES[-1], "mesh": mesh_of(mesh_shape)}
+    return [*found, (CHOICES[-1], *_train(torch.clone, plain))]
+
+
+def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4))}
+    cut: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        dim, sizes = parts.get(name, (0, (tensor.shape[0],)))
+        cut |= {f"{name} {number}": part for number, part in enumerate(tensor.split(sizes, dim))}
+    return cut
+
+
+def _reference(options: dict[str, Any]) -> ReferenceMuon:
+    reference = ReferenceMuon(_cut(random_tensors(SHAPES, 0)), lr=LR, **options)
+    for step in range(NUM_STEPS):
+        reference.step(_cut({k: v for k, v in random_tensors(SHAPES, 1 + step).items() if k != "odd" or step >= 2}))
+    return reference
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2)], ids=str)
+def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    references = {str(options): _reference(options) for options in CHOICES}
+    for ran in gloo.run(_train_all, mesh_shape, world_size=math.prod(mesh_shape)):
+        for options, weights, states in ran:
+            reference = references[str(options)]
+            for name, found in _cut(weights).items():
+                torch.testing.assert_close(found, reference.matrices[name], rtol=TOLERANCE, atol=TOLERANCE)
+            moments = {key.partition(".")[0]: each for key, each in states.items() if "second" in key}
+            assert moments.keys() == SHAPES.keys()
+            for name, found in moments.items():
+                parts = [each for key, each in reference.second_moments.items() if key.startswith(f"{name} ")]
+                expected = torch.stack(parts, 1) if name == "heads" else torch.cat(parts)
+                torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=TOLERANCE, atol=0)
+
+
+def test_the_reference_takes_other_steps_than_muon() -> None:
+    muon = _reference({}).matrices
+    for options in CHOICES:
+        # A single row is the whole matrix: NorMuon changes nothing there.
+        found = _reference(options).matrices
+        assert all((found[name] - muon[name]).abs().max() > 1e-3 for name in found if not name.startswith("row")), (
+            options
+        )
+
+
+def _variants(mesh_shape: tuple[int, ...], wire_dtype: str) -> list[str]:
+    """How steps differ from those without overlap, bit by bit, or from the program; or replicas from each other."""
+    variants: list[dict[str, Any]] = [{"overlap": "off"}, {}]
+    owners: list[dict[str, Any]] = [
+        {"look_ahead": 1, "assignment": "round_robin"},
+        {"assignment": "redundant"},
+    ]
+    if len(mesh_shape) > 1:
+        owners = [{"dedupe": each, "chunk_bytes": 400} for each in ("always", "never")]
+    different: list[str] = []
+    for backward in (clipped, replaced_state, branch_on_some_ranks):
+        expected: dict[str, Tensor] = {}
+        for options in variants + owners if backward is clipped else variants:
+            model = sharded(mesh_shape)
+            optimizer = make_optimizer(model, **NORMUON, wire_dtype=wire_dtype, **options)
+            for step in range(3):
+                backward(model, optimizer, step)
+                optimizer.step()
+            found = weights_of(model) | _states(optimizer)
+            different += [f"{backward.__name__} {options} {key}" for key in _different(found, expected or found)]
+            expected = expected or found
+    return different
+
+
+def _different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    """Keys of tensors that have not the same bits, here and on all ranks."""
+    together = torch.cat([each.flatten() for each in found.values()])
+    copies = [torch.empty_like(together) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, together)
+    sizes = [each.numel() for each in found.values()]
+    pieces = zip(found, *(copy.split(sizes) for copy in copies), strict=True)
+    return [key for key, *those in pieces if not all(torch.equal(each, expected[key].flatten()) for each in those)]
+
+
+@pytest.mark.parametrize(("mesh_shape", "wire_dtype"), [((3,), "bfloat16"), ((2, 2), "float32")], ids=str)
+def test_no_overlap_owner_or_bucket_changes_a_bit(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], wire_dtype: str
+) -> None:
+    assert gloo.run(_variants, mesh_shape, wire_dtype, world_size=math.prod(mesh_shape)) == [[]] * math.prod(mesh_shape)
+
+
+def _train_in_mode(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Weights and states after steps with equal batches on all ranks."""
+    mode, net, optimizer = start(name, shape, {**NORMUON, "wire_dtype": "float32"})
+    for step in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
+        net(inputs, 4 if step == 1 else 8).square().mean().backward()
+        mode.finish_gradients()
+        optimizer.step()
+        mode.end_step()
+    mode.finish_parameters()
+    return weights_of(net) | _states(optimizer)
+
+
+def test_all_modes_take_the_same_steps(gloo: ProcessPool) -> None:
+    (expected,) = gloo.run(_train_in_mode, "none", (1,), world_size=1)
+    for name, shape in (("fsdp", (2, 2)), ("zero2", (3,)), ("zero2", (2, 2)), ("ddp", (2,))):
+        for found in gloo.run(_train_in_mode, name, shape, world_size=math.prod(shape)):
+            assert found.keys() == expected.keys()
+            for key, value in found.items():
+                # Means over ranks are rounded: a gradient of 1e-7 is orthogonalized as well as one of 1.
+                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
+
+
+def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
+    """Momentum before and after NorMuon is turned on, and what is far from one process whose NorMuon begins then."""
+    place = distributed_over(mesh_shape, 0)
+    weights = [nn.Parameter(place(torch.eye(5, 7))) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "normuon": True}]
+    optimizer = ParallelMuon(groups, lr=LR, algorithm="muon", momentum=0.0, **FLOAT32)
+    found: list[Tensor] = []
+    for step in range(2):
+        optimizer.param_groups[0]["normuon"] = step == 1
+        for number, weight in enumerate(weights):
+            weight.grad = place(torch.ones(5, 7)) if step == 1 or number == 0 else None
+        optimizer.step()
+        found.append(whole(optimizer.state[weights[0]]["momentum_buffer"]))
+        optimizer.param_groups[0]["momentum"] = 0.5
+    return [*found, *(whole(optimizer.state[weight]["second_momentum_buffer"]) for weight in weights)]
+
+
+def test_an_option_that_is_turned_on_keeps_the_momentum(gloo: ProcessPool) -> None:
+    for first, second, *moments in gloo.run(_turn_on, (2,), world_size=2):
+        # Were it zeros now, it would be 0.5 after the step.
+        assert torch.equal(first, torch.ones(5, 7)) and torch.equal(second, torch.ones(5, 7))
+        assert moments[0].any() and torch.equal(*moments)  # Both groups have seen one gradient, the same.
+
+
+# Options of ParallelMuon, and the same of the reference.
+OF_NEURONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    (CHOICES[1], CHOICES[1]),
+    ({"orthogonalize": family.muon_eq}, {"orthogonalization": muon_eq}),
+]
+
+
+def _train_transposed(mesh_shape: tuple[int, ...]) -> list[float]:
+    """How far a layer of (inputs, outputs), fused along its outputs, is from its transposed one in one process."""
+    far: list[float] = []
+    for dim in (0, 1):
+        place = distributed_over(mesh_shape, dim)
+        for options, of_reference in OF_NEURONS if dim else OF_NEURONS[:1]:
+            torch.manual_seed(0)
+            layer = Conv1D(14, 6)
+            weights = {str(number): part.T for number, part in enumerate(layer.weight.detach().split((5, 9), 1))}
+            reference = ReferenceMuon(weights, lr=LR, **of_reference)
+            layer.weight = nn.Parameter(place(layer.weight.detach()))
+            layer.bias = None
+            optimizer = ParallelMuon(
+                layer, lr=LR, muon_patterns=("weight",), fused={"weight": (5, 9)}, **FLOAT32, **options
+            )
+            for _ in range(2):
+                gradient = torch.randn(6, 14)
+                layer.weight.grad = place(gradient)
+                optimizer.step()
+                reference.step({str(number): part.T for number, part in enumerate(gradient.split((5, 9), 1))})
+            found = whole(layer.weight).split((5, 9), 1)
+            far += [float((part.T - reference.matrices[str(n)]).abs().max()) for n, part in enumerate(found)]
+            states = optimizer.state_dict()["state"][0]
+            assert all(tuple(states[key].shape) == (1, 14) for key in states.keys() - {"momentum_buffer"})
+    return far
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (3,), (2, 2)], ids=str)
+def test_neurons_are_columns_where_these_are_outputs(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
+    for far in gloo.run(_train_transposed, mesh_shape, world_size=math.prod(mesh_shape)):
+        assert max(far) <= TOLERANCE

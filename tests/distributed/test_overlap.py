@@ -1,0 +1,168 @@
+"""Transfers behind arithmetic: the same weights bit for bit, however buckets, owners and waits of the host lie."""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.optim import gradients
+from lightning_muon.params.layout import local_tensor
+from tests.distributed.backward_passes import (
+    BACKWARDS,
+    Net,
+    branch_on_some_ranks,
+    clipped,
+    make_optimizer,
+    plain,
+    sharded,
+    tokens,
+)
+from tests.support.processes import ProcessPool
+from tests.support.recorded_ops import recorded_ops
+from tests.support.tensors import are_equal, weights_of
+
+NUM_STEPS = 4
+# With a host that sees no gradient before Newton-Schulz is under way, as on CUDA.
+UNSEEN = {"looks_at_once": False}
+
+
+def _train(
+    mesh_shape: tuple[int, ...], options: dict[str, Any], backward: Callable[[Net, ParallelMuon, int], None]
+) -> dict[str, Tensor]:
+    """The weights after some steps, each of which runs the program that was checked, op by op."""
+    model = sharded(mesh_shape)
+    optimizer = make_optimizer(model, **options)
+    with recorded_ops() as recorded:
+        for step in range(NUM_STEPS):
+            backward(model, optimizer, step)
+            optimizer.step()
+            assert any(name.startswith("update") for name in recorded.check())
+    return weights_of(model)
+
+
+def _compare(
+    mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None], **common: Any
+) -> list[str]:
+    """Names of weights that differ from those of a step without any overlap; a variant may have ``looks_at_once``."""
+    expected, different = _train(mesh_shape, {"overlap": "off", **common}, backward), list[str]()
+    for options in variants:
+        made = {key: value for key, value in options.items() if key != "looks_at_once"}
+        with mock.patch.object(gradients, "_host_reads_at_once", return_value=options.get("looks_at_once", True)):
+            weights = _train(mesh_shape, common | made, backward)
+        different += [f"{options} {name}" for name in weights if not torch.equal(weights[name], expected[name])]
+    return different
+
+
+@pytest.mark.parametrize("backward", BACKWARDS, ids=lambda function: function.__name__.strip("_"))
+def test_overlap_gives_the_weights_of_a_serial_step(gloo: ProcessPool, backward: Callable[..., None]) -> None:
+    # Where one rank differs, there are two others that do not.
+    size = 3 if backward is branch_on_some_ranks else 2
+    for differences in gloo.run(_compare, (size,), [{}, UNSEEN], backward, world_size=size):
+        assert differences == []
+
+
+VARIANTS = [
+    {"look_ahead": look_ahead, "assignment": assignment, "chunk_bytes": chunk_bytes}
+    for look_ahead, assignment, chunk_bytes in (
+        (1, "round_robin", 700),
+        (2, "redundant", 1),
+        (1, "lpt", 700),
+        (3, "round_robin", 1),
+        (2, "lpt", 10**6),
+    )
+]
+
+
+# Every variant on three ranks, and what the size or replicas change; two ranks are those of the test above.
+@pytest.mark.parametrize(
+    ("mesh_shape", "variants", "backward"),
+    [
+        ((3,), VARIANTS, plain),
+        ((4,), VARIANTS[1:2], plain),
+        ((2, 2), [VARIANTS[3], {"dedupe": "always"}], plain),
+        ((2, 2), [{"dedupe": "always"} | UNSEEN], clipped),
+    ],
+)
+def test_every_schedule_gives_the_same_bits(
+    gloo: ProcessPool, mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None]
+) -> None:
+    world_size = torch.Size(mesh_shape).numel()
+    for differences in gloo.run(_compare, mesh_shape, variants, backward, world_size=world_size):
+        assert differences == []
+
+
+def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
+    """A NaN reaches the step, maybe when its bucket is on the way: is nothing changed, and does the next step work?"""
+    model = sharded((dist.get_world_size(),))
+    optimizer = make_optimizer(model, max_skipped_steps=0)
+    plain(model, optimizer, 0)
+    optimizer.step()
+
+    def snapshot() -> list[Tensor]:
+        momenta = [state["momentum_buffer"] for state in optimizer.state.values() if "momentum_buffer" in state]
+        return [local_tensor(tensor.detach()).clone() for tensor in (*model.parameters(), *momenta)]
+
+    before = snapshot()
+    optimizer.zero_grad()
+    loss = model(tokens(1)).square().mean()
+    (loss * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
+    with (
+        mock.patch.object(gradients, "_host_reads_at_once", return_value=looks_at_once),
+        pytest.raises(NonFiniteGradientError),
+    ):
+        optimizer.step()
+    unchanged = are_equal(before, snapshot())
+    plain(model, optimizer, 2)
+    optimizer.step()
+    return unchanged, all(tensor.isfinite().all() for tensor in snapshot())
+
+
+@pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])
+def test_a_step_that_is_given_up_leaves_nothing_behind(gloo: ProcessPool, looks_at_once: bool) -> None:
+    assert gloo.run(_step_over_nan, looks_at_once, world_size=2) == [(True, True)] * 2
+
+
+def _two_optimizers() -> bool:
+    """Two models on the same ranks, of which one skips a gradient on one rank."""
+    results = []
+    for overlap in ("off", "step"):
+        models = [sharded((dist.get_world_size(),)) for _ in range(2)]
+        optimizers = [make_optimizer(model, overlap=overlap) for model in models]
+        for step in range(NUM_STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                branch_on_some_ranks(model, optimizer, step)
+            for optimizer in optimizers:
+                optimizer.step()
+        results.append([p.detach().to_local() for model in models for p in model.parameters()])  # type: ignore[attr-defined]
+    return all(map(torch.equal, *results))
+
+
+def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
+    assert all(gloo.run(_two_optimizers, world_size=3))
+
+
+def _buffer_bytes() -> int:
+    """Bytes of all buffers: 10 matrices of 16 x 16, two to a bucket."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(10)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    optimizer = make_optimizer(model, muon_patterns=("*",), look_ahead=3)
+    for _ in range(2):
+        model(torch.ones(2, 16)).square().mean().backward()
+        optimizer.step()
+    assert optimizer._planned is not None
+    return sum(each.nbytes for each in optimizer._planned.matrix_step._pool._buffers.values())
+
+
+def test_there_are_buffers_for_what_a_step_looks_ahead(gloo: ProcessPool) -> None:
+    # On each of two ranks a bucket sends half of one matrix and receives half of another, there and back.
+    bytes_of_a_bucket_one_way = 2 * 8 * 16 * 4
+    assert gloo.run(_buffer_bytes, world_size=2) == [(3 + 3) * bytes_of_a_bucket_one_way] * 2

@@ -1,0 +1,275 @@
+"""A run goes on with states of torch.optim.Muon and AdamW, and with those of options that are gone or have changed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_muon import MuonConfig
+from lightning_muon.removed import REMOVED, STATE_OF
+from tests.integration.training import (
+    EXACT,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
+from tests.reference.muon import orthogonalized
+from tests.support.processes import ProcessPool
+
+# Sums of float32 in another order, 1 - mu in float32, and an eps in another place, through Newton-Schulz.
+_TOLERANCE = 2e-5
+_STEPS_BEFORE, _STEPS_AFTER = 4, 3
+
+
+class _Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(7, 13), nn.Linear(13, 7), nn.Linear(7, 5, bias=False)
+        self.unused = nn.Linear(3, 2, bias=False)  # Has no gradient.
+
+    def forward(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(step)
+        inputs, targets = torch.randn(12, 7, generator=generator), torch.randn(12, 5, generator=generator)
+        return F.mse_loss(self.head(torch.tanh(self.down(torch.tanh(self.up(inputs))))), targets)
+
+
+def _parts(network: Any) -> tuple[list[Any], list[Any]]:
+    """Matrices and the rest, in the order of the groups."""
+    return [network.up.weight, network.down.weight, network.head.weight], [network.up.bias, network.down.bias]
+
+
+def _torch_muon(network: Any) -> list[torch.optim.Optimizer]:
+    matrices, rest = _parts(network)
+    muon = torch.optim.Muon([*matrices, network.unused.weight], lr=0.02, momentum=0.9)
+    return [muon, torch.optim.AdamW(rest, lr=0.01)]
+
+
+def _adamw(network: Any) -> list[torch.optim.Optimizer]:
+    matrices, rest = _parts(network)
+    return [torch.optim.AdamW([{"params": matrices}, {"params": rest}], lr=0.01)]
+
+
+# Optimizers of the program before, and of the one that goes on under our strategy, which makes a ParallelMuon of one.
+_Make = Callable[[Any], list[torch.optim.Optimizer]]
+
+
+def _before(make: _Make, path: str) -> dict[str, Tensor]:
+    """Train in one process, with a checkpoint in the middle as Lightning writes it; the weights at the end."""
+    network = _Network()
+    optimizers = make(network)
+    for step in range(_STEPS_BEFORE + _STEPS_AFTER):
+        if step == _STEPS_BEFORE:
+            content: dict[str, Any] = {f"network.{key}": value for key, value in network.state_dict().items()}
+            content = {"state_dict": content, "optimizer_states": [each.state_dict() for each in optimizers]}
+            content |= {"lr_schedulers": [], "epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
+            torch.save(content, path)
+        network.zero_grad()
+        network(step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return {f"network.{key}": value for key, value in network.state_dict().items()}
+
+
+def _after(make: _Make, path: str) -> dict[str, Tensor]:
+    """Go on from this checkpoint on all ranks."""
+    pl = load()
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.network, self.automatic_optimization = _Network(), False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            optimizers = self.optimizers()
+            optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            self.manual_backward(self.network(int(batch)))
+            for optimizer in optimizers:
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return make(self.network)
+
+    model = Model()
+    fitter = trainer(pl, strategy=strategy_class()(optimizer=EXACT), max_epochs=1, use_distributed_sampler=False)
+    steps: Any = range(_STEPS_BEFORE, _STEPS_BEFORE + _STEPS_AFTER)
+    fitter.fit(model, DataLoader(steps, batch_size=1), ckpt_path=path, weights_only=False)
+    return full_weights(model)
+
+
+def _float32(matrix: Tensor, coefficients: Any, ns_steps: int, eps: float) -> Tensor:
+    return orthogonalized(matrix, steps=(coefficients,) * ns_steps, eps=eps)
+
+
+def test_the_next_steps_are_those_of_torchs_muon_and_adamw(gloo: ProcessPool, tmp_path: Path) -> None:
+    path = f"{tmp_path}/one.ckpt"
+    # In bfloat16 the order of sums would show in the third digit.
+    with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _float32):
+        expected = _before(_torch_muon, path)
+    found = gloo.run(_after, _torch_muon, path, world_size=2)[0]
+    assert max_difference(found, expected) < _TOLERANCE
+
+
+def _texts(caught: list[warnings.WarningMessage], part: str) -> list[str]:
+    return [str(each.message) for each in caught if part in str(each.message)]
+
+
+def _resume_with_muon(folder: str, is_sharded: bool) -> tuple[list[Tensor], list[Tensor], list[str], Any]:
+    """First moments of matrices that were saved, momenta that were loaded, the warnings, and the group."""
+    pl, states = load(), list[list[Tensor]]()
+    path, saves = f"{folder}/one.ckpt", {"save_distributed_checkpoint": is_sharded}
+
+    def note(model: Any, key: str) -> None:
+        state, blocks = fitter.optimizers[0].state, model.network.blocks
+        states.append([state[block.up.weight][key].full_tensor().clone() for block in blocks])
+
+    def adamw(network: nn.Module) -> Any:
+        return torch.optim.AdamW(network.parameters(), lr=0.25, eps=1e-5)
+
+    model = language_model(pl, configure=adamw)
+    fitter = trainer(pl, strategy=strategy_class()(optimizer="keep", **saves), max_steps=2)
+    type(model).on_train_end = lambda self: note(self, "exp_avg")
+    fitter.fit(model, loader())
+    fitter.save_checkpoint(path)
+    model = language_model(pl, configure=adamw)
+    fitter = trainer(pl, strategy=strategy_class()(optimizer=EXACT, **saves), max_steps=3)
+    type(model).on_train_start = lambda self: note(self, "momentum_buffer")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
+    return *states, _texts(caught, "first moments"), fitter.optimizers[0].param_groups[0]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_the_first_moments_of_adamw_become_momenta(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
+    (saved, found, texts, group), (*_, others, _) = gloo.run(_resume_with_muon, str(tmp_path), is_sharded, world_size=2)
+    assert saved[0].count_nonzero() and all(map(torch.equal, saved, found))
+    assert (group["lr"], group["eps"], group["adamw_eps"], group["muon_lr_factor"]) == (0.25, 1e-7, 1e-5, 3.0)
+    assert len(texts) == 1 and "4 matrices (network.blocks.0.up.weight, ...) moved from AdamW to Muon" in texts[0]
+    assert others == []
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (partial(torch.optim.Adam, weight_decay=0.1), "torch.optim.Adam with weight_decay=0.1, .* set weight_decay of"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "of an optimizer that is not known, with .*'dampening'"),
+    ],
+)
+def test_other_states_are_refused_on_all_ranks(gloo: ProcessPool, tmp_path: Path, make: Any, match: str) -> None:
+    path = tmp_path / "one.ckpt"
+    _before(_adamw, str(path))
+    matrices, rest = _parts(_Network())
+    state = make([{"params": matrices}, {"params": rest}]).state_dict()
+    torch.save(torch.load(path) | {"optimizer_states": [state]}, path)
+    gloo.expect_error_on_all_ranks(_after, _adamw, str(path), exception=RuntimeError, match=match, world_size=2)
+
+
+def _resume_with_other_routes(folder: str, is_sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Two matrices of blocks swap Muon and AdamW: their states before, after, and the warnings."""
+    pl = load()
+    states: list[dict[str, Tensor]] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for on_adamw in (0, 1):
+            model = language_model(pl)
+            config = MuonConfig(adamw_patterns=(f"*blocks.{on_adamw}.up.weight",))
+            strategy = strategy_class()(optimizer=config, save_distributed_checkpoint=is_sharded)
+            fitter = trainer(pl, strategy=strategy, max_steps=2)
+            fitter.fit(model, loader(), ckpt_path=f"{folder}/one.ckpt" if on_adamw else None, weights_only=False)
+            fitter.save_checkpoint(f"{folder}/one.ckpt")
+            state = fitter.optimizers[0].state
+            weights = [block.up.weight for block in model.network.blocks]
+            states.append({
+                f"{number} {key}": value.full_tensor() if isinstance(value, DTensor) else value
+                for number, weight in enumerate(weights)
+                for key, value in state[weight].items()
+            })  # fmt: skip
+    return states[0], states[1], _texts(caught, "moved from")
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_matrices_that_swap_their_algorithms_go_on(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
+    before, after, texts = gloo.run(_resume_with_other_routes, str(tmp_path), is_sharded, world_size=2)[0]
+    assert before["0 exp_avg"].count_nonzero() and torch.equal(after["0 momentum_buffer"], before["0 exp_avg"])
+    assert before["1 momentum_buffer"].count_nonzero() and after["1 step"] == 0
+    assert not after["1 exp_avg"].count_nonzero() and not after["1 exp_avg_sq"].count_nonzero()
+    assert [text.split(" moved ")[1] for text in texts] == [
+        "from AdamW to Muon: their first moments go on as momenta",
+        "from Muon to AdamW: their moments begin with zeros",
+    ]
+    assert "network.blocks.0.up.weight" in texts[0] and "network.blocks.1.up.weight" in texts[1]
+
+
+_GONE = {"curvature": "nobody needed it; leave it out", "spin": "it gained nothing", "ns_coefficients='you'": "no gain"}
+# What version 0.1 has in param groups. Some are gone, whatever the table says today.
+_OF_VERSION_0_1 = {"hyperball": False, "muon_eq": "none", "muon_plus": "none", "spin": "none", "curvature": 3}
+
+
+class _OldCallback:
+    """Mixed with the ``Callback`` of Lightning, it leaves a state under the name of a callback that is gone."""
+
+    state_key = "QKClip"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"largest": 7.0}
+
+
+def _resume_without_options(folder: str, is_sharded: bool) -> list[tuple[dict[str, Tensor], list[str], set[str]]]:
+    """Two runs that are saved and go on, one with options that are gone: weights, warnings, keys of the group."""
+    pl, found = load(), list[tuple[dict[str, Tensor], list[str], set[str]]]()
+    gone = type("Gone", (_OldCallback, pl.Callback), {})()
+    for is_old in (False, True):
+        path = f"{folder}/{is_old}.ckpt"
+        strategy: dict[str, Any] = {"optimizer": EXACT, "save_distributed_checkpoint": is_sharded}
+        fitter = trainer(pl, strategy=strategy_class()(**strategy), max_steps=2, callbacks=[gone] * is_old)
+        fitter.fit(language_model(pl), loader())
+        optimizer = fitter.optimizers[0]
+        if is_old:
+            optimizer.param_groups[0].update(_OF_VERSION_0_1, ns_coefficients="you")
+            for parameter, state in optimizer.state.items():
+                state["curvature_buffer"] = torch.ones_like(parameter)
+        fitter.save_checkpoint(path)
+        model, fitter = language_model(pl), trainer(pl, strategy=strategy_class()(**strategy), max_steps=4)
+        with (
+            mock.patch.dict(REMOVED, _GONE),
+            mock.patch.dict(STATE_OF, curvature_buffer="curvature"),
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
+            keys = {key for group in fitter.optimizers[0].param_groups for key in group if key in REMOVED}
+        keys |= {key for state in fitter.optimizers[0].state.values() for key in state if key == "curvature_buffer"}
+        found.append((full_weights(model), _texts(caught, "of version 0.1"), keys))
+    return found
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_a_checkpoint_with_options_that_are_gone(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
+    """The rest of the state goes on as without them, and rank 0 says so once."""
+    found = gloo.run(_resume_without_options, str(tmp_path), is_sharded, world_size=2)
+    for (weights, texts, keys), rank in zip(found[0], ("new", "old"), strict=True):
+        assert max_difference(weights, found[0][0][0]) == 0.0
+        assert not keys and len(texts) == (rank == "old")
+    assert not found[1][1][1] and not found[1][1][2]
+    (text,) = found[0][1][1]
+    parts = ("spin, ", "curvature_buffer of version 0.1, which are left out; all else is loaded; ")
+    used = ("what curvature=3 did is gone: nobody needed it; leave it out", "what ns_coefficients='you' did is gone")
+    assert all(part in text for part in (*parts, *used)) and "spin=" not in text

@@ -1,0 +1,105 @@
+"""A loop of Fabric that calls ``forward_backward``: the weights, losses and answers of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_muon import forward_backward
+from tests.distributed.pipeline.models import batch_of, causal_lm
+from tests.integration.integrations.fabric import loop
+from tests.support.processes import ProcessPool
+
+_NUM_ROWS, _ROWS = 32, 8
+
+
+def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], Tensor, Tensor]:
+    """Weights of this rank, losses of its data rank, the logits of a call, and what is generated."""
+    fabric = loop.launch(**options)
+    net = causal_lm(kind, tied=True)
+    model, optimizer = fabric.setup(net, loop.adamw(net))
+    model.mark_forward_method("generate")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    # As many labels in each row: a mean over the ranks is then that over all labels.
+    batch = batch_of(_NUM_ROWS, 5, seed=3, is_uneven=False)
+    samples: Any = [{key: value[row] for key, value in batch.items()} for row in range(_NUM_ROWS)]
+    num_data_ranks = dist.get_world_size() // options.get("pipeline_size", 1)
+    loader = fabric.setup_dataloaders(DataLoader(samples, batch_size=_ROWS // num_data_ranks))
+    losses: list[float] = []
+    for each in loader:
+        if "pipeline_size" in options:
+            loss = forward_backward(model, each)
+        else:
+            loss = model(**each).loss
+            fabric.backward(loss)
+        losses.append(loss.item())
+        fabric.clip_gradients(model, optimizer, max_norm=0.3)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        called = model(**batch)
+        texts = model.generate(batch["input_ids"][:2], max_new_tokens=3, do_sample=False)
+    losses.append(called.loss.item())
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in net.named_parameters()}
+    result = {name: value.detach().clone() for name, value in weights.items()}, losses, called.logits, texts
+    fabric.strategy.teardown()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "options"),
+    [
+        ("llama", 2, {}),
+        ("llama", 2, {"sharding": "none", "pipeline_schedule": "zb_v"}),
+        ("gpt2", 4, {"replicate_size": 2}),
+    ],
+)
+def test_a_loop_trains_as_one_process(gloo: ProcessPool, kind: str, world_size: int, options: dict[str, Any]) -> None:
+    expected, losses, logits, texts = gloo.run(_train, kind, world_size=1)[0]
+    results = gloo.run(_train, kind, pipeline_size=2, world_size=world_size, **options)
+    for weights, own, called, generated in results:
+        for name, value in weights.items():
+            wanted = expected.get(name, next(iter(expected.values())))  # A copy of a tied weight.
+            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=5e-6)
+        torch.testing.assert_close(called, logits, rtol=1e-4, atol=1e-5)
+        assert torch.equal(generated, texts)
+        assert own[-1] == pytest.approx(losses[-1], rel=1e-5)
+    means = torch.tensor([own for _, own, *_ in results]).mean(0)
+    assert means.tolist() == pytest.approx(losses, rel=1e-5)
+
+
+def _misuse(what: str) -> None:
+    is_alone = what == "no pipeline"
+    fabric = loop.launch(**({} if is_alone else {"pipeline_size": 2}))
+    net = causal_lm("llama")
+    model, optimizer = fabric.setup(net, loop.adamw(net))
+    try:
+        with fabric.no_backward_sync(model, enabled=what == "no_backward_sync"):
+            loss = forward_backward(model, batch_of(8, 5, seed=0))
+        if what == "backward":
+            fabric.backward(loss)
+        optimizer.step()
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+    finally:
+        fabric.strategy.teardown()
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("no pipeline", "is no stage of a pipeline; set it up with pipeline_size of 2 or more"),
+        ("backward", "does not require grad"),
+        ("no_backward_sync", "optimizer.step after micro-batches that were all inside of no_backward_sync"),
+    ],
+)
+def test_what_a_loop_cannot_mean_is_an_error_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_misuse, what, match=match, exception=RuntimeError, world_size=2)

@@ -1,0 +1,51 @@
+"""What the host has to do on many ranks: its own pieces count, not all ranks times all matrices."""
+
+import time
+from collections import Counter
+from unittest import mock
+
+from lightning_muon.optim.step_plan import MatrixJob
+from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from tests.support.one_of_many import optimizer_of, rank_of, weights
+
+NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
+MODEL = [
+    shape
+    for layer in range(NUM_LAYERS)
+    for shape in (
+        ParameterShape(name=f"{layer}.experts", shape=(NUM_EXPERTS, 64, 32), kind="stack"),
+        ParameterShape(name=f"{layer}.attention", shape=(128, 64), kind="matrix"),
+        ParameterShape(name=f"{layer}.norm", shape=(64,), kind="elementwise"),
+    )
+]
+
+
+def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
+    with rank_of(NUM_RANKS):
+        optimizer = optimizer_of(weights(read_shapes("deepseek-v3").parameters, NUM_RANKS))
+        begin = time.process_time()
+        planned = optimizer._make_plan()
+        # 2 seconds of one core; a look at every matrix on every rank takes more than a minute.
+        assert time.process_time() - begin < 10
+    (group,) = planned.plan.exchange_groups
+    assert len(group.jobs) > 45_000
+    assert list(group.plan.program) == [0]
+
+
+def test_a_step_looks_at_the_pieces_of_the_calling_rank_only() -> None:
+    with rank_of(NUM_RANKS):
+        optimizer = optimizer_of(weights(MODEL, NUM_RANKS))
+        calls: Counter[MatrixJob] = Counter()
+        view = MatrixJob.local_view
+
+        def count(job: MatrixJob, local: object) -> object:
+            calls[job] += 1
+            return view(job, local)  # type: ignore[arg-type]
+
+        for _ in range(3):
+            calls.clear()
+            with mock.patch.object(MatrixJob, "local_view", count):
+                optimizer.step()
+    held = NUM_LAYERS * (NUM_EXPERTS // NUM_RANKS + 1)
+    assert len(calls) == held
+    assert calls.total() <= 5 * held
