@@ -47,12 +47,7 @@ if TYPE_CHECKING:
     from lightning_muon.pipeline.runtime import forward_backward
     from lightning_muon.schedule.pipeline import register_schedule
     from lightning_muon.sharding.base import ModeOptions
-    from lightning_muon.sharding.context_parallel import (
-        context_attention,
-        gather_sequence,
-        pad_to_multiple,
-        split_sequence,
-    )
+    from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
     from lightning_muon.sharding.modes import make_mode
     from lightning_muon.sharding.weights import full_state_dict
 
@@ -105,9 +100,7 @@ __all__ = [
     "full_state_dict",
     "make_mode",
     # context parallelism
-    "context_attention",
     "gather_sequence",
-    "pad_to_multiple",
     "split_sequence",
 ]
 
@@ -129,7 +122,7 @@ _MODULES = {
     "pipeline.runtime": "forward_backward",
     "schedule.pipeline": "register_schedule",
     "sharding.base": "ModeOptions",
-    "sharding.context_parallel": "context_attention gather_sequence pad_to_multiple split_sequence",
+    "sharding.context_parallel": "gather_sequence split_sequence",
     "sharding.modes": "make_mode",
     "sharding.weights": "full_state_dict",
 }

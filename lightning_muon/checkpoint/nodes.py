@@ -54,14 +54,8 @@ def common_weights(optimizers: Sequence[Any]) -> Iterator[bool]:
 
 def steps_left_out(optimizers: Sequence[Any]) -> int:
     """Number of last steps that are not in the weights of the last average; local."""
-    most = 0
-    for optimizer in _training_alone(optimizers):
-        replicator, steps = optimizer.config.replicator, optimizer.num_exchanges
-        if isinstance(replicator, DiLoCo):
-            # With overlap the average that was begun last is not applied yet.
-            is_begun = replicator.overlap and steps >= replicator.period
-            most = max(most, steps % replicator.period + (replicator.period if is_begun else 0))
-    return most
+    averaged = [(each.config.replicator, each.num_exchanges) for each in _training_alone(optimizers)]
+    return max((steps % way.period for way, steps in averaged if isinstance(way, DiLoCo)), default=0)
 
 
 def _training_alone(optimizers: Sequence[Any]) -> list[FlexDeMo]:

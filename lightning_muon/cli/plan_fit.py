@@ -268,7 +268,7 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _Step, *, on_their_way: int)
     of_matrices, of_others, kept, working = 1, 2, step.kept, step.working  # Tensors of state, and bytes.
     if way.mode == "flexdemo":
         of_matrices, of_others = {"muon": (1, 2), "adamw": (2, 2), "sgd": (0, 0)}[job.flexdemo.base]
-        working += STATE_ITEMSIZE * every.trained / shards + job.flexdemo.chunk_bytes  # Updates, and a bucket.
+        working += STATE_ITEMSIZE * every.trained / shards + job.flexdemo.bucket_bytes  # Updates, and a bucket.
         if isinstance(job.flexdemo.replicator, LocalSteps):  # The last average, and the outer momentum.
             of_matrices, of_others = of_matrices + 2, of_others + 2
         else:  # The residual takes the place of the momentum, and is there as blocks, too.
@@ -373,11 +373,11 @@ def _exchange_seconds(job: Job, part: Counts, way: Way) -> float:
         num_bytes = 2 * (way.replicate - 1) / way.replicate * replicator.bits_per_parameter() / 8 * own
         return _send(job, num_bytes, is_between)
     shapes = [Shape(each.shape, each.shape) for each in job.model.parameters if not each.frozen]
-    message = sum(plan.message_bytes() for plan in plan_buckets(shapes, job.flexdemo)) / way.shard
+    sent = sum(plan.sent_bytes(way.replicate) for plan in plan_buckets(shapes, job.flexdemo)) / way.shard
     # A cosine transform is two products with a matrix of the side of a block, there and back.
     flops = 2 * 4 * replicator.chunk_size * own if isinstance(replicator, DCTTopK) else 0
     codec = flops / cost.flops_per_second + _CODEC_TENSORS * STATE_ITEMSIZE * own / cost.memory_bytes_per_second
-    return codec + _send(job, (way.replicate - 1) * message, is_between)
+    return codec + _send(job, sent, is_between)
 
 
 class _Step(NamedTuple):

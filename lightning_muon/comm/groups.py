@@ -1,10 +1,8 @@
-"""Process groups: over axes of a device mesh, private to one owner, on the host, and along the nodes of a cluster."""
+"""Process groups: over axes of a device mesh, private to one owner, and on the host."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -290,59 +288,3 @@ class PrivateGroups:
         ranks = tuple(range(dist.get_world_size()))
         shared = _made().share(ranks, "gloo")
         return self.of([AxisGroup(shared, dist.get_rank(), tuple((rank,) for rank in ranks))])[0]
-
-    def among(self, group: AxisGroup, members: Sequence[int]) -> AxisGroup:
-        """A private group of some ``members`` of ``group`` (ascending, this rank among them).
-
-        Collective over them; all must call it.
-        """
-        coordinates = tuple(group.coordinates[member] for member in members)
-        place = members.index(group.rank)
-        if len(members) == 1:
-            return AxisGroup(None, place, coordinates)
-        assert group.group is not None
-        everyone = dist.get_process_group_ranks(group.group)
-        shared = _group_of(tuple(everyone[member] for member in members), str(dist.get_backend(group.group)))
-        return self.of([AxisGroup(shared, place, coordinates)])[0]
-
-
-def nodes_of(group: AxisGroup) -> list[int]:
-    """The number of the node of each rank of ``group``: ranks with the same host name and the same torchrun agent.
-
-    Collective over ``group``; every rank must call it.
-    """
-    # Machines may have the same name ("localhost"); torchrun numbers its agents, one for each machine.
-    name = socket.gethostname(), os.environ.get("GROUP_RANK", "")
-    names = gather(name, host_group(group))
-    return [names.index(each) for each in names]
-
-
-@dataclass(frozen=True)
-class Hop:
-    """One exchange on the way of gradient shares to the ranks that sum them; updated values take the way back."""
-
-    group: AxisGroup  # Ranks that exchange, with a process group that nobody else communicates over.
-    # parts[i]: the ranks of the shard axis whose sums member i collects in this hop. The one of the calling rank's own
-    # node is last, so that what it keeps in the next hop and what it sends are one contiguous slice each.
-    parts: tuple[Ranks, ...]
-
-
-def make_hops(group: AxisGroup, grid: Sequence[Sequence[int]] = ()) -> list[Hop]:
-    """Make the exchanges over the shard axis ``group``, with private groups.
-
-    With a ``grid`` (for each node its ranks, all equally many) sums are made inside each node, and then between the
-    ranks of equal place in their nodes. Collective over ``group``; every rank must call it, in the same order of calls.
-    """
-    private = PrivateGroups()
-    if not grid:
-        (own,) = private.of([group])
-        return [Hop(own, tuple((rank,) for rank in range(group.size)))]
-    node = next(index for index, ranks in enumerate(grid) if group.rank in ranks)
-    place = grid[node].index(group.rank)
-    order = [*(index for index in range(len(grid)) if index != node), node]
-    inside = private.among(group, grid[node])
-    across = private.among(group, [ranks[place] for ranks in grid])
-    return [
-        Hop(inside, tuple(tuple(grid[index][other] for index in order) for other in range(len(grid[node])))),
-        Hop(across, tuple((ranks[place],) for ranks in grid)),
-    ]

@@ -51,54 +51,54 @@ class SideStream:
 
 
 class PendingSum:
-    """A pending sum over the groups of ``hops``, of which each rank gets a part, and then over ``replicate``.
+    """A pending sum over ``group``, of which each rank gets a part, and then over ``replicate``.
 
-    ``hops``: for each exchange its group, and how many elements each rank of it keeps; different ranks may keep copies
-    of the same. The first one sends ``others`` (1-D, one share for each other rank, in their order) and adds what
-    arrives to ``own``; each later one splits the sum so far in the same way, the own share last.
+    ``counts`` are the elements that each rank of ``group`` keeps. A rank sends ``others`` (1-D, one share for each
+    other rank, in their order), and adds what arrives to ``own``.
 
-    Collective over the group of the first hop to construct, then over the others and ``replicate`` by :meth:`advance`;
-    every rank must do both, in the same order.
+    Collective over ``group`` to construct, then over ``replicate`` by :meth:`advance`; every rank must do both, in the
+    same order.
     """
 
     def __init__(
         self,
         own: Tensor,
         others: Tensor,
-        hops: Sequence[tuple[AxisGroup, Sequence[int]]],
+        counts: Sequence[int],
+        group: AxisGroup,
         *,
         replicate: AxisGroup,
         side: SideStream,
     ) -> None:
-        self._own, self._side = own, side
-        # Sums are rounded to this dtype for the next hop; float16 might overflow.
+        self._own, self._rank, self._replicate, self._side = own, group.rank, replicate, side
+        # Sums are rounded to this dtype for the sum over the replicas; float16 might overflow.
         self._wire_dtype = torch.float32 if own.dtype == torch.float16 else own.dtype
-        self._hops = [(group, counts) for group, counts in hops if group.group is not None]
-        self._replicate = replicate
-        self._rank, self._buffers = 0, None
+        self._buffers: tuple[Tensor, Tensor] | None = None  # What is sent, and a row from each other rank.
         self._work: dist.Work | None = None
         self._is_added_up = False
         self._event: torch.Event | None = None
-        if self._hops:
-            self._start(others)
+        if group.group is not None:
+            sent, received = list(counts), [own.numel()] * group.size
+            sent[group.rank] = received[group.rank] = 0
+            receive = own.new_empty(group.size - 1, own.numel())
+            self._buffers = others, receive
+            (self._work,) = start_all_to_all(others, sent, receive.view(-1), received, group)
 
     def advance(self, *, wait: bool = False) -> bool:
         """Add up what has arrived (with ``wait``, wait for it) and start what follows; return whether all is started.
 
-        Collective over the groups of the later hops and ``replicate``; every rank must bring each sum to ``True``, in
-        the same order.
+        Collective over ``replicate``; every rank must bring each sum to ``True``, in the same order.
         """
-        while not self._is_added_up:
-            must_wait = wait and (self._hops or self._replicate.group is not None)
-            if not (self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed()):
-                break
-            self._go_on()
+        if not self._is_added_up:
+            must_wait = wait and self._replicate.group is not None
+            if self._work is None or self._side.is_asynchronous or must_wait or self._work.is_completed():
+                self._add_up()
         return self._is_added_up
 
     def result(self) -> Tensor:
         """The sum, 1-D, in the dtype of the parts or a wider one. Waits, on CUDA the current stream; call it once."""
-        while not self._is_added_up:
-            self._go_on()
+        if not self._is_added_up:
+            self._add_up()
         if self._work is not None:
             self._work.wait()
         if self._event is not None:
@@ -107,18 +107,8 @@ class PendingSum:
             self._own.record_stream(stream)
         return self._own
 
-    def _start(self, others: Tensor) -> None:
-        """Begin the exchange of the next hop, for which ``own`` and ``others`` are ready."""
-        group, counts = self._hops.pop(0)
-        rank = self._rank = group.rank
-        sent, received = list(counts), [counts[rank]] * len(counts)
-        sent[rank] = received[rank] = 0
-        receive = self._own.new_empty(len(counts) - 1, self._own.numel())
-        self._buffers = others, receive
-        (self._work,) = start_all_to_all(others, sent, receive.view(-1), received, group)
-
-    def _go_on(self) -> None:
-        """Add what has arrived, and start the next exchange or the sum over the replicas, if any."""
+    def _add_up(self) -> None:
+        """Add what has arrived, and start the sum over the replicas, if there are any."""
         buffers, self._buffers = self._buffers, None
         with self._side.use(self._own, *(buffers or ())):
             if self._work is not None:
@@ -126,20 +116,11 @@ class PendingSum:
                 self._work = None
             if buffers is not None and self._own.numel():
                 self._own = _sum_in_order(self._own, list(buffers[1]), self._rank)
-            if self._hops:
-                shares = self._own.to(self._wire_dtype)
-                group, counts = self._hops[0]
-                kept = counts[group.rank]
-                others, own = shares.split([shares.numel() - kept, kept])
-                self._own = own.clone()  # The sum must not keep all of the shares alive.
-                self._start(others)
-            else:
-                self._is_added_up = True
-                if self._replicate.group is not None:
-                    self._own = self._own.to(self._wire_dtype)
-                    self._work = start_all_reduce_sum(self._own, self._replicate)
-        if self._is_added_up:
-            self._event = self._side.record()
+            if self._replicate.group is not None:
+                self._own = self._own.to(self._wire_dtype)
+                self._work = start_all_reduce_sum(self._own, self._replicate)
+            self._is_added_up = True
+        self._event = self._side.record()
 
 
 def _sum_in_order(own: Tensor, others: Sequence[Tensor], rank: int) -> Tensor:

@@ -14,9 +14,9 @@ import torch
 
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import Full, Replicator
-from lightning_muon.flexdemo.wire import SCALED_TOGETHER, VALUE_FORMATS, ValueFormat, index_dtype
 
-ALIGNMENT = 8
+VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
@@ -35,45 +35,25 @@ class MessagePart:
     """Blocks of one shape that are encoded as one batch."""
 
     replicator: Replicator  # Encodes them.
-    values: ValueFormat  # Format of the values.
     block_shape: tuple[int, ...]  # `()` if the part is one block of `block_numel` elements.
     num_blocks: int  # In this part.
     block_numel: int  # Elements of a block, padding included.
     places: tuple[Place, ...]  # The parameters.
 
     @property
-    def num_sent(self) -> int:
-        """Values sent per block."""
-        return self.replicator.num_sent(self.block_numel)
-
-    @property
     def batch_shape(self) -> tuple[int, ...]:
         """Shape of the batch that the replicator gets: (num_blocks, *block_shape)."""
         return (self.num_blocks, *(self.block_shape or (self.block_numel,)))
 
-    def segment(self, node: int, num_nodes: int) -> slice:
-        """The values that ``node`` adds up; the slice begins where a scale of the value format begins."""
-        numel = self.num_blocks * self.num_sent
-        length = -(-numel // (num_nodes * SCALED_TOGETHER)) * SCALED_TOGETHER
-        return slice(min(node * length, numel), min((node + 1) * length, numel))
-
-    def wire_shape(self, node: int = 0, num_nodes: int = 1) -> tuple[int, int]:
-        """Rows and columns of values that the format gets: blocks, or one row that can be cut without indices."""
-        if self.replicator.sends_indices:
-            return self.num_blocks, self.num_sent
-        segment = self.segment(node, num_nodes)
-        return 1, segment.stop - segment.start
+    @property
+    def sent_shape(self) -> tuple[int, int]:
+        """Shape of what is sent, indices and values: (num_blocks, num_sent)."""
+        return self.num_blocks, self.replicator.num_sent(self.block_numel)
 
     @property
-    def index_bytes(self) -> int:
-        """Bytes of all indices that are sent."""
-        itemsize = index_dtype(self.block_numel).itemsize if self.replicator.sends_indices else 0
-        return self.num_blocks * self.num_sent * itemsize
-
-    def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
-        """Bytes of all indices and of the values of a segment, each padded to a multiple of 8."""
-        value_bytes = self.values.num_bytes(*self.wire_shape(node, num_nodes))
-        return sum(-(-num_bytes // ALIGNMENT) * ALIGNMENT for num_bytes in (self.index_bytes, value_bytes))
+    def index_dtype(self) -> torch.dtype:
+        """Dtype in which the indices of elements of a block are sent."""
+        return torch.uint16 if self.block_numel <= 1 << 16 else torch.int32
 
 
 @dataclass(frozen=True)
@@ -82,35 +62,35 @@ class BucketPlan:
 
     members: tuple[int, ...]  # Numbers of the parameters, in the order in which backward finishes them.
     parts: tuple[MessagePart, ...]  # Without those that are empty on this rank.
+    value_dtype: torch.dtype  # Dtype in which values are sent.
 
-    def message_bytes(self, node: int = 0, num_nodes: int = 1) -> int:
-        """Bytes of the message with the values that ``node`` adds up; by default with all indices and values."""
-        return sum(part.message_bytes(node, num_nodes) for part in self.parts)
+    def message_bytes(self) -> int:
+        """Bytes of the message: all indices and values, and what fills them up."""
+        sizes: list[int] = []
+        for part in self.parts:
+            numel = math.prod(part.sent_shape)
+            sizes += [numel * part.index_dtype.itemsize] if part.replicator.sends_indices else []
+            sizes.append(numel * self.value_dtype.itemsize)
+        return sum(size + padding(size) for size in sizes)
 
     def is_summed(self, num_nodes: int) -> bool:
-        """Whether nodes send each other segments of the values, and then sums of them, instead of whole messages.
+        """Whether the values of all nodes are summed on the way (all-reduce), since they have the same indices.
 
-        With two nodes a whole message costs the same bytes, and one wait instead of two.
+        Messages between two nodes are as many bytes, and are summed in float32.
         """
         return num_nodes > 2 and bool(self.parts) and not any(part.replicator.sends_indices for part in self.parts)
 
-    @property
-    def returned_dtype(self) -> torch.dtype:
-        """Dtype in which sums are sent."""
-        is_exact = all(part.values is VALUE_FORMATS["fp32"] for part in self.parts)
-        return torch.float32 if is_exact else torch.bfloat16
-
-    def segment_lengths(self, node: int, num_nodes: int) -> list[int]:
-        """Number of values that ``node`` adds up, for each part; there are no indices."""
-        return [part.wire_shape(node, num_nodes)[1] for part in self.parts]
-
-    def sent_bytes(self, node: int, num_nodes: int) -> int:
-        """Bytes that a rank sends to other nodes: R - 1 messages, or 2 (R - 1) / R where values are summed up."""
+    def sent_bytes(self, num_nodes: int) -> int:
+        """Bytes that a rank sends to other nodes: R - 1 messages, or 2 (R - 1) / R where values are summed."""
         if not self.is_summed(num_nodes):
             return (num_nodes - 1) * self.message_bytes()
-        there = sum(self.message_bytes(other, num_nodes) for other in range(num_nodes) if other != node)
-        back = self.returned_dtype.itemsize * sum(self.segment_lengths(node, num_nodes))
-        return there + (num_nodes - 1) * back
+        num_values = sum(math.prod(part.sent_shape) for part in self.parts)
+        return 2 * (num_nodes - 1) * num_values * self.value_dtype.itemsize // num_nodes
+
+
+def padding(num_bytes: int) -> int:
+    """Bytes that fill up ``num_bytes`` of a message, so that what follows can be viewed in any dtype."""
+    return -num_bytes % _ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -150,23 +130,19 @@ def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[Bucket
         num_bytes = 4 * shapes[number].numel
         if not buckets or num_bytes > room:
             buckets.append([])
-            room = config.chunk_bytes
+            room = config.bucket_bytes
         buckets[-1].append(number)
         room -= num_bytes
-    values = VALUE_FORMATS[config.value_format]
-    dense_values = VALUE_FORMATS["fp32" if config.value_format == "fp32" else "bf16"]
     plans: list[BucketPlan] = []
     for members in buckets:
         dense = [number for number in members if shapes[number].is_dense(config.dense_below)]
         compressed = [number for number in members if number not in dense]
-        parts = _parts(compressed, shapes, replicator, values) + _parts(dense, shapes, Full(), dense_values)
-        plans.append(BucketPlan(tuple(members), tuple(parts)))
+        parts = _parts(compressed, shapes, replicator) + _parts(dense, shapes, Full())
+        plans.append(BucketPlan(tuple(members), tuple(parts), VALUE_DTYPES[config.value_format]))
     return plans
 
 
-def _parts(
-    members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator, values: ValueFormat
-) -> list[MessagePart]:
+def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator) -> list[MessagePart]:
     """The parts for parameters of one kind, without those that have no elements on this rank."""
     by_shape: dict[tuple[int, ...], list[Place]] = {}
     for number in members:
@@ -184,5 +160,5 @@ def _parts(
     for block_shape, places in by_shape.items():
         total = places[-1].first + places[-1].count
         num_blocks, block_numel = (total, math.prod(block_shape)) if block_shape else (1, total)
-        parts.append(MessagePart(replicator, values, block_shape, num_blocks, block_numel, tuple(places)))
+        parts.append(MessagePart(replicator, block_shape, num_blocks, block_numel, tuple(places)))
     return parts

@@ -24,16 +24,16 @@ SIGN_SGD = (
 )
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
-ValueFormatName = Literal["fp32", "bf16", "int8", "sign"]
-ExchangeOverlap = Literal["auto", "backward", "step"]
-# Advice for a user who gives one of these options -> the options.
-REMOVED = {
+ValueFormat = Literal["fp32", "bf16"]
+# Where options belong that FlexDeMo does not have -> the options.
+ELSEWHERE = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
     "to ParallelMuon": ("normuon", "normuon_beta2"),
+    "to ParallelMuon; nodes exchange their momenta in the step": ("overlap",),
 }
 
 
-@takes_options(OptimizerConfig, REMOVED)
+@takes_options(OptimizerConfig, ELSEWHERE)
 @dataclass(frozen=True, kw_only=True)
 class FlexDeMoConfig(OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
@@ -50,15 +50,10 @@ class FlexDeMoConfig(OptimizerConfig):
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
         merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
             by the number of all nodes (``"mean"``).
-        value_format: Format of the values that are sent; rounding errors stay in the residual. Parameters that are
-            sent dense have at least ``"bf16"``.
+        value_format: Format of the values that are sent; rounding errors stay in the residual.
         dense_below: Parameters with fewer elements than this, and those with less than two dimensions, travel whole.
-        delay: Apply an exchange so many steps after it began: 0 or 1.
-        overlap: ``"backward"``: each bucket is sent as soon as the gradients of its parameters are there. ``"step"``:
-            all in the optimizer step. ``"auto"``: ``"backward"``, since links between nodes are slow. The weights are
-            the same, bit for bit.
         check_every: After so many steps all nodes compare their weights; 0 never.
-        chunk_bytes: Size of a bucket: parameters (4 bytes for each element) that travel in one message.
+        bucket_bytes: Size of a bucket: parameters (4 bytes for each element) that travel in one message.
     """
 
     base: Base = "sgd"
@@ -67,22 +62,17 @@ class FlexDeMoConfig(OptimizerConfig):
     sign: bool | Literal["auto"] = "auto"
     merge: Merge = "contributors"
     weight_decay: float = 0.0
-    value_format: ValueFormatName = "bf16"
+    value_format: ValueFormat = "bf16"
     dense_below: int = 4096
-    delay: int = 0
-    overlap: ExchangeOverlap = "auto"
     check_every: int = 100
-    chunk_bytes: int = 16 * 2**20
+    bucket_bytes: int = 16 * 2**20
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        choices = {"base": Base, "merge": Merge, "value_format": ValueFormatName, "overlap": ExchangeOverlap}
-        for key, allowed in choices.items():
+        for key, allowed in (("base", Base), ("merge", Merge), ("value_format", ValueFormat)):
             check_one_of(key, getattr(self, key), get_args(allowed))
-        for key, smallest in (("dense_below", 0), ("check_every", 0), ("chunk_bytes", 4)):
+        for key, smallest in (("dense_below", 0), ("check_every", 0), ("bucket_bytes", 4)):
             check_whole(key, getattr(self, key), at_least=smallest)
-        if self.delay not in (0, 1):
-            raise ValueError(f"delay must be 0 or 1 steps, got {self.delay!r}")
         if self.sign not in (True, False, "auto"):
             raise ValueError(f"sign must be True, False or 'auto', got {self.sign!r}")
         check_number("decay", self.decay)
@@ -95,7 +85,7 @@ class FlexDeMoConfig(OptimizerConfig):
             check_replicator(self.replicator)
         else:
             reason = f"means nothing with {self.replicator}, which exchanges no momenta; remove it"
-            without_meaning |= dict.fromkeys(("delay", "value_format"), reason)
+            without_meaning["value_format"] = reason
         if not self.has_inner_momentum:
             reason = (
                 "is of base='muon' in nodes that train by themselves (DiLoCo, NoReplication), got "
@@ -119,7 +109,5 @@ class FlexDeMoConfig(OptimizerConfig):
     @property
     def inside_nodes(self) -> MuonConfig:
         """Options of what the ranks of a node do together: Newton-Schulz with one owner in each node."""
-        # With one owner for several nodes, whole matrices would be sent between them. `chunk_bytes` and `overlap` of
-        # this config are those of the exchange between nodes.
-        shared = {key: value for key, value in vars(self).items() if key not in ("chunk_bytes", "overlap")}
-        return from_arguments(MuonConfig, {**shared, "dedupe": "never", "overlap": "step"})
+        # With one owner for several nodes, whole matrices would be sent between them.
+        return from_arguments(MuonConfig, {**vars(self), "dedupe": "never", "overlap": "step"})

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, axis_group
+from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.flexdemo.bucket import signs
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
 from lightning_muon.optim.parameters import Gradients, RoutedParameter, StateCompletion, States
 from lightning_muon.params.layout import StepPart, local_tensor
-
-if TYPE_CHECKING:
-    from lightning_muon.flexdemo.momentum_sync import EarlyExchanges
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +34,8 @@ class Trained:
 
 # State keys of AdamW and Muon; if nodes train by themselves, each has its own values.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-# State entries that have no dimension, and those in the dtype of the weights; all others are float32.
-_FLAGS = ("has_delayed_update", "has_moved", "is_launched")
+# State entry without a dimension, and those in the dtype of the weights; all others are float32.
+_FLAG = "has_moved"
 _LIKE_WEIGHTS = (*MOMENTS, "anchor")
 
 
@@ -59,23 +54,13 @@ class InterNodeSync(StateCompletion):
         super().__init__()
         self.config, self.mesh = config, mesh
         self.layout = None if mesh is None else NodeLayout(mesh)
-        self.node = 0 if mesh is None else mesh.get_local_rank(0)
         self.num_nodes = 1 if mesh is None else mesh.size(0)
+        # The ranks of all nodes with the same shards.
+        self.group = ALONE if mesh is None else axis_group(mesh, (0,))
         self.num_steps = 0  # Number of steps before the current one.
-        self.early: EarlyExchanges | None = None  # Sends buckets of the plan during backward.
-        self.wire: FlexDeMoConfig | None = None  # Options of the exchange after each `period` steps, if there is one.
-        self.period = 1
         # Weights of this node while its parameters show the common ones, and whether they do for good.
         self.own_weights: dict[Tensor, Tensor] = {}
         self.is_for_good = False
-
-    @cached_property
-    def groups(self) -> Sequence[AxisGroup]:
-        """Two groups of the ranks of all nodes with the same shards: for components, and for sums of them.
-
-        Two, since ranks interleave these differently. Collective the first time; every rank must call it.
-        """
-        return [ALONE] * 2 if self.mesh is None else PrivateGroups().of([axis_group(self.mesh, (0,))] * 2)
 
     def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
         """The local parts of all nodes as one tensor (R, *parameter.shape); shares memory."""
@@ -108,7 +93,7 @@ class InterNodeSync(StateCompletion):
 
     def zeros(self, key: str, parameter: Tensor) -> Tensor:
         """Zeros for a state entry: a flag, an entry for each node, or a tensor like the parameter; local."""
-        if key in _FLAGS:
+        if key == _FLAG:
             return torch.zeros((), dtype=torch.float32, device="cpu")
         if key in self.per_node and key not in MOMENTS:
             local = local_tensor(parameter)
@@ -119,7 +104,7 @@ class InterNodeSync(StateCompletion):
         """Tensors that must have the same bits on all nodes, one for each parameter, or none at all; local."""
         return ()
 
-    def plan(self, trained: Trained, names: Mapping[Tensor, str]) -> None:
+    def plan(self, trained: Trained) -> None:
         """Prepare for the current parameters. Collective over the nodes; every rank must call it."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
@@ -134,9 +119,6 @@ class InterNodeSync(StateCompletion):
     def finish(self) -> None:
         """End a step; local."""
         self.num_steps += 1
-
-    def finish_in_flight(self, states: States) -> None:
-        """Receive pending exchanges into the states. Collective over the nodes; every rank must call it."""
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Entries that a checkpoint adds to the state of a parameter, or replaces in it; local."""
@@ -173,16 +155,10 @@ class InterNodeSync(StateCompletion):
                 value, state[key] = saved[key], self.zeros(key, parameter)
                 if key in self.per_node and value.ndim > parameter.ndim:
                     value = local_of_nodes(value, parameter, self.layout, rule=self.per_node[key])
-                elif key not in _FLAGS:
+                elif key != _FLAG:
                     value = part_of(value, parameter)
                 local_tensor(state[key]).copy_(value)
 
-    def bucket_plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
-        """The buckets that nodes exchange for these parameters; local."""
-        shapes = [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
-        return [] if self.wire is None else plan_buckets(shapes, self.wire)
-
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
-        """Bytes that this rank sends to other nodes in a step for these parameters, on average."""
-        total = sum(plan.sent_bytes(self.node, self.num_nodes) for plan in self.bucket_plans(parameters))
-        return round(total / self.period)
+        """Bytes that this rank sends to other nodes in a step for these parameters, on average; local."""
+        return 0

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import (
@@ -28,32 +27,29 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.flexdemo.config import (
-    REMOVED,
+    ELSEWHERE,
     SIGN_SGD,
     Base,
-    ExchangeOverlap,
     FlexDeMoConfig,
     Merge,
-    ValueFormatName,
+    ValueFormat,
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
 from lightning_muon.flexdemo.node_state import Rule, check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
-from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
-from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 
-@takes_options(FlexDeMoConfig, REMOVED)
+@takes_options(FlexDeMoConfig, ELSEWHERE)
 class FlexDeMo(PlannedOptimizer):
     """SGD, AdamW or Muon on momenta of which the nodes send each other only a few components.
 
@@ -95,12 +91,10 @@ class FlexDeMo(PlannedOptimizer):
         weight_decay: float = FlexDeMoConfig.weight_decay,
         cautious_weight_decay: bool = FlexDeMoConfig.cautious_weight_decay,
         mesh: DeviceMesh | None = None,
-        value_format: ValueFormatName = FlexDeMoConfig.value_format,
+        value_format: ValueFormat = FlexDeMoConfig.value_format,
         dense_below: int = FlexDeMoConfig.dense_below,
-        delay: int = FlexDeMoConfig.delay,
-        overlap: ExchangeOverlap = FlexDeMoConfig.overlap,
         check_every: int = FlexDeMoConfig.check_every,
-        chunk_bytes: int = FlexDeMoConfig.chunk_bytes,
+        bucket_bytes: int = FlexDeMoConfig.bucket_bytes,
         momentum: float = FlexDeMoConfig.momentum,
         nesterov: bool = FlexDeMoConfig.nesterov,
         betas: tuple[float, float] = FlexDeMoConfig.betas,
@@ -193,9 +187,9 @@ class FlexDeMo(PlannedOptimizer):
                 self.show_own_weights()
 
     def show_common_weights(self, *, for_good: bool = False) -> bool:
-        """Switch to :meth:`common_weights` until :meth:`show_own_weights`, or ``for_good``; return if any changed.
+        """Switch to :meth:`common_weights` until :meth:`show_own_weights`, or ``for_good``.
 
-        A saved state still has the weights of the node. Local.
+        Returns whether any weight has changed. A saved state still has the weights of the node. Local.
         """
         sync, own = self._sync, self._sync.own_weights
         if own:  # The parameters are the common ones already.
@@ -237,9 +231,8 @@ class FlexDeMo(PlannedOptimizer):
         return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does; waits for pending exchanges."""
+        """Return the state as torch does, with what each node has of its own."""
         self._require_mesh()
-        self._sync.finish_in_flight(self._existing_state)
         packed = super().state_dict()
         for number, parameter in enumerate(parameters_of(self)):
             packed["state"][number] |= self._sync.saved(parameter, self._existing_state[parameter])
@@ -247,8 +240,7 @@ class FlexDeMo(PlannedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
-        sync = self._sync
-        self._abandon()
+        sync, self._planned = self._sync, None
         # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.own_state, *sync.per_node}
         others = {
@@ -273,20 +265,7 @@ class FlexDeMo(PlannedOptimizer):
             free_unsharded(self._module)
         return has_changed
 
-    def _abandon(self) -> None:
-        """Finish pending exchanges, and drop the plan. Collective over all nodes; every rank must call it."""
-        self._sync.finish_in_flight(self._existing_state)
-        early = None if self._planned is None else self._planned.early
-        if early is not None and self._mesh is not None:
-            keys = early.keys(set(parameters_of(self)))
-            is_sent = maxima_over(host_group(axis_group(self._mesh, (0, 1))), [early.is_sent(key) for key in keys])
-            sent = [key for key, is_of_any in zip(keys, is_sent, strict=True) if is_of_any]
-            early.finish_sends(sent, sent, {})
-            early.close()
-        self._planned = None
-
     def __getstate__(self) -> dict[str, Any]:
-        self._sync.finish_in_flight(self._existing_state)
         return super().__getstate__() | {"config": self.config, "_checked": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -317,14 +296,8 @@ class FlexDeMo(PlannedOptimizer):
 
     def _prepare(self, parameters: Sequence[RoutedParameter]) -> None:
         self._require_mesh()
-        names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         self._sync.num_steps = self.num_exchanges
-        self._sync.plan(self._trained(), names)
-
-    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        if self._sync.early is not None:
-            self._sync.early.executor = step.executor
-        return self._sync.early
+        self._sync.plan(self._trained())
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         return self._sync.step_part(reads)

@@ -238,8 +238,7 @@ class Full(Replicator):
 
     @override
     def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        # A copy, since ``blocks`` may change before the values are sent.
-        return Components(blocks.flatten(1).clone(), None)
+        return Components(blocks.flatten(1), None)
 
     @override
     def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
@@ -368,14 +367,12 @@ class DiLoCo(LocalSteps):
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step, in [0, 1).
         nesterov: Nesterov's momentum, the paper's; it needs an ``outer_momentum`` above 0 to make a difference.
-        overlap: Send the mean during the following steps and apply it one period late.
     """
 
     period: int
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     nesterov: bool = True
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         check_whole("DiLoCo: period", self.period, at_least=1)

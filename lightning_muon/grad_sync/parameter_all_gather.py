@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from lightning_muon.comm.collectives import start_messages
-from lightning_muon.comm.groups import Hop
-from lightning_muon.comm.reduce_scatter import SideStream
+from lightning_muon.comm.groups import AxisGroup, PrivateGroups
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
@@ -22,32 +21,29 @@ class ParameterAllGather:
     """Gives every rank the parts of the parameters that other ranks have updated.
 
     In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, sends each
-    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`. With two hops values go to
-    the ranks of the same place in other nodes, and from there inside each node: on CUDA at once, elsewhere in
-    :meth:`finish_updates`, which waits for values from other nodes.
+    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`.
 
     Hooks wait for the values: in front of the forward of each unit and of the modules inside it, and in front of
     ``state_dict`` and ``load_state_dict`` of every module. Code that reads parameters in another way, for example a
     training step that uses a weight without a call of its module, must call :meth:`wait` or :meth:`wait_all` first.
 
-    ``buckets`` have one dtype and device each, and are sent in order; ``hops`` are those of the gradients; ``units``
-    has for each unit the parameters that its forward may use outside of the units inside it.
+    ``buckets`` have one dtype and device each, and are sent in order; ``units`` has for each unit the parameters that
+    its forward may use outside of the units inside it. Collective over the shard axis to construct; every rank must do
+    so.
     """
 
     def __init__(
         self,
         shard_map: ShardMap,
         buckets: Sequence[Sequence[Tensor]],
-        hops: Sequence[Hop],
         units: Mapping[nn.Module, Collection[Tensor]],
     ) -> None:
-        self._num_ranks = shard_map.shard.size
+        (self._group,) = PrivateGroups().of([shard_map.shard])
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
         self.travelling: dict[int, _Travelling] = {}
-        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
-        self._side = cache(SideStream)
+        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map))
         self._hooks = ExitStack()
         self._register_hooks(units)
 
@@ -66,20 +62,13 @@ class ParameterAllGather:
     def send(self, index: int) -> None:
         """Send a bucket, if it takes part and was not sent. Collective over the shard axis; every rank must call it."""
         members = self._to_leave.pop(index, None)
-        if members is None or self._num_ranks == 1:
-            return
-        side = self._side(members[0].device)
-        travelling = self.travelling[index] = _Travelling(members, self._parts(tuple(members)), side)
-        if side.is_asynchronous:
-            travelling.go_on()
+        if members is not None and self._group.size > 1:
+            self.travelling[index] = _Travelling(members, self._parts(tuple(members)), self._group)
 
     def finish_updates(self) -> None:
         """Send the remaining buckets. Collective over the shard axis; every rank must call it once in a step."""
         for index in list(self._to_leave):
             self.send(index)
-        # A rank that waits for values must not depend on other ranks waiting for them, too.
-        for travelling in self.travelling.values():
-            travelling.go_on()
 
     def wait(self, parameters: Iterable[Tensor]) -> None:
         """Wait for the new values of these parameters; on CUDA only the current stream waits."""
@@ -100,11 +89,7 @@ class ParameterAllGather:
             return
         if not self._to_leave.keys().isdisjoint(indices):
             raise RuntimeError("parameters are read while a step updates them; call finish_updates() first")
-        chosen = sorted(self.travelling.keys() & set(indices))
-        for index in range(chosen[-1] if chosen else 0):  # The order of the second hops is the same on all ranks.
-            if index in self.travelling:
-                self.travelling[index].go_on()
-        for index in chosen:
+        for index in sorted(self.travelling.keys() & set(indices)):
             with profiled("wait_values", f"parameters.{index}"):
                 self.travelling.pop(index).arrive()
 
@@ -130,42 +115,18 @@ class ParameterAllGather:
 
 
 class _Travelling:
-    """One bucket on its way; between two hops it runs on ``side``."""
-
-    def __init__(self, members: list[Tensor], parts: BucketParts, side: SideStream) -> None:
-        self._members, self._side = members, side
-        self._to_go = parts.hops[::-1]  # Values take the hops of the sums in reverse order.
-        self._pieces = parts.cut(parameter.detach().view(-1) for parameter in members)
-        self._event: torch.Event | None = None
-        self._start()
-
-    def go_on(self) -> None:
-        """Wait for the first hop and start the later ones, on CUDA on the side stream. Collective over their groups."""
-        while self._to_go:
-            with self._side.use():
-                self._take()
-                self._start()
-            self._event = self._side.record()
-
-    def arrive(self) -> None:
-        """Wait for the values and put them into the parameters; on CUDA the current stream waits."""
-        self.go_on()
-        if self._event is not None:
-            torch.cuda.current_stream(self._members[0].device).wait_event(self._event)
-        self._take()
-        # Messages that are received in place are writes that autograd does not see.
-        torch.autograd.graph.increment_version(self._members)
+    """One bucket on its way: each rank sends its parts to every other one, as one message."""
 
     @torch.no_grad()
-    def _start(self) -> None:
-        """Start the next hop: each rank sends its parts to every other one, as one message."""
-        group, brought = self._to_go.pop(0)
-        mine = [self._pieces[index] for index in brought[group.rank]]
+    def __init__(self, members: list[Tensor], parts: BucketParts, group: AxisGroup) -> None:
+        self._members = members
+        pieces = parts.cut(parameter.detach().view(-1) for parameter in members)
+        mine = [pieces[index] for index in parts.of_rank[group.rank]]
         # Must not change until the messages are done.
         self._sent = mine[0] if len(mine) == 1 else torch.cat(mine) if mine else torch.empty(0, device="cpu")
         theirs = {
-            rank: [self._pieces[index] for index in indices]
-            for rank, indices in enumerate(brought)
+            rank: [pieces[index] for index in indices]
+            for rank, indices in enumerate(parts.of_rank)
             if indices and rank != group.rank
         }
         # A part that comes alone is received where it belongs.
@@ -178,8 +139,8 @@ class _Travelling:
         self._works = start_messages(dict.fromkeys(others, self._sent), buffers, group)
 
     @torch.no_grad()
-    def _take(self) -> None:
-        """Wait for the messages of the hop, and copy them into the parameters."""
+    def arrive(self) -> None:
+        """Wait for the values and put them into the parameters; on CUDA the current stream waits."""
         for work in self._works:
             work.wait()
         packed = [(buffer, parts) for buffer, parts in self._received if len(parts) > 1]
@@ -189,3 +150,5 @@ class _Travelling:
         for buffer in (self._sent, *(buffer for buffer, _ in self._received)):
             if buffer.is_cuda:  # It may have been made on another stream, which must not use it again too early.
                 buffer.record_stream(torch.cuda.current_stream(buffer.device))
+        # Messages that are received in place are writes that autograd does not see.
+        torch.autograd.graph.increment_version(self._members)

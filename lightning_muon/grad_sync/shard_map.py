@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from lightning_muon.comm.groups import AxisGroup, Hop, axis_group
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.params.layout import AxisPlacement, OwnedBy, held_boxes
 from lightning_muon.params.logical import Box
 from lightning_muon.schedule.assign import longest_first
@@ -86,8 +86,9 @@ def boxes_on_axis(shape: tuple[int, ...], placement: AxisPlacement, size: int) -
 class BucketParts:
     """How the parts of some parameters are sent to and from the ranks that hold them; the same in every step."""
 
-    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap, hops: Sequence[Hop]) -> None:
-        of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
+    def __init__(self, parameters: Sequence[Tensor], shard_map: ShardMap) -> None:
+        # For each rank of the shard axis the indices, in what `cut` returns, of the parts that it holds.
+        self.of_rank: list[list[int]] = [[] for _ in range(shard_map.shard.size)]
         self.sizes: list[int] = []  # Elements of each part that `cut` returns.
         self._splits: list[list[int]] = []
         for parameter in parameters:
@@ -96,14 +97,9 @@ class BucketParts:
             different = list(dict.fromkeys(box for box in boxes if box.numel))
             for rank, box in enumerate(boxes):
                 if box.numel:
-                    of_rank[rank].append(len(self.sizes) + different.index(box))
+                    self.of_rank[rank].append(len(self.sizes) + different.index(box))
             self._splits.append([box.numel for box in different] or [0])
             self.sizes += self._splits[-1]
-        # In the order of sums: the group, and for each of its ranks the indices, in what `cut` returns, of the parts
-        # that it sums in this hop, or sends on the way back.
-        self.hops = [
-            (hop.group, [[index for rank in ranks for index in of_rank[rank]] for ranks in hop.parts]) for hop in hops
-        ]
         # The part of each parameter that the calling rank holds.
         self.own = [shard_map.boxes[parameter][shard_map.shard.rank] for parameter in parameters]
 

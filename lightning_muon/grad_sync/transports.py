@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups, make_hops
+from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
@@ -95,17 +95,16 @@ class _AllReduced:
 class ReduceScatterToOwners:
     """One uneven exchange for each bucket, then an all-reduce over replicas; ``p.grad`` is ``None`` once it is sent.
 
-    Shares are added in the order of the ranks; with the ``grid`` of :func:`~lightning_muon.comm.groups.make_hops` those
-    of each node first. Collective over the axes of the mesh to construct; every rank must do so.
+    Shares are added in the order of the ranks. Collective over the axes of the mesh to construct; every rank must do
+    so.
     """
 
     kind = "reduce_scatter"
 
-    def __init__(self, shard_map: ShardMap, grid: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, shard_map: ShardMap) -> None:
         self.results = Results()  # Stays empty: `p.grad` is never a sum.
-        hops = make_hops(shard_map.shard, grid)
-        (self._replicate,) = PrivateGroups().of([shard_map.replicate or ALONE])
-        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map, hops=hops))
+        self._shard, self._replicate = PrivateGroups().of([shard_map.shard, shard_map.replicate or ALONE])
+        self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map))
         self._side = cache(SideStream)
         # Parameters for which any rank has computed a gradient since the last `forget`; the same on all ranks.
         self.present: set[Tensor] = set()
@@ -117,18 +116,14 @@ class ReduceScatterToOwners:
         parameters = tuple(gradients)
         parts = self._parts(parameters)
         pieces = parts.cut([flat_gradient(p, gradient) for p, gradient in gradients.items()])
-        first, to = parts.hops[0]
-        own = [pieces[index] for index in to[first.rank]]
-        others = [pieces[index] for rank, indices in enumerate(to) for index in indices if rank != first.rank]
+        to, rank = parts.of_rank, self._shard.rank
+        others = [pieces[index] for other, indices in enumerate(to) for index in indices if other != rank]
         empty = pieces[0].new_empty(0)
-        hops = [
-            (group, [sum(parts.sizes[index] for index in indices) for indices in of_rank])
-            for group, of_rank in parts.hops
-        ]
         pending = PendingSum(
-            torch.cat(own or [empty]),
+            torch.cat([pieces[index] for index in to[rank]] or [empty]),
             torch.cat(others or [empty]),
-            hops,
+            [sum(parts.sizes[index] for index in indices) for indices in to],
+            self._shard,
             replicate=self._replicate,
             side=self._side(empty.device),
         )

@@ -28,7 +28,7 @@ from lightning_muon.schedule.simulate import Span, Timeline
 # Kinds of ops whose part of a step has another name.
 _PARTS = {
     OpKind.ALL_GATHER: "weights",
-    **dict.fromkeys((OpKind.EXCHANGE, OpKind.SETTLE, OpKind.DECODE), "nodes"),
+    **dict.fromkeys((OpKind.EXCHANGE, OpKind.DECODE), "nodes"),
 }
 WHOLE_STEP = Op(kind="optimizer", key="all", rank=0)
 

@@ -20,8 +20,7 @@ from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
 from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, neuron_shape, tile
 from lightning_muon.params.routing import Route
-from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
-from lightning_muon.schedule.estimates import sharing_pays
+from lightning_muon.schedule.assign import MatrixShards, MatrixSpec, sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]

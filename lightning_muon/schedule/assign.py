@@ -13,9 +13,14 @@ from dataclasses import dataclass
 from itertools import chain
 
 from lightning_muon.config import Assignment
+from lightning_muon.schedule.cost import PRESETS
 
 Load = tuple[int, int]
 """FLOPs and bytes of a rank."""
+_H100 = PRESETS["h100"]
+# FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
+# gloo over loopback (benchmarks/plan_accuracy.py prints both).
+_FLOPS_PER_BYTE = {"cuda": _H100.flops_per_second / _H100.bandwidth[-1], "cpu": 400.0}
 
 
 def assign_owners(
@@ -213,3 +218,19 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
         scatter_sent=(sent_within, sent_between),
         scatter_received=(received_within, received_between),
     )
+
+
+def sharing_pays(
+    flops: int, wire_bytes: int, *, device_type: str, num_matrices: int, num_replicas: int, replica_ranks: int
+) -> bool:
+    """Whether one owner for all R replicas is faster than one in each, if all N matrices are like this one.
+
+    With S ranks in a replica, a rank computes ``m = max(1, N / S)`` matrices if replicas repeat the work. If they share
+    it, it computes ``n = max(1, N / (R S))`` and sends each to R - 1 replicas. With speed F and bandwidth B sharing is
+    faster if ``(m - n) flops / F > n (R - 1) wire_bytes / B``. ``wire_bytes`` are those of the whole matrix; unknown
+    devices count as CUDA.
+    """
+    shared = max(1.0, num_matrices / (num_replicas * replica_ranks))
+    repeated = max(1.0, num_matrices / replica_ranks)
+    seconds_saved = (repeated - shared) * flops / _FLOPS_PER_BYTE.get(device_type, _FLOPS_PER_BYTE["cuda"])
+    return seconds_saved > shared * (num_replicas - 1) * wire_bytes

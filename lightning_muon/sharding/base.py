@@ -35,9 +35,8 @@ class ShardingOptions:
         reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward. ``True`` leaves
             those of the root, a number keeps them sharded over that many ranks.
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
-        bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB as in torch's DDP;
-            on CUDA more where the ranks of ``"zero2"`` are on several nodes, by
-            :func:`lightning_muon.schedule.estimates.shard_exchanges`.
+        bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB, as in torch's
+            DDP.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only. Whatever changes
             weights between them must do so on a stream that these gathers wait for, or they may miss it.
     """

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, make_hops, nodes_of
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import BUCKET_BYTES, GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
@@ -23,8 +22,6 @@ from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
-from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.schedule.estimates import Grid, ShardExchange, node_grid, shard_exchanges
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.shard_model import agree_on_units, check_layers, check_meta, find_units, units_of
@@ -114,8 +111,10 @@ class Ddp(ShardingMode):
                 parameter.data = parameter.data.contiguous()
         broadcast_initial_state(module, self.mesh)
 
-    def _watch_gradients(self, module: nn.Module, transport: Transport, bucket_bytes: int) -> GradientReducer:
+    def _watch_gradients(self, module: nn.Module, transport: Transport) -> GradientReducer:
         """Make the reducer that sums gradients. Collective over the mesh; every rank must call it."""
+        chosen = self.options.bucket_bytes
+        bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
         names = {parameter: name for name, parameter in names_of(module).items()}
         reducer = GradientReducer(list(names), transport, self._everyone, names=names, bucket_bytes=bucket_bytes)
         self._reducer = reducer
@@ -123,9 +122,7 @@ class Ddp(ShardingMode):
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        chosen = self.options.bucket_bytes
-        bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
-        reducer = self._watch_gradients(module, AllReduce(self._everyone), bucket_bytes)
+        reducer = self._watch_gradients(module, AllReduce(self._everyone))
         self.layout = Layout(self.mesh)
         attach_optimizers(module, optimizers, self.layout, step=reducer.step)
 
@@ -187,38 +184,15 @@ class Zero2(Ddp):
         parameters = list(names_of(module).values())
         matrices = _flops_of_whole_matrices(used)
         shard_map = ShardMap(self.mesh, place_shards(parameters, matrices, self.mesh.size(-1)))
-        exchange, grid = self._choose_exchange(parameters)
-        transport = ReduceScatterToOwners(shard_map, grid)
-        reducer = self._watch_gradients(module, transport, exchange.bucket_bytes)
+        transport = ReduceScatterToOwners(shard_map)
+        reducer = self._watch_gradients(module, transport)
         units = units_of(module, find_units(module, self.options.wrap_policy))
         self._root_parameters = units[module]
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
-        self._all_gather = ParameterAllGather(shard_map, buckets, make_hops(shard_map.shard, grid), units)
+        self._all_gather = ParameterAllGather(shard_map, buckets, units)
         self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
         attach_optimizers(module, used, self.layout, step=reducer.step)
-
-    def _choose_exchange(self, parameters: Sequence[Tensor]) -> tuple[ShardExchange, Grid]:
-        """Choose how gradients and values are sent, equal on all ranks; return also the grid of this rank's replica.
-
-        Collective over the mesh; every rank must call it.
-        """
-        everyone = self._everyone
-        replicas: dict[tuple[int, ...], list[int]] = {}
-        for coordinate, node in sorted(zip(everyone.coordinates, nodes_of(everyone), strict=True)):
-            replicas.setdefault(coordinate[:-1], []).append(node)
-        trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-        trained = max(gather(trained, host_group(everyone)))
-        chosen = self.options.bucket_bytes
-        ways = shard_exchanges(
-            list(replicas.values()),
-            trained,
-            PRESETS["h100"],
-            bucket_bytes=BUCKET_BYTES if chosen == "auto" else chosen,
-            may_grow=chosen == "auto" and self.mesh.device_type == "cuda",
-        )
-        exchange = min(ways, key=lambda way: way.seconds)
-        return exchange, node_grid(replicas[everyone.coordinates[everyone.rank][:-1]]) if exchange.grid else ()
 
     @override
     def begin_forward(self) -> None:

@@ -63,12 +63,12 @@ def _train_on_more_layers() -> None:
     mode.close()
 
 
-def _train_decoupled_nodes(replicator: Any, delay: int) -> None:
-    """Nodes whose messages go out during backward, over two groups; a bucket that a node sends in the step alone."""
+def _train_decoupled_nodes(replicator: Any) -> None:
+    """Nodes send each other messages, or sum values on the way."""
     model, mesh = _model(), nccl_like_mesh(dist.get_world_size(), 1)
     for layer in model:
         fully_shard(layer, mesh=mesh["shard"])
-    optimizer = FlexDeMo(model, lr=1e-3, mesh=mesh, replicator=replicator, delay=delay, chunk_bytes=3000)
+    optimizer = FlexDeMo(model, lr=1e-3, mesh=mesh, replicator=replicator, bucket_bytes=3000)
     optimizer.step()  # Makes the plan; without a gradient nothing is sent.
     for step in range(3):
         _loss(model, skips=step == 0).backward()
@@ -94,8 +94,7 @@ _CASES = [
     *((_train, ("zero2", (2, 2), first_skip), 4) for first_skip in (0, 1)),
     *((_train, ("ddp", (2,), first_skip), 2) for first_skip in (0, 1)),
     (_train_on_more_layers, (), 2),
-    *((_train_decoupled_nodes, (DCTTopK(top_k=8), delay), 3) for delay in (0, 1)),
-    *((_train_decoupled_nodes, (Full(), delay), 3) for delay in (0, 1)),
+    *((_train_decoupled_nodes, (replicator,), 3) for replicator in (DCTTopK(top_k=8), Full())),
     (_train_hybrid, (), 4),
 ]
 

@@ -1,11 +1,10 @@
-"""Missing, frozen, unused, tied and broken gradients, with FSDP2 and with plain tensors."""
+"""Gradients that some or all ranks lack, and partial sums."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
@@ -13,7 +12,6 @@ from lightning_muon.params.layout import local_tensor
 from tests.distributed.sharding.training import mesh_of
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
-from tests.support.tensors import weights_of
 
 SHAPES = {"first": (13, 7), "second": (7, 13), "bias": (5,), "third": (6, 6)}
 
@@ -62,49 +60,6 @@ def test_a_gradient_that_no_rank_has_leaves_all_untouched(gloo: ProcessPool) -> 
     nobody = {rank: ["second", "bias"] for rank in range(3)}
     for _, untouched in gloo.run(_step_with_missing, nobody, world_size=3):
         assert untouched == {"first": False, "second": True, "bias": True, "third": False}
-
-
-class Tied(nn.Module):
-    """Embedding tied to the output layer, one hidden layer, one that is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.hidden = nn.Linear(6, 6)
-        self.unused = nn.Linear(6, 5)
-        self.head = nn.Linear(6, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.hidden(self.embedding(tokens))))
-
-
-def _train_tied(mesh_shape: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Ten steps on the same global batch; ``None`` trains in one process without FSDP."""
-    torch.manual_seed(0)
-    model = Tied()
-    if mesh_shape is not None:
-        fully_shard(model, mesh=mesh_of(mesh_shape))
-    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32")
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(10):
-        tokens = torch.randint(11, (12, 5), generator=generator)
-        mine = tokens if mesh_shape is None else tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (4,), (2, 2), (4, 1)], ids=str)
-def test_fsdp2_trains_a_tied_model_like_one_process(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    world_size = int(torch.tensor(mesh_shape).prod())
-    expected = _train_tied(None)
-    for result in gloo.run(_train_tied, mesh_shape, world_size=world_size):
-        for name in expected:
-            # The mean of per-rank means adds in another order; Newton-Schulz amplifies the last bit of the gradient.
-            torch.testing.assert_close(result[name], expected[name], rtol=0, atol=2e-5)
 
 
 def _partial_sum(lacking_rank: int | None) -> bool:

@@ -7,40 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-import lightning_muon
 from lightning_muon import MuonConfig
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration import training
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool, RanksFailedError
-
-
-def _two_groups(module: Any) -> Any:
-    head = {"params": module.network.head.parameters(), "lr": 1e-3, "name": "head"}
-    rest = [parameter for name, parameter in module.named_parameters() if "head" not in name]
-    optimizer = torch.optim.AdamW([{"params": rest, "lr": 1e-2, "name": "body"}, head])
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
-    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], milestones=[4])
-    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def _monitor(strategy: str, directory: str) -> dict[str, list[float]]:
-    pl = training.load()
-    monitor = pl.callbacks.LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
-    options = {"callbacks": [monitor], "logger": pl.loggers.CSVLogger(directory), "log_every_n_steps": 1}
-    training.trainer(pl, strategy=strategy, **options).fit(
-        training.language_model(pl, configure=_two_groups), training.loader()
-    )
-    return monitor.lrs
-
-
-def test_rates_follow_the_schedule_of_the_replaced_optimizer(gloo: ProcessPool, tmp_path: Path) -> None:
-    lrs = gloo.run(_monitor, "parallel_muon", str(tmp_path), world_size=2)[0]
-    plain = gloo.run(_monitor, "auto", str(tmp_path), world_size=1)[0]
-    assert list(plain) == ["lr-AdamW/body", "lr-AdamW/head"]
-    assert {name.replace("ParallelMuon", "AdamW"): values for name, values in lrs.items()} == plain
-    assert len(set(plain["lr-AdamW/body"])) > 6
 
 
 def _finetune(
@@ -157,30 +128,6 @@ def test_a_rank_that_fails_alone_says_that_it_cannot_save(gloo: ProcessPool, tmp
         gloo.run_fresh(_fail_alone, training.PACKAGES[0], str(tmp_path), world_size=2, grace=1.0)
     assert "only 1 failed" in caught.value.failures[1].message
     assert not (tmp_path / "on_exception.ckpt").exists()
-
-
-def _quiet_ones(directory: str) -> tuple[int, list[str]]:
-    """Steps, and columns of the log."""
-    assert lightning_muon.ParallelMuonStrategy is training.strategy_class("lightning.pytorch")
-    pl = training.load("lightning.pytorch")
-    model = training.language_model(pl)
-    model.flops_per_batch = 1000
-    monitor = pl.callbacks.ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
-    fitter = training.trainer(
-        pl,
-        callbacks=[monitor, pl.callbacks.Timer(), pl.callbacks.ModelSummary(), pl.callbacks.RichProgressBar()],
-        enable_model_summary=True,
-        enable_progress_bar=True,
-        logger=pl.loggers.CSVLogger(directory, name="", version=""),
-        log_every_n_steps=1,
-    )
-    fitter.fit(model, training.loader(), training.loader())
-    return fitter.global_step, (Path(directory) / "metrics.csv").read_text().splitlines()[0].split(",")
-
-
-def test_summaries_bars_timers_and_throughput_run(gloo: ProcessPool, tmp_path: Path) -> None:
-    steps, columns = gloo.run(_quiet_ones, str(tmp_path), world_size=2)[0]
-    assert steps == 8 and "train/device/samples_per_sec" in columns
 
 
 def _find(directory: str) -> tuple[float, float, int]:

@@ -43,30 +43,6 @@ def test_every_entry_point_works_in_any_order(gloo: ProcessPool, tmp_path: Path,
     gloo.run(_evaluate, package, str(tmp_path), sharded, world_size=2)
 
 
-def _options(**kwargs: Any) -> tuple[int, float]:
-    pl = training.load()
-    model = training.language_model(pl)
-    fitter = training.trainer(pl, **kwargs)
-    fitter.fit(model, training.loader(), training.loader())
-    return fitter.global_step, model.losses[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({"fast_dev_run": 2}, 2),
-        ({"overfit_batches": 2}, 4),
-        ({"max_steps": 5, "max_epochs": -1}, 5),
-        ({"limit_train_batches": 0.5, "val_check_interval": 2}, 4),
-        ({"max_epochs": 1, "use_distributed_sampler": False}, 8),
-        ({"max_epochs": 1, "num_sanity_val_steps": 0, "detect_anomaly": True}, 4),
-    ],
-)
-def test_trainer_options_work(gloo: ProcessPool, options: dict[str, Any], steps: int) -> None:
-    outcomes = gloo.run(_options, world_size=2, **options)
-    assert [outcome[0] for outcome in outcomes] == [steps, steps]
-
-
 def _unusual_steps() -> list[float]:
     pl = training.load()
     model = training.language_model(pl)

@@ -1,4 +1,4 @@
-"""The examples of a Trainer of transformers and of Accelerate, a few rows long, and their config files."""
+"""The examples of a Trainer of transformers and of Accelerate, a few rows long."""
 
 import contextlib
 import io
@@ -9,13 +9,10 @@ from unittest import mock
 
 import accelerate
 import torch
-from accelerate.commands.config.config_args import load_config_from_file
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
 import lightning_muon.accelerate
-from examples.causal_lm_trainer import grouped, library_text, main, train_tokenizer
-from lightning_muon.cli.launch import split_config
-from lightning_muon.engine.options import Options
+from examples.causal_lm_trainer import library_text, main
 from tests.integration.integrations.transformers.runs import accelerator_of
 from tests.recipes.rows import write_csv
 from tests.support.accelerate_cpu import fsdp2_on_cpu
@@ -42,14 +39,6 @@ def test_the_example_learns_goes_on_and_saves_a_model(gloo: ProcessPool, tmp_pat
     assert gloo.run(_run_trainer, str(tmp_path), "fsdp", *resume, world_size=2) == losses
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.num_hidden_layers == 2
-
-
-def test_blocks_have_all_tokens_in_their_order() -> None:
-    text = library_text()[:3000]
-    tokenizer = train_tokenizer(text, 300)
-    blocks = grouped(text, tokenizer, 16)
-    tokens = [token for block in blocks for token in block["input_ids"]]
-    assert text.startswith(tokenizer.decode(tokens)[:1000]) and {len(block["labels"]) for block in blocks} == {16}
 
 
 _EXAMPLES = ROOT / "examples"
@@ -87,13 +76,3 @@ def test_the_example_learns_saves_and_resumes(gloo: ProcessPool, tmp_path: Path)
     assert model.get_input_embeddings().weight.shape == (400, 16)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert not torch.equal(model.shared.weight, torch.zeros_like(model.shared.weight))
-
-
-def test_both_read_their_halves_of_the_config() -> None:
-    path = str(_EXAMPLES / "accelerate_t5.yaml")
-    assert Options.from_file(path).optimizer == lightning_muon.MuonConfig()
-    with split_config(path) as rest:
-        config = load_config_from_file(rest)
-    assert (config.num_processes, config.distributed_type.value) == (4, "FSDP")
-    sizes = config.parallelism_config
-    assert [sizes[f"parallelism_config_dp_{axis}_size"] for axis in ("replicate", "shard")] == [2, 2]

@@ -71,18 +71,6 @@ def test_gradients_are_divided_by_the_tokens_of_all_ranks(
     assert training.max_difference(weights, _whole_batch(accumulate)) < 1e-6
 
 
-def _report_needlessly() -> None:
-    pl = training.load()
-    model = training.language_model(pl)
-    type(model).on_before_backward = lambda self, loss: self.trainer.strategy.report_tokens(3)
-    training.trainer(pl).fit(model, training.loader())
-
-
-def test_a_report_of_tokens_that_nobody_uses_is_an_error(gloo: ProcessPool) -> None:
-    match = "loss_scaling='tokens'"
-    gloo.expect_error_on_all_ranks(_report_needlessly, world_size=2, exception=RuntimeError, match=match)
-
-
 def _norms(sharding: str) -> list[float]:
     """What was logged after each step."""
     pl = training.load()

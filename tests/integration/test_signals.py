@@ -65,31 +65,6 @@ class _Told:
         self.trainer.fit(self.model, loader(), loader())
 
 
-def _end(package: str, receivers: tuple[int, ...], during: str) -> tuple[Any, int, str]:
-    training = _Told(package, signal.SIGTERM, receivers, during=during, max_steps=5000)
-    try:
-        training.fit()
-    except SystemExit as error:
-        # The ranks still understand each other.
-        dist.barrier()
-        return error.code, training.trainer.global_step, training.trainer.state.stage or ""
-    return "went on", training.trainer.global_step, ""
-
-
-@pytest.mark.parametrize(
-    ("package", "receivers", "during"),
-    [
-        (PACKAGES[0], (0, 1), "training_step"),
-        (PACKAGES[1], (1,), "training_step"),
-        (PACKAGES[0], (0,), "validation_step"),
-        (PACKAGES[0], (1,), "on_before_zero_grad"),
-    ],
-)
-def test_sigterm_ends_all_ranks_after_one_batch(package: str, receivers: tuple[int, ...], during: str) -> None:
-    results = ProcessPool().run_fresh(_end, package, receivers, during, world_size=2)
-    assert results[0] == results[1] and results[0][0] == 128 + signal.SIGTERM and results[0][1] < 5000
-
-
 def _fit_until_told(
     directory: str, number: int, during: str, *, callback: str, accumulate: int, batch: int | None
 ) -> tuple[int | str, list[tuple[int, float]], list[str]]:

@@ -1,14 +1,10 @@
 """The demo from its command line to its report, on a few rows."""
 
-import inspect
 from pathlib import Path
 
 import pytest
-import yaml
 
-from recipes.t5_summarization.data import SummarizationData
-from recipes.t5_summarization.demo import CONFIG, run
-from recipes.t5_summarization.model import T5Summarizer
+from recipes.t5_summarization.demo import run
 from recipes.t5_summarization.plot import read_metric
 from tests.recipes.rows import write_csv
 from tests.support.programs import ROOT, run_program
@@ -64,11 +60,3 @@ def test_two_processes_end_with_a_table_of_what_ran_on_muon(tmp_path: Path) -> N
     assert report.count("generated  ") == 3
     checkpoint = next(line.split()[-1] for line in report.splitlines() if line.startswith("checkpoint"))
     assert (Path(checkpoint) / ".metadata").is_file(), "a folder of shards"
-
-
-@pytest.mark.parametrize("name", ["demo.yaml", "wikihow.yaml"])
-def test_the_configurations_name_arguments_that_exist(name: str) -> None:
-    config = yaml.safe_load(CONFIG.with_name(name).read_text())
-    for section, kind in (("model", T5Summarizer), ("data", SummarizationData)):
-        assert config[section]["class_path"] == f"{kind.__module__}.{kind.__name__}"
-        inspect.signature(kind).bind(**config[section]["init_args"])

@@ -15,9 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from examples.causal_lm_trainer import train_tokenizer
 from lightning_muon import MuonConfig, ParallelMuon
-from recipes.finetune.data import PromptData, collate, encode
-from recipes.finetune.model import build_model, loss_sum, require_room
-from recipes.t5_summarization.sources import Row
+from recipes.finetune.data import PromptData, collate
+from recipes.finetune.model import build_model, loss_sum
 from tests.support.programs import ROOT, program_environment, run_program
 from tests.support.warm_python import warm_python
 from tests.support.worker import free_port
@@ -42,57 +41,6 @@ def write_rows(path: Path) -> Path:
     rows = [{"prompt": f"Count to {n}:", "completion": " and".join(f" {i}" for i in range(n))} for n in range(1, 9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def test_only_the_completion_is_learned_and_long_rows_are_cut(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(write_model(tmp_path))
-    row = Row("What is Muon?", " An optimizer.")
-    whole = encode(row, tokenizer, 1000)
-    start = len(tokenizer(row.source)["input_ids"])
-    assert whole["labels"][:start] == [-100] * start and whole["labels"][start:] == whole["input_ids"][start:]
-    assert tokenizer.decode(whole["input_ids"]) == "What is Muon? An optimizer.<|endoftext|>"
-    length = len(whole["input_ids"])
-    assert encode(row, tokenizer, length - 2) == {name: ids[2:] for name, ids in whole.items()}
-    completion = whole["input_ids"][start:]
-    assert encode(row, tokenizer, 3)["labels"] == [-100, *completion[:2]]
-    batch = collate([whole, encode(row, tokenizer, 3)], pad_id=7)
-    assert batch["input_ids"][1, 3:].tolist() == [7] * (length - 3)
-    assert batch["attention_mask"].sum(1).tolist() == [length, 3]
-    assert (batch["labels"] != -100).sum(1).tolist() == [len(completion), 2]
-
-
-_TEXTS = r"row 9 of .*rows\.jsonl must have the texts \('prompt', 'completion'\)"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ('{"prompt": "Only this"}', _TEXTS),
-        ('{"prompt": "", "completion": "x"}', _TEXTS),
-        ('["a list"]', _TEXTS),
-        ('{"prompt', r"line 10 of .*rows\.jsonl is not JSON"),
-    ],
-)
-def test_a_row_without_prompt_or_completion_is_named(wrong: str, message: str, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl")
-    with path.open("a", encoding="utf-8") as file:
-        file.write('{"prompt": "Line\u2028separators", "completion": "stay"}\n' + wrong)
-    data = PromptData(source=str(path), tokenizer=str(write_model(tmp_path / "model")))
-    data.prepare_data()  # On one rank only, where an error would leave the others waiting.
-    with pytest.raises(ValueError, match=message):
-        data.setup("fit")
-
-
-def test_a_tokenizer_that_does_not_fit_is_named(folder: Path, tmp_path: Path) -> None:
-    data, model = data_of(folder), build_model(str(folder / "base"), LORA)
-    require_room(model, data.highest_token)
-    model.resize_token_embeddings(data.highest_token)
-    with pytest.raises(ValueError, match=rf"up to {data.highest_token}, but the input embedding .* rows"):
-        require_room(model, data.highest_token)
-    data.tokenizer.eos_token = None
-    data.tokenizer.save_pretrained(tmp_path / "endless")
-    with pytest.raises(ValueError, match="endless has no end token"):
-        PromptData(source=str(folder / "rows.jsonl"), tokenizer=str(tmp_path / "endless")).setup("fit")
 
 
 def one_process(
@@ -211,19 +159,6 @@ def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
     tokens = torch.arange(40).view(2, 20)
     torch.testing.assert_close(merged(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
-
-
-def test_frozen_weights_may_be_bfloat16(folder: Path) -> None:
-    changed = {"trainer.precision": "bf16-mixed", "trainer.max_epochs": "1", "model.init_args.dtype": "bfloat16"}
-    fit("lora", folder, **changed, **{"model.init_args.output": str(folder / "bfloat16")})
-    factors = {name: each for name, each in factors_of(folder / "bfloat16").named_parameters() if "lora_B" in name}
-    assert len(factors) == 14
-    for name, factor in factors.items():
-        assert factor.dtype == torch.float32
-        # From zero by one step: an orthogonal matrix, up to what five steps of Newton-Schulz leave (0.68 to 1.13).
-        step = 3 * LR * 0.2 * max(factor.shape) ** 0.5
-        sizes = torch.linalg.svdvals(factor) / step
-        assert 0.6 < sizes.min() < sizes.max() < 1.25, (name, sizes)
 
 
 def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:

@@ -24,7 +24,6 @@ class Rules:
     outer_lr: float
     outer_momentum: float
     nesterov: bool
-    overlap: bool = False
     base: Literal["sgd", "adamw", "muon"] = "sgd"
     lr: float = 0.01
     weight_decay: float = 0.0
@@ -42,7 +41,6 @@ class ReferenceDiLoCo:
         self.nodes = [{name: w.clone() for name, w in self.common.items()} for _ in range(rules.num_nodes)]
         self._inner = [_inner(node, rules) for node in self.nodes]
         self._momentum = {name: torch.zeros_like(weight) for name, weight in self.common.items()}
-        self._launched: list[Weights] | None = None
         self.num_steps = 0
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
@@ -55,19 +53,10 @@ class ReferenceDiLoCo:
             self._average()
 
     def _average(self) -> None:
-        source = self._launched if self.rules.overlap else self.nodes
-        if source is not None:
-            self.common = {name: self._outer(name, [node[name] for node in source]) for name in self.common}
-        begun = self._launched
-        for index, node in enumerate(self.nodes):
+        self.common = {name: self._outer(name, [node[name] for node in self.nodes]) for name in self.common}
+        for node in self.nodes:
             for name, weight in node.items():
-                if not self.rules.overlap:
-                    weight.copy_(self.common[name])
-                elif begun is not None:
-                    # A node keeps what it has moved while the mean was on its way.
-                    weight.copy_(self.common[name] + (weight - begun[index][name]))
-        # The drift of the next mean is measured from the common weights of now.
-        self._launched = [{name: weight.clone() for name, weight in node.items()} for node in self.nodes]
+                weight.copy_(self.common[name])
 
     def _outer(self, name: str, of_nodes: Sequence[Tensor]) -> Tensor:
         rules, weight = self.rules, self.common[name]

@@ -35,8 +35,9 @@ class Rules:
     merge: Literal["contributors", "mean"] = "contributors"
     chunk_size: int = 64
     top_k: int = 32
+    strips: bool = False  # Blocks of `chunk_size` elements of the flattened shard.
     dense_below: int = 4096
-    value_format: Literal["fp32", "bf16", "int8", "sign"] = "fp32"
+    value_format: Literal["fp32", "bf16"] = "fp32"
     choose: Choice | None = None
     orthogonalization: Orthogonalization = plain
 
@@ -134,17 +135,18 @@ class ReferenceFlexDeMo:
         if self.weights[name].ndim < 2 or self.weights[name].numel() < self.rules.dense_below:  # It travels whole.
             merged = torch.zeros_like(shards[0])
             for shard in shards:
-                sent = _rounded(shard, "fp32" if self.rules.value_format == "fp32" else "bf16")
+                sent = self._rounded(shard)
                 shard.sub_(sent)
                 merged += sent / len(shards)
             return merged
         if self.rules.choose is not None:
             return torch.zeros_like(shards[0])  # Filled by _exchange_flat.
         cols = columns(self.weights[name].shape)
-        messages = [self._encode(shard.view(-1, cols)) for shard in shards]
-        for shard, sent in zip(shards, messages, strict=True):
-            shard.sub_(self._decode(sent, shard.view(-1, cols)).view_as(shard))
-        return self._decode(merge(messages, self.rules.merge), shards[0].view(-1, cols)).view_as(shards[0])
+        matrices = [shard.view(1, -1) if self.rules.strips else shard.view(-1, cols) for shard in shards]
+        messages = [self._encode(matrix) for matrix in matrices]
+        for matrix, sent in zip(matrices, messages, strict=True):
+            matrix.sub_(self._decode(sent, matrix))
+        return self._decode(merge(messages, self.rules.merge), matrices[0]).view_as(shards[0])
 
     def _exchange_flat(self, names: Sequence[str]) -> dict[str, list[Tensor]]:
         """Merged updates of the weights whose shards travel as flat buffers, of which only some positions are sent."""
@@ -157,7 +159,7 @@ class ReferenceFlexDeMo:
                 positions = list(self.rules.choose(total.numel(), self.num_steps, part))
                 for buffer in buffers:
                     sent = torch.zeros_like(buffer)
-                    sent[positions] = _rounded_rows(buffer[positions], self.rules.value_format)
+                    sent[positions] = self._rounded(buffer[positions])
                     buffer -= sent
                     total += sent / len(buffers)
                 sizes = [self.residuals[0][name][index].numel() for name in members]
@@ -172,18 +174,18 @@ class ReferenceFlexDeMo:
     def _encode(self, matrix: Tensor) -> Sent:
         """The largest coefficients of each block of a shard, rounded; a zero is nothing that is sent."""
         sent: Sent = {}
-        for place, block in blocks_of(matrix, self.rules.chunk_size):
+        for place, block in self._blocks_of(matrix):
             coefficients = (dct(block.shape[0]) @ block @ dct(block.shape[1]).T).flatten().tolist()
             largest = sorted(range(len(coefficients)), key=lambda i: -abs(coefficients[i]))[: self.rules.top_k]
             values = torch.tensor([coefficients[i] for i in largest], dtype=torch.float64)
-            rounded = _rounded_rows(values, self.rules.value_format).tolist()
+            rounded = self._rounded(values).tolist()
             sent |= {(*place, i): value for i, value in zip(largest, rounded, strict=True) if value}
         return sent
 
     def _decode(self, sent: Sent, like: Tensor) -> Tensor:
         """The shard that the coefficients stand for."""
         decoded = torch.zeros_like(like)
-        for (row, col), block in blocks_of(decoded, self.rules.chunk_size):
+        for (row, col), block in self._blocks_of(decoded):
             coefficients = torch.tensor(
                 [sent.get((row, col, i), 0.0) for i in range(block.numel())], dtype=torch.float64
             )
@@ -191,6 +193,22 @@ class ReferenceFlexDeMo:
             target = decoded[row : row + block.shape[0], col : col + block.shape[1]]
             target.copy_(pixels[: target.shape[0], : target.shape[1]])
         return decoded
+
+    def _blocks_of(self, matrix: Tensor) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Blocks of a shard, padded with zeros, with the first row and column of each."""
+        side = self.rules.chunk_size
+        height, width = min(side, matrix.shape[0]), side if self.rules.strips else min(side, matrix.shape[1])
+        for row in range(0, matrix.shape[0], max(1, height)) if matrix.numel() else ():
+            for col in range(0, matrix.shape[1], width):
+                block = torch.zeros(height, width, dtype=torch.float64)
+                piece = matrix[row : row + height, col : col + width]
+                block[: piece.shape[0], : piece.shape[1]] = piece
+                yield (row, col), block
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        """What the wire carries."""
+        dtype = torch.float32 if self.rules.value_format == "fp32" else torch.bfloat16
+        return values.float().to(dtype).double()
 
 
 def merge(messages: Sequence[Sent], rule: str) -> Sent:
@@ -211,40 +229,7 @@ def dct(size: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).view(size, size)
 
 
-def blocks_of(matrix: Tensor, chunk_size: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """Blocks of a shard, padded with zeros, with the first row and column of each."""
-    height, width = min(chunk_size, matrix.shape[0]), min(chunk_size, matrix.shape[1])
-    if not matrix.numel():
-        return
-    for row in range(0, matrix.shape[0], height):
-        for col in range(0, matrix.shape[1], width):
-            block = torch.zeros(height, width, dtype=torch.float64)
-            piece = matrix[row : row + height, col : col + width]
-            block[: piece.shape[0], : piece.shape[1]] = piece
-            yield (row, col), block
-
-
 def columns(shape: Sequence[int]) -> int:
     """Columns of a weight, read as the matrix of leading and other dimensions that is nearest to a square."""
     sides = [(math.prod(shape[:dim]), math.prod(shape[dim:])) for dim in range(1, len(shape))]
     return min(sides, key=lambda side: max(side) / min(side))[1]
-
-
-def _rounded_rows(values: Tensor, value_format: str) -> Tensor:
-    """What the wire carries of the values of a block, in rows of 256 that share a scale."""
-    if value_format in ("fp32", "bf16"):
-        return _rounded(values, value_format)
-    return torch.cat([_rounded_row(part, value_format) for part in values.split(256)]) if values.numel() else values
-
-
-def _rounded_row(values: Tensor, value_format: str) -> Tensor:
-    size = values.abs()
-    if value_format == "sign":
-        return torch.where(values < 0, -1.0, 1.0) * _rounded(size.mean(), "bf16")
-    scale = _rounded(size.max() / 127, "bf16")
-    return (values / scale).round().clamp(-127, 127) * scale if scale > 0 else torch.zeros_like(values)
-
-
-def _rounded(values: Tensor, value_format: str) -> Tensor:
-    dtype = torch.float32 if value_format == "fp32" else torch.bfloat16
-    return values.float().to(dtype).double()

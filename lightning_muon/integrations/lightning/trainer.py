@@ -121,8 +121,9 @@ _WITH_GRADIENTS = ("on_after_backward", "on_before_optimizer_step")
 
 def reads_weights_between_steps(trainer: Any, options: Options, package: LightningPackage) -> bool:
     """Whether new weights must be there when a step returns, because a hook of the user after it may read them."""
-    module = trainer.lightning_module
-    if options.config.overlap == "off" or not module.automatic_optimization:
+    module, config = trainer.lightning_module, options.config
+    hides_nothing = isinstance(config, FlexDeMoConfig) or config.overlap == "off"
+    if hides_nothing or not module.automatic_optimization:
         return True
     known = package.module("callbacks")
     averaging = tuple(getattr(known, name) for name in _REFUSED if hasattr(known, name))

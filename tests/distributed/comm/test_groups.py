@@ -1,24 +1,21 @@
-"""Process groups over axes, private ones and those along nodes; messages, sums and questions between ranks; buffers."""
+"""Process groups over axes and private ones; messages, sums and questions between ranks; buffers."""
 
 import datetime
 import gc
 import math
-import os
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from lightning_muon import FlexDeMo, Full, ParallelMuon
+from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import BufferPool, start_all_reduce_sum, start_messages, start_reading
 from lightning_muon.comm.groups import (
@@ -28,8 +25,6 @@ from lightning_muon.comm.groups import (
     axis_group,
     backends,
     host_group,
-    make_hops,
-    nodes_of,
 )
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from tests.support.lazy_connections import nccl_like_mesh
@@ -146,32 +141,6 @@ def test_a_group_has_one_owner_on_all_ranks_which_keeps_it(gloo: ProcessPool) ->
     assert gloo.run(_owners, world_size=2) == [(True, True, False)] * 2
 
 
-def _throw_away_between_backward_and_step(num_rounds: int) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    losses: list[float] = []
-    for _ in range(num_rounds):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-        fully_shard(model, mesh=mesh["shard"])
-        optimizer = FlexDeMo(model, lr=1e-2, mesh=mesh, replicator=Full(), chunk_bytes=1500)
-        for step in range(3):
-            torch.manual_seed(step)
-            loss = model(torch.randn(4, 16)).square().mean()
-            loss.backward()
-            if step < 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        losses.append(loss.item())
-        del optimizer, model
-        gc.collect()
-    return losses
-
-
-def test_optimizers_may_be_thrown_away_between_backward_and_step(gloo: ProcessPool) -> None:
-    for losses in gloo.run(_throw_away_between_backward_and_step, 4, world_size=3):
-        assert len(set(losses)) == 1
-
-
 def _backends_follow_the_mesh() -> list[dict[str, str]]:
     whole = axis_group(nccl_like_mesh(1, 2), (0, 1))
     groups = [whole, *PrivateGroups().of([whole]), host_group(whole)]
@@ -226,35 +195,6 @@ def test_a_group_spans_its_axes_only(
         assert found == [(of_ranks[rank], size) for of_ranks, size in zip(sums, sizes, strict=True)]
 
 
-def _nodes() -> tuple[list[int], list[int]]:
-    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
-    with mock.patch("socket.gethostname", return_value=f"host{dist.get_rank() % 2}"):
-        by_name = nodes_of(group)
-    with mock.patch.dict(os.environ, GROUP_RANK=str(dist.get_rank() // 2)):
-        return by_name, nodes_of(group)
-
-
-def test_host_names_and_torchrun_agents_tell_nodes_apart(gloo: ProcessPool) -> None:
-    assert gloo.run(_nodes) == [([0, 1, 0, 1], [0, 0, 2, 2])] * 4
-    assert nodes_of(ALONE) == [0]
-
-
-def _hops() -> list[tuple[list[int], tuple[tuple[int, ...], ...]]]:
-    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
-    hops = make_hops(group, [[0, 2], [1, 3]])
-    again = make_hops(group, [[0, 2], [1, 3]])
-    assert all(one.group.group is not other.group.group for one, other in zip(hops, again, strict=True))
-    assert all(hop.group.group is not None and hop.group.rank == hop.group.group.rank() for hop in hops)
-    return [(dist.get_process_group_ranks(hop.group.group), hop.parts) for hop in hops]
-
-
-def test_hops_add_up_inside_a_node_and_then_across(gloo: ProcessPool) -> None:
-    first, second, *_ = gloo.run(_hops)
-    # What stays on the node comes last.
-    assert first == [([0, 2], ((1, 0), (3, 2))), ([0, 1], ((0,), (1,)))]
-    assert second == [([1, 3], ((0, 1), (2, 3))), ([0, 1], ((0,), (1,)))]
-
-
 def _tell() -> list[list[float]]:
     """Each rank tells all higher ranks its number, from one piece of memory; the last one has nothing to tell."""
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -285,8 +225,8 @@ def _values(rank: int, count: int) -> Tensor:
 def _start(send: Tensor, counts: list[int], group: AxisGroup) -> PendingSum:
     parts = send.split(counts)
     others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    hops, side = [(group, counts)], SideStream(torch.device("cpu"))
-    return PendingSum(parts[group.rank].clone(), others, hops, replicate=ALONE, side=side)
+    side = SideStream(torch.device("cpu"))
+    return PendingSum(parts[group.rank].clone(), others, counts, group, replicate=ALONE, side=side)
 
 
 def _sum_in_order() -> Tensor:

@@ -1,4 +1,4 @@
-"""A sharded model whose nodes see different data, and gradients of the same model in one process and float64."""
+"""A model sharded by FSDP2 inside of each node, whose ranks see different data, and its gradients in one process."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_muon import FlexDeMo
 from tests.distributed.flexdemo.setup import Ranks
-from tests.reference.flexdemo import ReferenceFlexDeMo, Rules
 
 NUM_TOKENS = 11
 
@@ -83,7 +82,7 @@ class ShardedNet(Ranks):
         fully_shard(self.model, mesh=self.mesh["shard"])
         self.optimizer = FlexDeMo(self.model, **({"lr": 0.01, "mesh": self.mesh} | dict(plan.options)))
 
-    def backward(self, step: int) -> None:
+    def set_gradients(self, step: int) -> None:
         """All backward passes of a step, and clipping."""
         self.optimizer.zero_grad()
         assert isinstance(self.model, FSDPModule)
@@ -94,8 +93,6 @@ class ShardedNet(Ranks):
             loss(self.model, self.plan, step, self.node, self.shard_rank, micro_batch).backward()
         if self.plan.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.plan.max_norm)
-
-    set_gradients = backward
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -112,15 +109,3 @@ def node_gradients(model: nn.Module, plan: Plan, step: int, node: int) -> dict[s
     if plan.max_norm is not None:
         torch.nn.utils.clip_grad_norm_(twin.parameters(), plan.max_norm)
     return {name: parameter.grad for name, parameter in twin.named_parameters() if parameter.grad is not None}
-
-
-def reference(plan: Plan, rules: Rules, **options: Any) -> ReferenceFlexDeMo:
-    """The reference after all steps of ``plan``."""
-    model = make_net().double()
-    found = ReferenceFlexDeMo({n: p.detach() for n, p in model.named_parameters()}, rules, **options)
-    for step in range(plan.num_steps):
-        found.step([node_gradients(model, plan, step, node) for node in range(plan.mesh_shape[0])])
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(found.weights[name])
-    return found

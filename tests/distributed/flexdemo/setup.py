@@ -28,9 +28,6 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "scalar": (),
 }
 MATRICES = ("odd", "prime", "flat", "row", "stack", "convolution", "small")
-MESHES = [(2, 1), (2, 2), (4, 1), (3, 1), (1, 2), (1, 1)]
-# Chunks smaller than most of the weights, and nearly all weights compressed.
-SMALL: dict[str, Any] = {"dense_below": 16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +129,6 @@ def train(case: Case, kind: type[Ranks] = Ranks) -> tuple[dict[str, Tensor], dic
     ranks = kind(case)
     ranks.train()
     return ranks.weights(), ranks.residuals()
-
-
-def train_all(cases: Sequence[Case], kind: type[Ranks] = Ranks) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    return [train(case, kind) for case in cases]
 
 
 def reference(case: Case, rules: Rules, **options: Any) -> ReferenceFlexDeMo:

@@ -6,7 +6,6 @@ from copy import deepcopy
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.grad_sync.reducer import GradientReducer
@@ -126,21 +125,6 @@ def odd_loss(seed: int, branches: Sequence[Sequence[int]]) -> Loss:
 SAME = [[0, 1]] * 4
 # By rank: which branches, in which order.
 USES = [SAME, [[0], [1], [], [1, 0]], [[0, 1], [1, 0], [0], [0]], [[0]] * 4, [[], [1], [1], []], SAME]
-
-
-class Repeated(nn.Module):
-    """A layer whose hook is called once for each of its ``num_uses``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_uses = 3
-        self.first, self.shared, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for _ in range(self.num_uses):
-            hidden = torch.tanh(checkpoint(self.shared, hidden, use_reentrant=True))
-        return self.last(hidden)
 
 
 class SparseAndHalf(nn.Module):

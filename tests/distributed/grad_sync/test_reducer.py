@@ -1,23 +1,18 @@
 """Every rank gets the mean of all ranks' gradients, whatever the ranks compute, and most of it leaves early."""
 
 import gc
-import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_muon.grad_sync.reducer import make_buckets, watch_gradients
 from tests.distributed.grad_sync.reducer_setup import (
     ALL_REDUCE,
     HOLDERS,
     SAME,
     USES,
-    Repeated,
     Setup,
     SparseAndHalf,
     odd_loss,
@@ -63,22 +58,6 @@ def _passes(kind: str) -> None:
     assert setup.step(odd_loss(1, USES[1]))
 
 
-def _repeated_loss(model: nn.Module, rank: int) -> Tensor:
-    return model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).square().mean()
-
-
-def _repeat(kind: str) -> None:
-    """Six buckets; the two of the shared layer go twice in the first step that uses it more often than before."""
-    torch.manual_seed(0)
-    setup = Setup(kind, (dist.get_world_size(),), Repeated(), bucket_bytes=1)
-    launches: list[int] = []
-    for num_uses in (1, 3, 3):
-        setup.model.num_uses = setup.reference.num_uses = num_uses  # type: ignore[assignment]
-        setup.step(_repeated_loss)
-        launches.append(len(setup.reducer.launched))
-    assert launches == [6, 8, 6]
-
-
 def _thaw(kind: str) -> None:
     setup = Setup(kind, (dist.get_world_size(),))
     present: list[set[str]] = []
@@ -87,15 +66,6 @@ def _thaw(kind: str) -> None:
             each.get_submodule(name).requires_grad_(is_trainable)
         present.append({name.split(".")[0] for name in setup.step(odd_loss(step, SAME))} & {"frozen", "hidden"})
     assert present == [{"frozen", "hidden"}, {"frozen"}, {"frozen", "hidden"}]
-
-
-def _freeze_with_gradient(kind: str) -> None:
-    setup = Setup(kind, (dist.get_world_size(),))
-    with setup.reducer.no_sync():
-        setup.backward(odd_loss(0, SAME))
-    for parameter in setup.names:
-        parameter.requires_grad_(False)
-    assert setup.reducer.finish() == frozenset()
 
 
 def _idle(kind: str) -> None:
@@ -181,20 +151,6 @@ def _sparse_and_half(kind: str) -> None:
         setup.zero_grad()
 
 
-def _unused_does_not_delay(kind: str) -> None:
-    """Layers in the middle of the order that no rank uses hold up the buckets behind them once only."""
-    setup = Setup(kind, (dist.get_world_size(),), bucket_bytes=1)
-    shares: list[float] = []
-    for step in range(3):
-        with Collectives() as early:
-            setup.backward(odd_loss(step, [[0]] * 4))
-        setup.reducer.finish()
-        shares.append(early.count / len(setup.reducer.launched))
-        setup.zero_grad()
-    first, second, third = shares
-    assert first < 0.8 <= second == third
-
-
 def _refused(kind: str) -> None:
     width = 6 if kind == "different" and dist.get_rank() == 1 else 5
     model = nn.Linear(3, width, dtype=torch.complex64 if kind == "complex" else torch.float32)
@@ -230,28 +186,15 @@ def _communicate_in_hooks(kind: str) -> None:
     assert float(total) == 2.0
 
 
-class Collectives(TorchDispatchMode):
-    """Counts the collectives that are called inside."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "c10d"
-        return func(*args, **(kwargs or {}))
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("steps", "world_size"),
     [
         (_passes, 3),
-        (_repeat, 2),
         (_thaw, 2),
-        (_freeze_with_gradient, 2),
         (_idle, 3),
         (_come_into_use, 2),
         (_sparse_and_half, 3),
-        (_unused_does_not_delay, 2),
         (_communicate_in_hooks, 2),
     ],
 )
@@ -259,66 +202,3 @@ def test_sums_are_exact_in_unusual_steps(
     gloo: ProcessPool, kind: str, steps: Callable[[str], None], world_size: int
 ) -> None:
     gloo.run(steps, kind, world_size=world_size)
-
-
-def _close(how: str) -> list[bool]:
-    setup = Setup(ALL_REDUCE, (dist.get_world_size(),))
-    if how == "closed":
-        setup.reducer.close()
-    else:
-        del setup.reducer
-        gc.collect()
-    with Collectives() as mode:
-        odd_loss(0, SAME)(setup.model, 0).backward()
-    return [mode.count == 0, *(not p._post_accumulate_grad_hooks for p in setup.model.parameters())]
-
-
-@pytest.mark.parametrize("how", ["closed", "dropped"])
-def test_a_reducer_that_is_closed_or_dropped_leaves_no_hooks(gloo: ProcessPool, how: str) -> None:
-    assert all(map(all, gloo.run(_close, how, world_size=2)))
-
-
-@pytest.mark.parametrize(
-    ("parameters", "bucket_bytes", "expected"),
-    [
-        ([torch.zeros(2), torch.zeros(100), torch.zeros(2), torch.zeros(2)], 16, [[3, 2], [1], [0]]),
-        (
-            [torch.zeros(2), torch.zeros(2).bfloat16(), torch.zeros(2), torch.zeros(2, device="meta")],
-            1000,
-            [[3], [1], [2, 0]],
-        ),
-        ([torch.zeros(()), torch.zeros(0, 5), torch.zeros(3)], 16, [[2, 1, 0]]),
-        ([], 16, []),
-    ],
-    ids=["a large one by itself", "by dtype and device", "empty ones", "none"],
-)
-def test_buckets(parameters: list[Tensor], bucket_bytes: int, expected: list[list[int]]) -> None:
-    positions = {parameter: index for index, parameter in enumerate(parameters)}
-    found = [[positions[parameter] for parameter in bucket] for bucket in make_buckets(parameters, bucket_bytes)]
-    assert found == expected
-
-
-def test_a_full_bucket_is_not_exceeded() -> None:
-    parameters = [torch.zeros(size) for size in (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5)]
-    buckets = make_buckets(parameters, 40)
-    assert [parameter for bucket in buckets for parameter in bucket] == parameters[::-1]
-    filled = [sum(parameter.nbytes for parameter in bucket) for bucket in buckets]
-    assert max(filled) <= 40
-    assert all(size + then[0].nbytes > 40 for size, then in zip(filled, buckets[1:], strict=False))
-
-
-class _Owner:
-    def __init__(self, net: nn.Module) -> None:
-        self.close = watch_gradients(self, net.parameters(), lambda owner, parameter: None)
-
-
-def test_the_hooks_do_not_keep_their_owner_or_the_model() -> None:
-    net = nn.Linear(2, 3)
-    references = weakref.ref(_Owner(net)), weakref.ref(net)
-    gc.collect()
-    assert references[0]() is None
-    net(torch.ones(1, 2)).sum().backward()
-    owner = _Owner(net)
-    del net, owner
-    gc.collect()
-    assert references[1]() is None

@@ -1,16 +1,14 @@
-"""Tokens of an accumulated batch on all ranks; what a rank did wrong is the same error on all."""
+"""What a rank reports wrongly of its tokens is the same error on all."""
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.grad_sync.token_count import TokenCount
 from tests.support.processes import ProcessPool
 
@@ -25,28 +23,6 @@ def _fill(count: TokenCount, reports: list[list[Any]]) -> TokenCount:
         for value in values:
             count.report(value)
     return count
-
-
-# Window, rank, micro-batch, reports.
-def _totals(windows: list[list[list[list[int]]]]) -> list[tuple[float, float]]:
-    count = TokenCount(_everyone())
-    found: list[tuple[float, float]] = []
-    for window in windows:
-        with mock.patch("torch.distributed.all_reduce", side_effect=dist.all_reduce) as all_reduce:
-            _fill(count, window[dist.get_rank()])
-            assert all_reduce.call_count == 0
-            found.append((count.total(), count.divisor(4)))
-            assert all_reduce.call_count == 1
-        count.reset()
-    return found
-
-
-def test_counts_that_differ_by_rank_and_micro_batch_are_summed(gloo: ProcessPool) -> None:
-    full = [[[3], [0], [5, 6], [1]], [[2], [2], [2], [2]], [[0], [7], [0], [11]]]
-    last = [[[1]], [[0]], [[4]]]
-    nothing = [[[0]] * 4] * 3
-    expected = [(41.0, 10.25), (5.0, 1.25), (0.0, 0.25)]
-    assert gloo.run(_totals, [full, last, nothing], world_size=3) == [expected] * 3
 
 
 def _rank_2_reports(bad: list[list[Any]]) -> None:
@@ -93,22 +69,3 @@ def _report_outside(when: str) -> None:
 def test_a_report_outside_of_a_step_is_an_error_everywhere(gloo: ProcessPool, when: str) -> None:
     match = "^rank 1 reported tokens " + ("outside of a training step" if when == "before" else "after they were sum")
     gloo.expect_error_on_all_ranks(_report_outside, when, match=match, world_size=2)
-
-
-def test_one_process_needs_no_group() -> None:
-    count = _fill(TokenCount(ALONE), [[3, 4.0], [torch.tensor(5.0), torch.tensor(2**40 + 1)]])
-    assert count.total() == 2**40 + 13
-    count.reset()
-    with pytest.raises(ValueError, match="rank 0 reported no tokens in micro-batch 1 of 1"):
-        _fill(count, [[]]).total()
-
-
-def test_a_report_is_copied_and_not_read_before_the_sum() -> None:
-    num_tokens, count = torch.tensor(3), TokenCount(ALONE)
-    with (
-        mock.patch.object(Tensor, "item", side_effect=AssertionError),
-        mock.patch.object(Tensor, "tolist", side_effect=AssertionError),
-    ):
-        _fill(count, [[num_tokens]])
-    num_tokens += 10
-    assert count.total() == 3

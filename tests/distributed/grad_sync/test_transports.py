@@ -29,13 +29,10 @@ def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
     return parameters, shard_map_of(parameters, dict.fromkeys(parameters[:NUM_OWNED], 10), mesh_shape)
 
 
-NODES = [[0, 1], [2, 3]]
-
-
-def _reduce(dtype: torch.dtype, nodes: list[list[int]]) -> Tensor:
+def _reduce(dtype: torch.dtype) -> Tensor:
     """Two buckets, read after both; returns what this rank holds of the parameter that all of them hold."""
     parameters, shard_map = _setup((dist.get_world_size(),), dtype)
-    transport = ReduceScatterToOwners(shard_map, nodes if len(nodes) > 1 else ())
+    transport = ReduceScatterToOwners(shard_map)
     own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
     both = dict(zip(parameters, own, strict=True))
     pendings = [transport.start({p: both[p] for p in some}) for some in (parameters[:3], parameters[3:])]
@@ -44,31 +41,26 @@ def _reduce(dtype: torch.dtype, nodes: list[list[int]]) -> Tensor:
     for pending in pendings:
         pending.finish(4.0, set(parameters))
     for index, parameter in enumerate(parameters):
-        sums = [sum(_gradients(rank)[index].to(dtype).float() for rank in node) for node in nodes]
-        if len(nodes) > 1:  # Each node rounds what it sends, and keeps, to the dtype; to the last bit.
-            sums = [each.to(dtype).float() for each in sums]  # type: ignore[union-attr]
+        total = sum(_gradients(rank)[index].to(dtype).float() for rank in range(dist.get_world_size()))
         reduced = transport.reduced(parameter)
         assert reduced is not None
-        assert torch.equal(reduced, shard_map.local(parameter, (sum(sums) / 4.0).to(dtype)))  # type: ignore[union-attr]
+        assert torch.equal(reduced, shard_map.local(parameter, (total / 4.0).to(dtype)))  # type: ignore[union-attr]
     scalar = transport.reduced(parameters[3])
     assert scalar is not None
     return scalar
 
 
-@pytest.mark.parametrize(
-    ("dtype", "nodes"), [(torch.bfloat16, [[0, 1, 2]]), (torch.float32, NODES), (torch.bfloat16, NODES)], ids=str
-)
-def test_sums_are_rounded_once_in_and_once_between_nodes(
-    gloo: ProcessPool, dtype: torch.dtype, nodes: list[list[int]]
-) -> None:
-    first, *others = gloo.run(_reduce, dtype, nodes, world_size=sum(map(len, nodes)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_sums_are_made_in_the_order_of_the_ranks_and_rounded_once(gloo: ProcessPool, dtype: torch.dtype) -> None:
+    first, *others = gloo.run(_reduce, dtype, world_size=3)
     assert all(torch.equal(first, other) for other in others)
 
 
 def _overflow() -> Tensor:
-    """A node's sum of 2 x 40000 is no float16; its mean with minus as much is."""
+    """The sum of a replica, 2 x 40000, is no float16; its mean with minus as much of the other one is."""
     parameter = nn.Parameter(torch.zeros(8, dtype=torch.float16))
-    transport = ReduceScatterToOwners(ShardMap(init_device_mesh("cpu", (4,)), {parameter: Shard(0)}), NODES)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    transport = ReduceScatterToOwners(ShardMap(mesh, {parameter: Shard(0)}))
     sign = 1 if dist.get_rank() < 2 else -1
     pending = transport.start({parameter: torch.full((8,), sign * 40000.0, dtype=torch.float16)})
     pending.advance(wait=True)
@@ -78,9 +70,9 @@ def _overflow() -> Tensor:
     return reduced
 
 
-def test_a_float16_sum_of_a_node_does_not_overflow_on_its_way(gloo: ProcessPool) -> None:
+def test_a_float16_sum_of_a_replica_does_not_overflow_on_its_way(gloo: ProcessPool) -> None:
     for reduced in gloo.run(_overflow):
-        assert torch.equal(reduced, torch.zeros(2, dtype=torch.float16))
+        assert torch.equal(reduced, torch.zeros(4, dtype=torch.float16))
 
 
 def _read_one() -> tuple[bool, bool]:

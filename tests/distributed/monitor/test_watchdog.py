@@ -27,7 +27,6 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
 from tests.distributed.sharding.models import make_mesh
-from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
 
 BOTH = ([0, 1], [0, 1])
@@ -211,24 +210,6 @@ def test_the_barrier_times_out_and_names_who_is_missing(gloo: ProcessPool) -> No
     waiting, late = gloo.run_fresh(_come_too_late, world_size=2, timeout=40.0)
     assert "has waited 1 s" in waiting and "missing: 1." in waiting
     assert "has waited 1 s" in late and "rank 0" in late
-
-
-def _end_an_iteration() -> None:
-    model, agreement = sharded(make_mesh((1, 2)), ["Layer"])
-    with watching(agreement.call_log, patience=0.5, interval=0.1) as watchdog:
-        for epoch, exception in enumerate((StopIteration, GeneratorExit)):
-            with suppress(exception), watchdog.explaining():
-                model(inputs_of(0), [epoch]).sum().backward()
-                agreement.finish_gradients()
-                raise exception
-            assert agreement.call_log.barrier is not None
-    _, agreement = sharded(nccl_like_mesh(1, 2), ["Layer"])  # Has a group of gloo for what the hosts ask each other.
-    with watching(agreement.call_log):
-        assert agreement.call_log.barrier is None, "ranks wait at barriers only over gloo"
-
-
-def test_the_end_of_an_iteration_is_no_failure(gloo: ProcessPool) -> None:
-    gloo.run(_end_an_iteration, world_size=2)
 
 
 def _fail_outside() -> tuple[str, float]:

@@ -1,25 +1,20 @@
-"""Gradients under FSDP2: unused and 0-d parameters, micro-batches, divisors, evaluations."""
+"""Gradients under FSDP2: unused, 0-d and thawed parameters; outputs changed in place; optimizers that are refused."""
 
-import gc
 import warnings
-import weakref
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import convert_optimizer
-from lightning_muon.sharding import fsdp
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
-from tests.distributed.sharding.models import Net, assert_close, attach_fsdp, gradients_of, make_mesh, tokens_of_all
+from tests.distributed.sharding.models import assert_close, attach_fsdp, gradients_of, make_mesh
 from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool
 
@@ -77,52 +72,6 @@ def test_gradients_of_some_ranks_count_others_stay_none(gloo: ProcessPool) -> No
             assert_close(actual, reference)
 
 
-def _use_branches_before_torch_2_13() -> tuple[list[dict[str, Tensor | None]], int]:
-    """And the most memory that a gradient of zeros took."""
-    sizes = [0]
-    fill = fsdp._fill_with_zeros
-
-    def watched(wholes: list[Tensor], zeros: dict[int, Tensor]) -> None:
-        fill(wholes, zeros)
-        sizes.extend(zero.untyped_storage().nbytes() for zero in zeros.values())
-
-    with (
-        mock.patch.object(fsdp, "hasattr", return_value=False, create=True),
-        mock.patch.object(fsdp, "_fill_with_zeros", watched),
-    ):
-        return _use_branches(), max(sizes)
-
-
-def test_zeros_before_torch_2_13_take_no_memory(gloo: ProcessPool) -> None:
-    expected = gloo.run(_use_branches, world_size=2)[0]
-    for results, most in gloo.run(_use_branches_before_torch_2_13, world_size=2):
-        assert most == 4
-        for actual, wanted in zip(results, expected, strict=True):
-            assert_close(actual, wanted)
-
-
-def _evaluate_then_call_the_inside() -> list[bool]:
-    torch.manual_seed(0)
-    model = Net()
-    attach_fsdp(model, make_mesh((1, 2)))
-    tokens = tokens_of_all(2)[0]
-    # A block is called before the root has run.
-    model.blocks[0](torch.ones(2, 7)).sum().backward()
-    model.zero_grad()
-    with torch.no_grad():
-        model(tokens)
-        model.generate(tokens)
-    whole = [not isinstance(model.table.weight, DTensor)]
-    free_unsharded(model)
-    whole.append(not isinstance(model.table.weight, DTensor))
-    model.training_step(tokens).backward()
-    return whole
-
-
-def test_whole_weights_are_freed_after_evaluation(gloo: ProcessPool) -> None:
-    assert gloo.run(_evaluate_then_call_the_inside, world_size=2) == [[True, False]] * 2
-
-
 def _thaw() -> list[bool]:
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,109 +92,10 @@ def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) ->
     assert gloo.run(_thaw, world_size=2) == [[False, True]] * 2
 
 
-def _told_events() -> list[tuple[bool, str]]:
-    model = Net()
-    mode = make_mode("fsdp", make_mesh((1, 2)), ModeOptions(early_all_gather=True))
-    mode.prepare(model)
-    mode.attach(model, [])
-    mode.mesh = mock.Mock(device_type="cuda")
-    told: list[tuple[bool, str]] = []
-    stream = mock.Mock(record_event=lambda: "event")
-    with (
-        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-        mock.patch.object(FSDPModule, "set_post_optim_event", lambda unit, event: told.append((unit is model, event))),
-    ):
-        mode.end_step()
-    return told
-
-
-def test_the_root_is_told_what_its_all_gathers_wait_for(gloo: ProcessPool) -> None:
-    assert gloo.run(_told_events, world_size=2) == [[(True, "event")]] * 2
-
-
-def _divided(shape: tuple[int, int], divisor: float, dtype: torch.dtype | None) -> None:
-    mesh = make_mesh(shape)
-    torch.manual_seed(0)
-    model = Net()
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    mode = attach_fsdp(model, mesh, mp_policy=policy)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    tokens = tokens_of_all(size)[rank]
-
-    def gradients(chosen: float | None) -> dict[str, Tensor | None]:
-        model.zero_grad()
-        mode.set_gradient_divisor(chosen)
-        model.training_step(tokens).backward()
-        mode.finish_gradients()
-        return gradients_of(model)
-
-    sums, quotients, means = gradients(1.0), gradients(divisor), gradients(None)
-    assert any(value is not None and value.ndim == 0 for value in sums.values())
-    for name, value in sums.items():
-        if value is None:
-            assert quotients[name] is None and means[name] is None
-            continue
-        # The division happens in the dtype of the reduction, a power of two is exact in each.
-        total = value if dtype is None or value.ndim == 0 else value.to(dtype)
-        assert torch.equal(quotients[name], (total / divisor).to(value.dtype)), name
-        tolerance = 1e-6 if dtype is None else 1e-2
-        torch.testing.assert_close(means[name], value / size, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((1, 1), None), ((1, 3), None), ((2, 2), torch.bfloat16), ((4, 1), torch.bfloat16)], ids=str
-)
-def test_gradients_are_the_sum_over_the_ranks_divided_once(
-    gloo: ProcessPool, shape: tuple[int, int], dtype: torch.dtype | None
-) -> None:
-    gloo.run(_divided, shape, 37.5, dtype, world_size=shape[0] * shape[1])
-
-
 @pytest.mark.parametrize("divisor", [0.0, float("inf"), float("nan")])
 def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
     with pytest.raises(ValueError, match="divisor of the gradients must be positive and finite"):
         set_gradient_divisor(nn.Linear(2, 2), divisor)
-
-
-def _dropped() -> bool:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = make_mesh((1, 2))
-    mode = attach_fsdp(model, mesh)
-    model(torch.ones(2, 4)).sum().backward()
-    mode.finish_gradients()
-    reference = weakref.ref(model)
-    del model, mode
-    gc.collect()
-    return reference() is None
-
-
-def test_a_dropped_model_frees_its_process_groups(gloo: ProcessPool) -> None:
-    assert gloo.run(_dropped, world_size=2) == [True, True]
-
-
-def _evaluate_without_training() -> tuple[bool, bool]:
-    net = nn.Sequential(*(nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 13)) for _ in range(3)))
-    x = torch.ones(3, 13)
-    mode = make_mode("fsdp", mesh_of((2,)), ModeOptions(wrap_policy=(nn.Sequential,)))
-    mode.prepare(net)
-    mode.watch(net)  # type: ignore[attr-defined]
-    call_log = mode.call_log
-    assert call_log is not None
-    with torch.no_grad():
-        net[1](x)
-    assert call_log.all_calls.tail()[1]
-    mode.finish_evaluation()
-    assert not call_log.all_calls.tail()[1]
-    mode.attach(net, [torch.optim.SGD(net.parameters(), lr=0.1)])
-    is_kept = mode.call_log is call_log
-    net(x).sum().backward()
-    mode.finish_gradients()
-    mode.close()
-    return is_kept, mode.call_log is None
-
-
-def test_evaluations_without_a_training_are_compared(gloo: ProcessPool) -> None:
-    assert gloo.run(_evaluate_without_training, world_size=2) == [(True, True)] * 2
 
 
 class ViewingBlock(nn.Module):
@@ -334,23 +184,3 @@ def _refused_optimizers() -> list[str]:
 def test_optimizers_that_fail_on_shards_are_refused(gloo: ProcessPool) -> None:
     names = ("LBFGS", "Adafactor", "Rprop", "SGD(fused=True)", "Adagrad(fused=True)")
     assert gloo.run(_refused_optimizers, world_size=2) == [[f"{name} of torch does not work" for name in names]] * 2
-
-
-def _steps_that_compare_weights(num_steps: int) -> list[int]:
-    model = Net()
-    mode = attach_fsdp(model, make_mesh((1, dist.get_world_size())))
-    steps: list[int] = []
-    with mock.patch.object(fsdp, "overwritten_weights", return_value=[]) as compared:
-        for step in range(num_steps):
-            compared.reset_mock()
-            model(tokens_of_all(dist.get_world_size())[0]).sum().backward()
-            mode.finish_gradients()
-            model.zero_grad()
-            if compared.called:
-                steps.append(step)
-    return steps
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gathered_weights_are_compared_in_few_steps(gloo: ProcessPool, world_size: int) -> None:
-    assert gloo.run(_steps_that_compare_weights, 10, world_size=world_size) == [[0, 1, 2, 4, 8]] * world_size

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.sharding import fsdp_call_log
-from lightning_muon.sharding.fsdp_call_log import Barrier, CallList, FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.outputs import tensors_in
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
-from tests.distributed.sharding.models import assert_close, attach_fsdp, full, gradients_of, make_mesh
+from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
 
 
@@ -48,30 +47,6 @@ def test_other_experts_by_rank_are_an_error_everywhere(
     assert len({failure.message for failure in failures.values()}) == 1
 
 
-def _notes_of_a_step() -> tuple[list[int], list[int], int]:
-    model, mode = sharded(make_mesh((1, 2)), ["Layer"])
-    call_log = mode.call_log
-    assert call_log is not None
-    model(inputs_of(0), [0]).sum().backward()
-    _, first = call_log.all_calls.tail()
-    with torch.no_grad():
-        model(inputs_of(0), [0])
-        model(inputs_of(0), [1])
-    evaluated = call_log.all_calls.tail()[1][len(first) :]
-    mode.finish_gradients()
-    mode.close()
-    model(inputs_of(0), [0])
-    return first, evaluated, len(call_log.all_calls.tail()[1])
-
-
-def test_calls_are_gathers_and_backward_passes(gloo: ProcessPool) -> None:
-    # Units: 0 the root, 1 and 2 the layers; doubled, plus 1 for backward. The root stays whole after its first forward.
-    for first, evaluated, closed in gloo.run(_notes_of_a_step, world_size=2):
-        assert first == [0, 2, 4, 1, 5, 3]
-        assert evaluated == [0, 2, 4, 2, 4]
-        assert closed == 0
-
-
 @dataclass(slots=True)
 class Slots:
     hidden: Tensor
@@ -96,41 +71,6 @@ def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
     nested: list[object] = [tensor := torch.ones(3), Slots]
     nested.append({"again": nested, "slots": Slots(tensor)})
     assert [id(found) for found in tensors_in(nested, set())] == [id(tensor)] * 2
-
-
-def _barriers() -> list[int]:
-    model, mode = sharded(make_mesh((1, 2)), ["Expert"])
-    calls: list[list[Barrier]] = []
-    for chosen in ([0], [0], [0], [1]):
-        calls.append([])
-        mode.call_log.barrier = calls[-1].append
-        model(inputs_of(0), chosen).sum().backward()
-        mode.finish_gradients()
-    return [len(each) for each in calls]
-
-
-def test_the_barrier_is_called_for_a_new_order_only(gloo: ProcessPool) -> None:
-    for *_, third, fourth in gloo.run(_barriers, world_size=2):
-        # Of the fourth step: experts 1 of two layers forward, then backward, and the end after another unit.
-        assert third == 0 and fourth >= 4
-
-
-def _other_mesh() -> list[str]:
-    """A unit on a mesh of its own, one rank wide, as expert parallelism has it."""
-    mesh = make_mesh((2, 1))
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    fully_shard(model[0], mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh)
-    mode = attach_fsdp(model, mesh)
-    model(torch.ones(2, 3)).sum().backward()
-    _, calls = mode.call_log.all_calls.tail()
-    mode.finish_gradients()
-    return [mode.call_log.text(call) for call in calls]
-
-
-def test_units_on_other_meshes_are_left_out(gloo: ProcessPool) -> None:
-    expected = ["enters the backward pass of the root Sequential"]  # Over one rank nothing is gathered.
-    assert gloo.run(_other_mesh, world_size=2) == [expected] * 2
 
 
 def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor | None]:
@@ -202,30 +142,3 @@ def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool) -> Non
     for results in gloo.run(_different_crops, (3, 1), world_size=2):
         for result, reference in zip(results, expected, strict=True):
             assert_close(result, reference)
-
-
-def _calls_of(*values: int, ranks: tuple[int, ...] = (0, 3)) -> CallList:
-    calls = CallList("some", ranks)
-    for value in values:
-        calls.add(value)
-    return calls
-
-
-def test_equal_calls_have_equal_words_and_others_do_not() -> None:
-    assert _calls_of(1, 2, 3).digest_numbers() == _calls_of(1, 2, 3).digest_numbers()
-    assert (
-        len({tuple(_calls_of(*values).digest_numbers()) for values in ((), (1,), (1, 2), (2, 1), (1, 2, 2), (1, -2))})
-        == 6
-    )
-    first, negative, *_ = _calls_of(7).digest_numbers()
-    assert first == -negative and 0 <= first < 2**31
-
-
-def test_the_last_calls_are_kept_and_the_others_counted() -> None:
-    count = 2 * fsdp_call_log._NUM_KEPT + 5
-    skipped, kept = _calls_of(*range(count)).tail()
-    assert kept == list(range(skipped, count)) and len(kept) >= fsdp_call_log._NUM_KEPT
-    calls = _calls_of(1, 2)
-    calls.restart()
-    assert (calls.tail(), calls.count) == ((0, []), 0)
-    assert calls.digest_numbers() == _calls_of().digest_numbers()

@@ -24,7 +24,6 @@ from tests.distributed.sharding.training import (
     loss,
     mesh_of,
     model,
-    on_node,
     optimizer_for,
     train,
     train_alone,
@@ -65,22 +64,6 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, mode: str, shape: t
         assert difference < 1e-6, name
         # Replicas have the same bits.
         assert mode == "fsdp" or all(torch.equal(results[0][name], weights[name]) for name in weights)
-
-
-def _train_on_nodes(run: Run) -> dict[str, Tensor]:
-    """On two nodes of two ranks, where nodes sum first."""
-    with on_node(dist.get_rank() // 2):
-        return train("zero2", (4,), run, {"bucket_bytes": 600})
-
-
-@pytest.mark.parametrize("run", ["accumulated", ODD])
-def test_zero2_on_two_nodes_trains_like_one_process(gloo: ProcessPool, run: str) -> None:
-    expected = train_alone(RUNS[run], 4)
-    first, *others = gloo.run(_train_on_nodes, RUNS[run])
-    difference, name = largest_difference(first, expected)
-    assert difference < 1e-6, name
-    for other in others:
-        assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def _train_and_lose(mode: str, how: str, ranks: tuple[int, ...], *, after_backward: bool) -> dict[str, Tensor]:

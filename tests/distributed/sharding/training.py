@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.support.tensors import weights_of
@@ -61,17 +58,6 @@ class OddNet(nn.Module):
             x = block(x)
         x = x + torch.tanh(self.branches[branch](x)) + torch.einsum("btd,edf->btf", x, self.experts) * self.scale
         return self.head(self.frozen(x))
-
-
-@contextmanager
-def on_node(node: int) -> Generator[None]:
-    """As torchrun with one agent for each node would have it, where launches and latencies cost nothing.
-
-    So the fewest bytes are the fastest, however small the model is.
-    """
-    free = replace(PRESETS["h100"], op_seconds=0.0, latency_seconds=(0.0,))
-    with mock.patch.dict(os.environ, GROUP_RANK=str(node)), mock.patch.dict(PRESETS, h100=free):
-        yield
 
 
 def first_branch(step: int, rank: int) -> int:

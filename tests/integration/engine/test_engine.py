@@ -1,4 +1,4 @@
-"""The engine without any framework, and between backward and step: micro-batches, closures, NaN, calls of children."""
+"""Between backward and step: a wrong order, closures, NaN, forward passes, gradients thrown away."""
 
 import contextlib
 from dataclasses import replace
@@ -8,24 +8,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_muon import Options
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop
-from tests.integration.integrations.fabric.loop import adamw, micro_batch, network, reference
+from tests.integration.integrations.fabric.loop import adamw, micro_batch, network
 from tests.integration.training import (
     EXACT,
-    VOCABULARY,
     full_weights,
-    language_model,
-    load,
-    loader,
     loss_of,
     max_difference,
-    trainer,
 )
 from tests.support.processes import ProcessPool
 
@@ -57,39 +50,6 @@ def _micro_batch(engine: TrainingEngine, step: int, index: int) -> None:
         loss = loss_of(engine.module(tokens), targets)
     with engine.around_backward():
         (loss / 2).backward()
-
-
-def _train(sharding: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], str]:
-    """Weights after four steps of two micro-batches, what would be saved, and what was said."""
-    module, messages = network(), list[str]()
-    given = adamw(module)  # Before the module is sharded, as most programs do.
-    engine = _engine(module, messages, sharding=sharding)
-    (optimizer,) = engine.attach([given], source="the test")
-    assert engine.current(given) is optimizer
-    for step in range(4):
-        if step == 2:
-            engine.begin_evaluation()
-            with torch.no_grad(), engine.around_forward():
-                engine.module(_rows(micro_batch(77, 0))[0])
-            engine.weights_have_changed()
-            engine.end_evaluation()
-        with engine.no_sync():
-            _micro_batch(engine, step, 0)
-        _micro_batch(engine, step, 1)
-        engine.step(optimizer, lambda each: each.step())
-        optimizer.zero_grad()
-    engine.end_training()
-    saved = engine.weights_to_save(whole=True)
-    engine.close()
-    return full_weights(module), saved, "\n".join(messages)
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
-def test_a_training_is_that_of_one_process(gloo: ProcessPool, sharding: str) -> None:
-    weights, saved, said = gloo.run(_train, sharding, world_size=2)[0]
-    assert max_difference(weights, reference()) <= 1e-6
-    assert max_difference(saved, weights) == 0.0
-    assert "AdamW -> ParallelMuon for matrices" in said
 
 
 def _step_too_early() -> None:
@@ -238,37 +198,3 @@ def _thrown_away(**options: Any) -> dict[str, Tensor]:
 def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
     found = gloo.run(_thrown_away, world_size=2, **options)[0]
     assert max_difference(found, loop.reference(accumulate=1)) <= 1e-6
-
-
-def _call_children() -> tuple[list[float], bool]:
-    """Call the network from two hooks and after ``fit``; compare with the module's own ``forward``."""
-    pl = load()
-    differences: list[float] = []
-    tokens = torch.arange(12).view(2, 6) % VOCABULARY
-
-    class Sampling(pl.Callback):
-        def compare(self, module: Any) -> None:
-            with torch.no_grad():
-                differences.append(float((module.network(tokens) - module(tokens)).abs().max()))
-
-        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-            self.compare(module)
-
-        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
-            self.compare(module)
-
-    model = language_model(pl)
-    fitter = trainer(pl, callbacks=[Sampling()])
-    fitter.fit(model, loader(), loader())
-    Sampling().compare(model)
-    free_unsharded(model)  # FSDP2 keeps the root whole after the module's own forward.
-    with torch.no_grad():
-        model.network(tokens)
-    return differences, all(isinstance(p, DTensor) for p in model.parameters())
-
-
-def test_a_child_called_from_a_hook_gives_what_the_model_gives(gloo: ProcessPool) -> None:
-    for differences, is_sharded in gloo.run(_call_children, world_size=2):
-        assert len(differences) > 5
-        assert max(differences) == 0.0
-        assert is_sharded

@@ -161,8 +161,6 @@ def test_without_averages_the_first_node_is_saved() -> None:
     ("replicator", "expected"),
     [
         (DiLoCo(period=3), [1, 2, 0, 1, 2, 0, 1]),
-        # The average of step 3 is applied in step 6.
-        (DiLoCo(period=3, overlap=True), [1, 2, 3, 4, 5, 3, 4]),
         (NoReplication(), [0] * 7),
         (DCTTopK(), [0] * 7),
     ],

@@ -178,7 +178,7 @@ CASES: dict[str, tuple[Way, dict[str, float], float, float]] = {
             + 4 * 274
             + AT_WORK
             + 4 * 274
-            + JOB.flexdemo.chunk_bytes,
+            + JOB.flexdemo.bucket_bytes,
         },
         3 * FORWARD
         + _EMBEDDING * (_HSDP_GATHER + _ring(4 * 1096, 4))

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from tests.support.processes import ProcessPool
@@ -74,76 +73,6 @@ def test_sizes_that_do_not_fit_are_errors(sizes: Any, match: str) -> None:
 def test_impossible_sizes_are_errors_at_once(sizes: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         MeshSizes(**sizes)
-
-
-def _describe(mesh: DeviceMesh | None) -> Any:
-    return None if mesh is None else (mesh.mesh_dim_names, mesh.mesh.tolist())
-
-
-def _meshes(**sizes: int) -> dict[str, Any]:
-    layout = {"num_nodes": 1, "num_processes": dist.get_world_size()}
-    meshes = MeshSizes(**sizes).make("cpu", **layout)
-    found = {key: _describe(getattr(meshes, key)) for key in ("user", "data", "tensor")}
-    found["nodes"] = _describe(MeshSizes(**sizes).make("cpu", by_nodes=True, **layout).data)
-    found["context"] = _describe(meshes.user["context"]) if "context_size" in sizes else None
-    # By Lightning's names a part is found whatever the sizes are.
-    assert meshes.user["data_parallel"] == meshes.data
-    tensor, num_tensor = meshes.user["tensor_parallel"], 1 if meshes.tensor is None else meshes.tensor.size()
-    assert tensor.mesh.tolist() == (found["tensor"] or (None, [dist.get_rank()]))[1]
-    assert meshes.user.get_local_rank("tensor_parallel") == dist.get_rank() % num_tensor
-    return found | {"data_rank": meshes.data_rank, "num_data_ranks": meshes.num_data_ranks}
-
-
-_PLAIN, _LIGHTNING = ("replicate", "shard"), ("data_parallel", "tensor_parallel")
-_TWO = [[0, 1], [2, 3]]
-# The ranks of an axis, as each of four ranks sees them; and the one mesh that all of them see.
-_ALL, _PAIRS, _CROSS = [[0, 1, 2, 3]] * 4, [[0, 1], [0, 1], [2, 3], [2, 3]], [[0, 2], [1, 3]] * 2
-
-
-@pytest.mark.parametrize(
-    ("sizes", "user", "nodes", "data", "context", "tensor", "data_ranks"),
-    [
-        # Nodes have two axes also if there is one.
-        ({}, (_PLAIN, [_ALL[0]]), "user", (("shard",), _ALL), None, None, [0, 1, 2, 3]),
-        ({"replicate_size": 2}, (_PLAIN, _TWO), "user", (_PLAIN, [_TWO] * 4), None, None, [0, 1, 2, 3]),
-        (
-            {"shard_size": 1},
-            (_PLAIN, [[0], [1], [2], [3]]), "user", (_PLAIN, [[[0], [1], [2], [3]]] * 4), None, None, [0, 1, 2, 3],
-        ),
-        (
-            {"data_parallel_size": 4},
-            (_LIGHTNING, [[0], [1], [2], [3]]), "any", (("data_parallel",), _ALL), None, None, [0, 1, 2, 3],
-        ),
-        # Ranks of a tensor or of a sequence are neighbours and share samples.
-        ({"tensor_size": 2}, ((*_PLAIN, "tensor"), [_TWO]), "any", (("shard",), _CROSS), None, _PAIRS, [0, 0, 1, 1]),
-        (
-            {"tensor_parallel_size": 2},
-            (_LIGHTNING, _TWO), "any", (("data_parallel",), _CROSS), None, _PAIRS, [0, 0, 1, 1],
-        ),
-        (
-            {"tensor_parallel_size": 2, "shard_size": 2},
-            ((*_PLAIN, "tensor"), [_TWO]), "any", (("shard",), _CROSS), None, _PAIRS, [0, 0, 1, 1],
-        ),
-        ({"context_size": 2}, ((*_PLAIN, "context"), [_TWO]), "any", (("shard",), _ALL), _PAIRS, None, [0, 0, 1, 1]),
-        (
-            {"context_size": 2, "replicate_size": 2},
-            ((*_PLAIN, "context"), [[[0, 1]], [[2, 3]]]), "data", (_PLAIN, [_TWO] * 4), _PAIRS, None, [0, 0, 1, 1],
-        ),
-        (
-            {"context_size": 2, "tensor_size": 2},
-            ((*_PLAIN, "context", "tensor"), [[_TWO]]), "any", (("shard",), _CROSS), _CROSS, _PAIRS, [0] * 4,
-        ),
-    ],
-)  # fmt: skip
-def test_each_rank_finds_the_axes_that_it_expects(
-    gloo: ProcessPool, sizes: Any, user: Any, nodes: Any, data: Any, context: Any, tensor: Any, data_ranks: list[int]
-) -> None:
-    for rank, found in enumerate(gloo.run(_meshes, **sizes)):
-        assert found["user"] == user and found["data"] == (data[0], data[1][rank])
-        assert nodes == "any" or found["nodes"] == found[nodes]
-        assert found["context"] == (context and (("context",), context[rank]))
-        assert found["tensor"] == (tensor and (user[0][-1:], tensor[rank]))
-        assert (found["data_rank"], found["num_data_ranks"]) == (data_ranks[rank], max(data_ranks) + 1)
 
 
 def _timeouts(**sizes: int) -> set[datetime.timedelta]:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
-from lightning_muon.engine.parsing import build, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -39,14 +38,6 @@ from lightning_muon.engine.parsing import build, read_yaml
 def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Options(**options)
-
-
-def test_everything_goes_with_what_it_needs() -> None:
-    Options(tensor_size=2, context_size=2, reshard_after_backward=False, early_all_gather=True)
-    Options(sharding="zero2", context_size=2, loss_scaling="tokens", clip_groups="elementwise")
-    Options(optimizer=FlexDeMoConfig(), replicate_size=2, context_size=2, loss_scaling="tokens")
-    for policy in ("auto", [], ("Block",), {dict}, lambda name, module: name == "blocks.0"):
-        Options(wrap_policy=policy)
 
 
 _YAML = """
@@ -136,52 +127,3 @@ def test_the_documentation_has_every_option_and_its_default() -> None:
     words = {"true": "True", "false": "False", "null": "None", str(25 * 2**20): "25 MiB"}
     expected = {key: words.get(value, value) for key, value in expected.items()} | {"timeout": "30 minutes"}
     assert {name: value.replace("`", "") for name, value in documented.items()} == expected
-
-
-@dataclass
-class _Engine:
-    power_watts: float
-    name: str = "plain"
-
-
-@dataclass
-class _Car:
-    engine: Any = None
-    wheels: tuple[int, ...] = ()
-
-
-_ENGINE = f"{__name__}._Engine"
-
-
-@pytest.mark.parametrize(
-    ("mapping", "message"),
-    [
-        ({"whels": []}, "^f: there is no option 'whels'; did you mean 'wheels'"),
-        ({"wheels": ["round"]}, "(?s)^f: .*wheels"),
-        ([1], r"^f: must be a mapping of options, got \[1\]"),
-        ({"engine": {"class_path": _ENGINE, "init_arg": {}}}, "^f: engine: .*'init_arg'; did you mean 'init_args'"),
-        ({"engine": {"class_path": _ENGINE, "name": "x"}}, "^f: engine: .*'name'; it belongs under init_args:"),
-        ({"engine": {"class_path": _ENGINE}}, "^f: engine: .*power_watts"),
-        ({"engine": {"class_path": "os.path.join"}}, "'os.path.join' names no class$"),
-        ({"engine": {"class_path": "lightning_muon.DCTTopp"}}, "names no class; did you mean 'DCTTopK'"),
-        ({"engine": {"class_path": "no_such.Thing"}}, "^f: engine: class_path 'no_such.Thing' cannot be imported"),
-        ({"engine": {"class_path": None}}, "class_path None names no class"),
-    ],
-)
-def test_errors_name_the_place_and_the_nearest_key(mapping: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(_Car, mapping, where="f")
-
-
-def test_only_a_yaml_mapping_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "options.yaml"
-    path.write_text("a: 1\n")
-    assert read_yaml(path) == {"a": 1}
-    path.write_text("# nothing\n")
-    assert read_yaml(path) == {}
-    for text in ("a: [1", "- 1\n"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match=r"options\.yaml"):
-            read_yaml(path)
-    with pytest.raises(FileNotFoundError, match=r"missing\.yaml"):
-        read_yaml(tmp_path / "missing.yaml")

@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon import FlexDeMoConfig, NoReplication
 from lightning_muon.comm.agreement import checksums
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.inter_node_sync import InterNodeSync
 from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, local_of_nodes
 from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
@@ -111,21 +109,6 @@ def test_a_process_alone_takes_what_several_nodes_had(rule: Any, divisor: int) -
 def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) has the shape .*\(number of nodes, \*shape\)"):
         local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None, rule="sum")
-
-
-def _on_a_mesh() -> None:
-    mesh = _mesh((2, 2))
-    sync = InterNodeSync(FlexDeMoConfig(replicator=NoReplication()), mesh)
-    rank = torch.distributed.get_rank()
-    assert (sync.node, sync.num_nodes) == (rank // 2, 2)
-    legs = [leg.group for leg in sync.groups]
-    assert [torch.distributed.get_process_group_ranks(leg) for leg in legs] == [[rank % 2, rank % 2 + 2]] * 2
-    assert legs[0] is not legs[1], "sums would be mixed up with what is sent first"
-    assert mesh.get_group("replicate") not in legs
-
-
-def test_nodes_have_two_groups_of_their_own(gloo: ProcessPool) -> None:
-    gloo.run(_on_a_mesh, world_size=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -13,6 +13,7 @@ from lightning_muon import (
     DCTTopK,
     DiLoCo,
     ExchangeStep,
+    Full,
     NoReplication,
     Random,
     Replicator,
@@ -21,9 +22,20 @@ from lightning_muon import (
 )
 from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
 from lightning_muon.math.dct import dct
-from tests.unit.flexdemo.cases import REPLICATORS, short_name
 
 STEP = ExchangeStep(step=3, part=1)
+REPLICATORS: list[Replicator] = [
+    DCTTopK(chunk_size=8, top_k=5),
+    DCTTopK(chunk_size=16, top_k=3, strips=True),
+    Random(rate=0.25, seed=3),
+    Striding(rate=1 / 3),
+    Slicing(rate=0.25),
+    Full(),
+]
+
+
+def short_name(value: object) -> str:
+    return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
 
 
 @pytest.mark.parametrize("shape", [(64,), (13, 7), (64, 64), (64, 13)], ids=str)
@@ -211,4 +223,4 @@ def test_local_steps_are_no_replicators() -> None:
     assert [way.bits_per_parameter() for way in (NoReplication(), DiLoCo(period=64))] == [0, 0.5]
     assert not isinstance(NoReplication(), Replicator)
     options = DiLoCo(period=500)
-    assert (options.outer_lr, options.outer_momentum, options.nesterov, options.overlap) == (0.7, 0.9, True, False)
+    assert (options.outer_lr, options.outer_momentum, options.nesterov) == (0.7, 0.9, True)

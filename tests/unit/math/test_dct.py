@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, dct_basis, groups
+from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, dct_basis
 from tests.support.atomics import NoAtomics
 
 CPU = torch.device("cpu")
@@ -51,14 +51,6 @@ def test_the_transform_is_the_definition_and_has_an_inverse(shape: tuple[int, ..
     assert torch.allclose(dct(coefficients, inverse=True), blocks, atol=2e-5)
 
 
-def test_blocks_need_not_be_contiguous() -> None:
-    torch.manual_seed(0)
-    blocks = torch.randn(13, 7, 4).permute(2, 0, 1)
-    assert torch.equal(dct(blocks), dct(blocks.contiguous()))
-    strided = torch.randn(6, 26)[:, ::2]
-    assert torch.allclose(dct(strided), dct(strided.contiguous()), atol=1e-6)
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("density", ["one", "few", "all", "more"])
 def test_the_sparse_inverse_is_the_dense_one(shape: tuple[int, ...], density: str) -> None:
@@ -78,14 +70,3 @@ def test_the_sparse_inverse_is_the_dense_one(shape: tuple[int, ...], density: st
     # Other orders of summation in float32.
     assert torch.allclose(found, expected, atol=1e-4)
     assert rest.abs().max() < 1e-4
-
-
-def test_no_blocks_have_no_coefficients() -> None:
-    assert dct(torch.zeros(0, 8, 8)).shape == (0, 8, 8)
-    add_sparse_inverse_dct_(torch.zeros(0, 8, 8), torch.zeros(0, 3), torch.zeros(0, 3, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(("num", "shape"), [(0, (4,)), (1, (500, 500)), (67, (64, 64)), (9, (1,))], ids=str)
-def test_groups_cover_all_blocks_once(num: int, shape: tuple[int, ...]) -> None:
-    covered = [index for group in groups(torch.empty(num, *shape)) for index in range(group.start, group.stop)]
-    assert covered == list(range(num))

@@ -37,18 +37,13 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp, clip, small buckets": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, chunk_bytes=1),
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
-    "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward"),
-    "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, base="muon", overlap="backward"),
-    "FlexDeMo late": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward", delay=1),
+    "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd"),
+    "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=8, base="muon"),
     "FlexDeMo sums, unfinished": lambda: run_flexdemo(
         SMALL, NUM_RANKS, replicas=4, base="muon", replicator=Full(), completed=False
     ),
-    "FlexDeMo late sums": lambda: run_flexdemo(
-        SMALL, NUM_RANKS, replicas=4, replicator=Striding(rate=0.25), value_format="int8", delay=1
-    ),
-    "FlexDeMo signs": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=8, base="sgd", value_format="sign"),
+    "FlexDeMo strides": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=4, replicator=Striding(rate=0.25)),
     "DiLoCo": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2), steps=4),
-    "DiLoCo, overlap": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2, overlap=True), steps=6),
 }
 SMALL = shapes_of("small")
 
@@ -78,15 +73,6 @@ def test_without_a_check_nothing_is_waited_for() -> None:
     simulation, _ = run_fsdp(SMALL, NUM_RANKS, error_if_nonfinite=False)
 
     assert not simulation.syncs and not simulation.found
-
-
-def test_flexdemo_looks_at_a_buffer_at_once() -> None:
-    simulation, _ = run_flexdemo(SMALL, NUM_RANKS, base="sgd", overlap="backward", error_if_nonfinite=False)
-
-    # The gradients themselves, one for each unit.
-    assert simulation.launches["reduce_scatter"] == 5
-    # The norm of one buffer, early and at the step, of two launches each.
-    assert simulation.ops["_foreach_norm"] == 2 * 2
 
 
 def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:

@@ -51,21 +51,6 @@ def test_state_that_is_lost_begins_with_zeros_as_in_torch(how: str) -> None:
     assert are_equal(mine.parameters(), theirs.parameters())
 
 
-@pytest.mark.parametrize("entry", ["exp_avg_sq", "step", "exp_avg"])
-def test_a_state_without_one_of_its_entries_begins_with_zeros(entry: str) -> None:
-    nets = [_net(), _net()]
-    optimizers = [ParallelMuon(net, lr=0.02, compute_dtype="float32") for net in nets]
-    for step in range(3):
-        if step == 2:
-            for key in ("exp_avg_sq", "step", "exp_avg"):
-                optimizers[0].state[nets[0][0].bias].pop(key)
-            optimizers[1].state[nets[1][0].bias].pop(entry)
-        for net, optimizer in zip(nets, optimizers, strict=True):
-            set_gradients(net.parameters(), step)
-            optimizer.step()
-    assert are_equal(nets[0].parameters(), nets[1].parameters())
-
-
 def _as_saved(net: nn.Module, optimizer: torch.optim.Optimizer, **options: bool) -> dict[str, Any]:
     return get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**options))  # type: ignore[return-value]
 
@@ -101,27 +86,3 @@ def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: d
         optimizer.step()
     for other in (asked, resumed, fresh):
         assert are_equal(plain.parameters(), other.parameters())
-
-
-def test_no_state_is_left_for_parameters_that_are_replaced() -> None:
-    net = _net()
-    optimizer = ParallelMuon(net.parameters(), lr=0.02, compute_dtype="float32")
-    assert len(optimizer.state) == 5, "complete when it is asked for"
-    for layer in net:
-        for name, parameter in list(layer.named_parameters()):
-            setattr(layer, name, nn.Parameter(parameter.detach().clone()))
-    optimizer.param_groups[0]["params"] = list(net.parameters())
-    assert set(optimizer.state) == set(net.parameters())
-    saved = _as_saved(net, optimizer)
-    assert saved["state"].keys() == dict(net.named_parameters()).keys()
-
-
-def test_parameters_without_a_final_form_have_no_state() -> None:
-    with torch.device("meta"):
-        net = nn.Linear(3, 2)
-    optimizer = ParallelMuon(net.parameters())
-    assert len(optimizer.state) == 0
-    net.to_empty(device="cpu")
-    optimizer.param_groups[0]["params"] = list(net.parameters())
-    assert {value.device.type for state in optimizer.state.values() for value in state.values()} == {"cpu"}
-    assert len(optimizer.state) == 2

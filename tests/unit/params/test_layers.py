@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_muon.params.layers import find_output_heads, layer_kind
-from lightning_muon.params.uses import inside_repeated_block, parameter_uses, walk
+from lightning_muon.params.uses import parameter_uses
 
 
 class Conv1D(nn.Module):
@@ -65,12 +65,6 @@ def test_the_weight_of_a_layer_has_the_kind_of_the_layer(layer: nn.Module, kind:
     assert set(kinds.values()) <= {"elementwise"}
 
 
-def test_recurrent_and_attention_weights_are_matrices() -> None:
-    for module in (nn.LSTM(3, 4, 2, proj_size=2), nn.GRUCell(3, 4), nn.MultiheadAttention(4, 2, kdim=3, vdim=5)):
-        for name, parameter in module.named_parameters():
-            assert _kinds(module)[name] == ("matrix" if parameter.ndim == 2 else "elementwise"), name
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "kind"),
     [
@@ -94,14 +88,6 @@ def test_recurrent_and_attention_weights_are_matrices() -> None:
 )
 def test_a_raw_parameter_is_judged_by_shape_and_name(name: str, shape: tuple[int, ...], kind: str) -> None:
     assert _kinds(Raw(name, *shape)) == {name: kind}
-
-
-def test_integers_and_entries_of_lists_of_tables_are_no_matrices() -> None:
-    assert _kinds(Raw("packed", 4, 6, dtype=torch.uint8)) == {"packed": "elementwise"}
-    module = nn.Module()
-    module.pos_embeds = nn.ParameterList([torch.zeros(4, 6)])
-    module.maps = nn.ParameterList([torch.zeros(4, 6)])
-    assert _kinds(module) == {"pos_embeds.0": "elementwise", "maps.0": "matrix"}
 
 
 def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
@@ -154,40 +140,6 @@ def test_a_guessed_head_is_the_last_layer_of_the_network() -> None:
     assert find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))[1] is None
 
 
-def test_every_place_of_a_tied_weight_is_listed() -> None:
-    model = nn.Module()
-    model.table = nn.Embedding(5, 3)
-    model.alias = model.table
-    model.head = nn.Linear(3, 5, bias=False)
-    model.head.weight = model.table.weight
-    assert [[use.name for use in uses] for uses in parameter_uses(model)] == [
-        ["table.weight", "alias.weight", "head.weight"]
-    ]
-
-
-def test_a_module_that_contains_itself_is_walked_once() -> None:
-    model = nn.Module()
-    model.layer = nn.Linear(2, 2)
-    model.layer.parent = model
-    assert [name for *_, (name, _) in walk(model)] == ["", "layer"]
-
-
 def test_a_lazy_layer_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"0\.weight of lazy module LazyLinear has no shape yet"):
         parameter_uses(nn.Sequential(nn.LazyLinear(3)))
-
-
-def test_repeated_composites_are_blocks_and_mlp_layers_are_not() -> None:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-
-    model = nn.ModuleDict(
-        {
-            "mlp": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
-            "stages": nn.Sequential(block(), block()),
-            "one_stage": nn.Sequential(block(), nn.Linear(2, 2)),
-            "layers": nn.ModuleList([block()]),
-        }
-    )
-    inside = {path[-1][0] for path in walk(model) if isinstance(path[-1][1], nn.Linear) and inside_repeated_block(path)}
-    assert inside == {"stages.0.0", "stages.1.0", "layers.0.0"}

@@ -56,20 +56,6 @@ def test_a_weight_tied_to_an_embedding_is_elementwise(head_first: bool) -> None:
     assert _muon(TiedModel(head_first)) == {"body.weight"}
 
 
-def test_two_linear_layers_that_share_a_weight_stay_on_muon() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    model[1].weight = model[0].weight
-    assert _muon(model) == {"0.weight"}
-
-
-def test_the_last_linear_layer_is_the_head_unless_it_is_all() -> None:
-    routes = route_module(_mlp())
-    assert _muon(_mlp()) == {"0.weight", "2.weight"}
-    assert routes["3.weight"].reason == "output head (last layer)"
-    assert _muon(nn.Linear(32, 2)) == {"weight"}
-    assert _muon(nn.Sequential(nn.Embedding(5, 32), nn.LayerNorm(32), nn.Linear(32, 2))) == {"2.weight"}
-
-
 def test_a_model_of_tables_and_head_has_nothing_for_muon() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.LayerNorm(4), nn.Linear(4, 9))
     routes = route_module(model)
@@ -78,13 +64,6 @@ def test_a_model_of_tables_and_head_has_nothing_for_muon() -> None:
     for name, route in routes.items():
         assert f"{name}: {route.reason}" in str(error.value)
     require_muon(route_module(_mlp()).values())
-
-
-def test_frozen_and_compiled_models_get_the_same_routes() -> None:
-    assert _muon(_mlp().requires_grad_(False)) == {"0.weight", "2.weight"}
-    wrapper = nn.Module()
-    wrapper.model = torch.compile(_mlp())
-    assert _muon(wrapper) == {"model.0.weight", "model.2.weight"}
 
 
 def test_patterns_override_the_type_also_through_an_alias() -> None:
@@ -204,26 +183,3 @@ def _table(module: nn.Module) -> str:
     routes = route_module(module).values()
     shapes = [(tuple(p.shape), not p.requires_grad) for p in module.parameters()]
     return routing_table([(route, shape, frozen) for route, (shape, frozen) in zip(routes, shapes, strict=True)])
-
-
-def test_repeated_layers_are_one_row_with_a_count() -> None:
-    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(12))})
-    rows = [line.split() for line in _table(model).splitlines()]
-    assert ["blocks.*.0.weight", "x12", "(4,", "4)", "Muon", "Linear", "weight"] in rows
-    assert ["blocks.*.0.bias", "x12", "(4,)", "AdamW", "1-D"] in rows
-
-
-def test_shapes_frozen_layers_and_words_have_rows_and_totals() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6), nn.LayerNorm(6))
-    model.add_module("norm1", nn.LayerNorm(4))
-    model[1].requires_grad_(False)
-    lines = _table(model).splitlines()
-    names = [line.split()[0] for line in lines[2:-4]]
-    expected = "0.weight 0.bias 1.weight 1.bias 2.weight *.bias 3.weight norm1.weight norm1.bias"
-    assert names == expected.split()
-    assert [line.split()[0] for line in lines if "frozen" in line] == ["parameter", "1.weight", "1.bias", "frozen:"]
-    assert lines[-3:] == [
-        "Muon: 2 tensors, 40 parameters (44.4%)",
-        "AdamW: 6 tensors, 30 parameters (33.3%)",
-        "frozen: 2 tensors, 20 parameters (22.2%)",
-    ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.draw import draw_timelines, rows_shown
+from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import Pipeline, StageCosts, add_reduce_grad, build_program, make_order
 from lightning_muon.schedule.program import TRANSFER, Op
 from lightning_muon.schedule.simulate import Timeline, simulate
@@ -36,21 +36,6 @@ def test_an_svg_has_titles_labels_ranks_and_a_legend(tmp_path: Path) -> None:
     assert "goes on until 90000 ms" in long
     # The same timelines give the same file.
     assert _draw(tmp_path / "again.svg", first=_timeline(4, 2), second=_timeline(3, 3)) == text
-
-
-def test_few_ranks_have_a_row_each_and_equal_ones_share_it() -> None:
-    assert rows_shown(_timeline(3, 2, 1)) == {0: "rank 0", 1: "rank 1", 2: "rank 2"}
-    equal = simulate({rank: [Op(kind="update", key="0", rank=rank, cost=1)] for rank in range(40)}, _MACHINE)
-    assert rows_shown(equal) == {0: "each rank"}
-
-
-def test_of_many_ranks_three_and_all_loads_are_shown(tmp_path: Path) -> None:
-    timeline = _timeline(*range(1, 22))
-    labels = rows_shown(timeline)
-    assert list(labels) == [20, 10, 0]
-    assert [label.split()[0] for label in labels.values()] == ["busiest", "median", "idlest"]
-    text = _draw(tmp_path / "plan.svg", lpt=timeline)
-    assert "load / mean, all ranks" in text and f"lpt: 21000 ms, idle {timeline.idle:.1%}" in text
 
 
 def test_a_pipeline_has_a_row_per_rank_with_messages_above(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.sharding.context_parallel import context_attention, gather_sequence, pad_to_multiple, split_sequence
+from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 
 
 class OneAxis:
@@ -17,8 +17,8 @@ class OneAxis:
     ndim = 1
     mesh_dim_names = ("context",)
 
-    def __init__(self, size: int, rank: int, device_type: str = "cpu") -> None:
-        self._size, self._rank, self.device_type = size, rank, device_type
+    def __init__(self, size: int, rank: int) -> None:
+        self._size, self._rank = size, rank
 
     def size(self) -> int:
         return self._size
@@ -75,16 +75,6 @@ def test_only_what_the_keys_name_is_divided(keys: Any) -> None:
     assert torch.equal(found, tokens[:, 2:]) and whole is image
 
 
-def test_sequences_are_lengthened_with_the_value_of_their_key() -> None:
-    batch = {"tokens": torch.ones(2, 5, dtype=torch.int64), "labels": torch.ones(2, 5), "lengths": torch.ones(2)}
-    padded = pad_to_multiple(batch, 4, fill={"labels": -100})
-    assert padded["tokens"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]] * 2
-    assert padded["labels"].tolist() == [[1.0] * 5 + [-100.0] * 3] * 2
-    assert padded["lengths"] is batch["lengths"]
-    assert padded["tokens"].dtype == torch.int64
-    assert pad_to_multiple(padded, 4)["tokens"].shape == (2, 8)
-
-
 def _with_two_axes() -> Any:
     mesh = OneAxis(2, 0)
     mesh.ndim, mesh.mesh_dim_names = 2, ("shard", "context")  # type: ignore[assignment]
@@ -99,11 +89,8 @@ def _with_two_axes() -> Any:
         (lambda x: _parts({"tokens": x}, 2, keys=("token",)), "keys names token, but the batch has no tensor"),
         (lambda x: _parts({"tokens": x}, 2, keys="tokens"), "keys must be a collection of names"),
         (lambda x: _parts({"tokens": x[0], "name": "a"}, 2), r"no tensor of the batch \(dict\) has a dimension 1"),
-        (lambda x: pad_to_multiple({"labels": x}, 2, fill={"label": -100}), "fill names label, but"),
-        (lambda x: pad_to_multiple(x, 0), "multiple must be at least 1, got 0"),
         (lambda x: split_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
         (lambda x: gather_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
-        (lambda x: context_attention(OneAxis(2, 0), [x], [1]), r"needs CUDA, but the mesh is on cpu.*gather_sequence"),
     ],
 )
 def test_what_cannot_work_is_an_error(call: Any, match: str) -> None:

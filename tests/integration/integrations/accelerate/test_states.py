@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
 from torch import Tensor
 
 import lightning_muon.accelerate
@@ -15,7 +14,7 @@ from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, adamw, network, reference
 from tests.integration.training import full_weights, max_difference
-from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
+from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
 _TOLERANCE = 1e-6
@@ -92,26 +91,6 @@ def test_a_resumed_training_is_bit_equal(
             assert all(torch.equal(torch.as_tensor(states[name][key]), torch.as_tensor(state[key])) for key in state)
 
 
-def _skip(directory: str, steps: range) -> tuple[int, int]:
-    """Load what is there, train with NaN, save; how many steps were skipped, and how many of them in a row."""
-    with training_on_cpu() as (accelerator, model, optimizer):
-        if Path(directory).exists():
-            accelerator.load_state(directory)
-
-        def poison() -> None:
-            if accelerator.sync_gradients:
-                next(model.parameters()).grad.fill_(float("nan"))
-
-        run_steps(accelerator, model, optimizer, steps=steps, clip=poison)
-        accelerator.save_state(directory)
-        return optimizer.optimizer.finite_check.counts
-
-
-def test_skipped_steps_count_on_after_load_state(gloo: ProcessPool, tmp_path: Path) -> None:
-    for steps, count in ((range(2), 2), (range(2, 3), 3)):
-        assert gloo.run(_skip, str(tmp_path / "state"), steps, world_size=2) == [(count, count)] * 2
-
-
 @pytest.mark.parametrize(
     ("sizes", "before", "after"),
     [
@@ -139,36 +118,6 @@ def _train_without_schedule(directory: str, **options: Any) -> dict[str, Tensor]
         assert accelerator.step == 2
         run_steps(accelerator, model, optimizer, steps=range(1, 3))
         return accelerator.get_state_dict(model)
-
-
-def _named(directory: str) -> tuple[list[str], list[int], list[str]]:
-    """States with names of Accelerate's choice; hooks of the user see the model."""
-    seen: list[int] = []
-    with ddp_on_cpu():
-        project = ProjectConfiguration(project_dir=directory, automatic_checkpoint_naming=True, total_limit=2)
-        accelerator = lightning_muon.accelerate.Accelerator(project_config=project)
-        model: Any = network()
-        model, _ = accelerator.prepare(model, adamw(model))
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(len(models)))
-        for _ in range(3):
-            accelerator.save_state()
-            accelerator.wait_for_everyone()
-        with torch.no_grad():
-            model.blocks[0].up.weight.zero_()
-        accelerator.load_state()
-        names = sorted(path.name for path in Path(directory, "checkpoints").iterdir())
-        files = sorted(path.name for path in Path(directory, "checkpoints", names[-1]).iterdir())
-        for name, whole in accelerator.get_state_dict(model).items():
-            assert torch.equal(whole, network().state_dict()[name])
-        accelerator.free_memory()
-        return names, seen, files
-
-
-def test_names_and_hooks_are_those_of_accelerate(gloo: ProcessPool, tmp_path: Path) -> None:
-    names, seen, files = gloo.run(_named, str(tmp_path), world_size=2)[0]
-    assert names == ["checkpoint_1", "checkpoint_2"]
-    assert seen == [1, 1, 1]
-    assert files == ["optimizer_0", "pytorch_model_fsdp_0", "random_states_0.pkl", "random_states_1.pkl"]
 
 
 def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
@@ -302,14 +251,3 @@ def test_accelerate_and_we_read_what_the_other_wrote(
     assert max_difference(written[0], network().state_dict()) > 1e-3
     assert max_difference(read[0], written[0]) == 0.0
     assert torch.equal(read[1], written[1])
-
-
-def _saved_twice(directory: str) -> None:
-    for variables in ({}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}):
-        _ours(directory, variables, saves=True)
-
-
-def test_the_other_format_goes_when_this_one_is_written(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.run(_saved_twice, str(tmp_path), world_size=2)
-    names = {path.name for path in tmp_path.iterdir() if not path.name.startswith("random_states")}
-    assert names == {"pytorch_model_fsdp.bin", "optimizer.bin"}

@@ -1,6 +1,5 @@
-"""Fabric programs give the weights of one process with whole matrices; methods other than forward, whole programs."""
+"""Fabric programs give the weights of one process with whole matrices; methods other than forward, exceptions."""
 
-import re
 import subprocess
 import time
 import warnings
@@ -20,7 +19,7 @@ from tests.integration.integrations.fabric import loop
 from tests.integration.training import Network, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool
-from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.programs import program_environment
 from tests.support.warm_python import warm_python
 from tests.support.worker import free_port
 
@@ -150,22 +149,6 @@ def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
     return result
 
 
-def _count_warnings_of_gan() -> list[int]:
-    fabric = loop.launch(optimizer="auto", sharding="none")
-    counts: list[int] = []
-    for module in (first := loop.network(0), first, loop.network(1)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            fabric.setup(module, loop.adamw(module))
-        counts.append(sum("train against each other" in str(each.message) for each in caught))
-    fabric.strategy.teardown()
-    return counts
-
-
-def test_modules_converted_one_by_one_may_be_a_gan(gloo: ProcessPool) -> None:
-    assert gloo.run(_count_warnings_of_gan, world_size=1) == [[0, 0, 1]]
-
-
 def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
     fabric = loop.launch(**options)
     module: Any = loop.network()
@@ -245,27 +228,6 @@ def test_what_cannot_work_is_an_error_on_all_ranks(
     gloo: ProcessPool, what: str, exception: type[Exception], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_not_set_up, what, exception=exception, match=match, world_size=2)
-
-
-def _precision(precision: str) -> tuple[dict[str, Tensor], list[torch.dtype]]:
-    fabric, model, optimizer = loop.set_up(precision=precision)
-    loop.run_steps(fabric, model, optimizer)
-    tokens, _ = loop.own_rows(fabric, loop.micro_batch(0, 0))
-    dtypes = [next(model.parameters()).dtype, model(tokens).dtype]
-    result = loop.weights(model)
-    fabric.strategy.teardown()
-    return result, dtypes
-
-
-def test_weights_or_only_activations_may_be_bfloat16(gloo: ProcessPool) -> None:
-    for precision, dtype in (("bf16-mixed", torch.float32), ("bf16-true", torch.bfloat16)):
-        found, dtypes = gloo.run(_precision, precision, world_size=2)[0]
-        assert dtypes == [dtype, torch.float32]
-        # bfloat16 has 8 bits; where a gradient is near zero, AdamW then steps in another direction.
-        initial, exact = loop.network().state_dict(), loop.reference()
-        distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
-        way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
-        assert 1e-4 < distance / way < 0.3, precision
 
 
 def _train_from_meta(sharding: str, file: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -380,32 +342,6 @@ def test_steps_of_a_lightning_module_work_in_fabric(gloo: ProcessPool) -> None:
     assert max_difference(gloo.run(_lightning_module, world_size=2)[0], expected) <= 1e-6
 
 
-def _compiled() -> dict[str, Tensor]:
-    fabric = loop.launch()
-    plain = _model()
-    optimizer: Any = loop.adamw(plain)
-    model, optimizer = fabric.setup(torch.compile(plain, backend="eager"), optimizer)
-    loop.run_steps(fabric, model, optimizer)
-    result = loop.weights(model._orig_mod if hasattr(model, "_orig_mod") else model)
-    fabric.strategy.teardown()
-    return result
-
-
-@pytest.mark.timeout(120)
-def test_a_compiled_module_stays_compiled(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_compiled, world_size=2, timeout=100)[0], loop.reference()) <= 1e-6
-
-
-def test_the_example_learns_and_leaves_a_checkpoint(tmp_path: Path) -> None:
-    words = (ROOT / "examples" / "fabric_loop.py", "--directory", tmp_path, "--steps", "40", "--devices", "2")
-    text = run_program(*words, directory=ROOT, num_ranks=2)
-    (loss,) = re.findall(r"step 40 loss ([\d.]+)", text)
-    assert float(loss) < 1.0, "an untrained model has log(32) = 3.5"
-    assert text.count("AdamW -> ParallelMuon") == 1
-    saved = torch.load(tmp_path / "checkpoint" / "meta.pt")
-    assert saved["step"] == saved["scheduler"]["last_epoch"] == 40
-
-
 def _clip_on_one_rank(how: dict[str, float], **options: Any) -> None:
     """From the third step on rank 1 alone clips."""
     fabric, model, optimizer = loop.set_up(**options)
@@ -426,28 +362,6 @@ def test_ranks_that_clip_alone_are_named_within_seconds(
         _clip_on_one_rank, how, sharding=sharding, world_size=2, exception=RuntimeError,
         match="clipped on some ranks only: rank 0 steps the optimizer; rank 1 clips gradients",
     )  # fmt: skip
-
-
-def _skip(path: Path, steps: range, *, is_nan: bool) -> tuple[int, int]:
-    """Load what is there, train, save; how many steps were skipped, and how many of them in a row."""
-    fabric, model, optimizer = loop.set_up()
-    state = {"model": model, "optimizer": optimizer}
-    if path.exists():
-        fabric.load(path, state)
-
-    def poison() -> None:
-        next(model.parameters()).grad.fill_(float("nan") if is_nan else 0.0)
-
-    loop.run_steps(fabric, model, optimizer, steps=steps, clip=poison)
-    fabric.save(path, state)
-    counts = optimizer.finite_check.counts
-    fabric.strategy.teardown()
-    return counts
-
-
-def test_skipped_steps_count_on_after_a_checkpoint(gloo: ProcessPool, tmp_path: Path) -> None:
-    for steps, is_nan, counts in ((range(2), True, (2, 2)), (range(2, 3), True, (3, 3)), (range(3, 4), False, (3, 0))):
-        assert gloo.run(_skip, tmp_path / "checkpoint", steps, is_nan=is_nan, world_size=2) == [counts] * 2
 
 
 _FAILS = """

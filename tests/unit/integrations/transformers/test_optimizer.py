@@ -1,10 +1,8 @@
 """What a Trainer is given, the groups it makes, and Accelerators that cannot work with it."""
 
-import logging
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +29,10 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-@pytest.fixture
-def one_process() -> Iterator[Accelerator]:
-    with fresh_accelerate({}):
-        yield Accelerator(cpu=True)
-
-
 def _make(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
     factory, arguments = lightning_muon.hf.optimizer(*args, **options)
     assert is_optimizer_factory(factory)
     return factory()(model, **arguments)
-
-
-def test_norms_and_biases_do_not_decay(
-    model: LlamaForCausalLM, one_process: Accelerator, caplog: pytest.LogCaptureFixture
-) -> None:
-    model.lm_head.weight.requires_grad_(False)
-    with caplog.at_level(logging.INFO, logger="lightning_muon"):
-        optimizer = _make(model, lr=0.02, weight_decay=0.3)
-    assert isinstance(optimizer, ParallelMuon) and "Muon: 7 tensors" in caplog.text
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    decayed, rest = optimizer.param_groups
-    assert (decayed["lr"], decayed["weight_decay"], rest["lr"], rest["weight_decay"]) == (0.02, 0.3, 0.02, 0.0)
-    assert all("norm" in names[p] or "bias" in names[p] for p in rest["params"])
-    assert {*names.values()} - {names[p] for group in (decayed, rest) for p in group["params"]} == {"lm_head.weight"}
-    kinds = {route.name: route.algorithm for route in optimizer.routes}
-    assert {name for name, kind in kinds.items() if kind == "muon"} == {
-        name for name in kinds if name.endswith("proj.weight")
-    }
 
 
 def test_the_example_makes_a_parallel_muon(

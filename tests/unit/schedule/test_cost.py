@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 
+from lightning_muon.schedule.assign import sharing_pays
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.estimates import ShardExchange, node_grid, shard_exchanges, sharing_pays
 from lightning_muon.schedule.program import TRANSFER, Op
 
 H100 = PRESETS["h100"]
-MIB = 2**20
 # The H100 preset: 0.6 * 989 TFLOP/s over 0.8 * 50 GB/s.
 CUDA_FLOPS_PER_BYTE = 0.6 * 989e12 / (0.8 * 50e9)
 
@@ -45,64 +44,6 @@ def test_sharing_pays_from_a_size_of_matrices_on(
     assert not pays(int(least) - 1, num_matrices)
     # What no rank repeats is not worth it.
     assert not pays(8192, 8)
-
-
-def _nodes(num_nodes: int, local: int) -> list[int]:
-    return [rank // local for rank in range(num_nodes * local)]
-
-
-@pytest.mark.parametrize(
-    ("nodes", "grid"),
-    [
-        ([0, 0, 1, 1], ((0, 1), (2, 3))),
-        ([0, 1, 0, 1], ((0, 2), (1, 3))),
-        ([5, 5, 3, 3, 9, 9], ((0, 1), (2, 3), (4, 5))),
-        ([0, 0, 0], ()),
-        ([0, 1, 2], ()),
-        ([0, 0, 1], ()),
-        ([0, 1, 1, 0], ()),  # The second places, ranks 3 and 2, would add up node 1 before node 0.
-        ([0], ()),
-    ],
-)
-def test_a_grid_needs_equally_many_ranks_on_several_nodes(nodes: list[int], grid: tuple[tuple[int, ...], ...]) -> None:
-    assert node_grid(nodes) == grid
-
-
-@pytest.mark.parametrize(("num_nodes", "local"), [(2, 2), (8, 8), (3, 4)])
-def test_the_direct_way_sends_once_for_each_rank_of_a_node(num_nodes: int, local: int) -> None:
-    size = 12_000_000
-    direct, hierarchical = shard_exchanges([_nodes(num_nodes, local)], size, H100, bucket_bytes=MIB, may_grow=False)
-    floor = 2 * size * (num_nodes - 1) / num_nodes  # Gradients leave, and values.
-    assert hierarchical.node_bytes == pytest.approx(floor)
-    assert direct.node_bytes == pytest.approx(local * floor)
-    assert len(hierarchical.grid) == num_nodes and not direct.grid
-
-
-def _choose(nodes: list[list[int]], num_bytes: int, cost: CostModel = H100, *, may_grow: bool = True) -> ShardExchange:
-    ways = shard_exchanges(nodes, num_bytes, cost, bucket_bytes=25 * MIB, may_grow=may_grow)
-    return min(ways, key=lambda way: way.seconds)
-
-
-def test_large_models_are_summed_inside_nodes_first() -> None:
-    assert not _choose([_nodes(2, 2)], 10**5, may_grow=False).grid
-    assert _choose([_nodes(2, 2)], 10**8, may_grow=False).grid
-    # Free links between nodes leave the direct way.
-    fast = replace(H100, bandwidth=(1e9, 1e15), latency_seconds=(0.0,), op_seconds=0.0)
-    assert not _choose([_nodes(2, 2)], 10**9, fast).grid
-    # So do replicas that lie differently.
-    assert not _choose([[0, 0, 1, 1], [1, 2, 2, 2]], 10**9).grid
-
-
-def test_buckets_grow_to_a_64th_of_the_model() -> None:
-    for size in (10**8, 32 * 10**9):
-        grown = _choose([_nodes(8, 8)], size)
-        assert 25 * MIB <= grown.bucket_bytes <= max(25 * MIB, size // 64)
-    assert grown.bucket_bytes > 200 * MIB
-    one_node = _choose([[0] * 8, [1] * 8], 32 * 10**9)
-    assert (one_node.grid, one_node.bucket_bytes, one_node.node_bytes) == ((), 25 * MIB, 0)
-    fixed = _choose([_nodes(8, 8)], 32 * 10**9, may_grow=False)
-    assert fixed.bucket_bytes == 25 * MIB
-    assert fixed.seconds > grown.seconds
 
 
 MACHINE = CostModel(
