@@ -6,26 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import local_tensor
-from tests.distributed.backward_passes import (
-    branch_on_some_ranks,
-    clipped,
-    make_optimizer,
-    replaced_state,
-    sharded,
-)
 from tests.distributed.sharding.training import distributed_over, mesh_of
-from tests.distributed.test_step_program import start
 from tests.reference.muon import ReferenceMuon, muon_eq
 from tests.support import family
 from tests.support.processes import ProcessPool
-from tests.support.tensors import are_equal, random_tensors, weights_of, whole, wholes
+from tests.support.tensors import are_equal, random_tensors, whole, wholes
 
 # Rows that do not divide, fewer rows or columns than ranks, tall, wide, a stack of experts, a convolution, fused parts.
 SHAPES = {
@@ -124,81 +115,6 @@ def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape:
                 parts = [each for key, each in reference.second_moments.items() if key.startswith(f"{name} ")]
                 expected = torch.stack(parts, 1) if name == "heads" else torch.cat(parts)
                 torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=TOLERANCE, atol=0)
-
-
-def test_the_reference_takes_other_steps_than_muon() -> None:
-    muon = _reference({}).matrices
-    for options in CHOICES:
-        # A single row is the whole matrix: NorMuon changes nothing there.
-        found = _reference(options).matrices
-        assert all((found[name] - muon[name]).abs().max() > 1e-3 for name in found if not name.startswith("row")), (
-            options
-        )
-
-
-def _variants(mesh_shape: tuple[int, ...], wire_dtype: str) -> list[str]:
-    """How steps differ from those without overlap, bit by bit, or from the program; or replicas from each other."""
-    variants: list[dict[str, Any]] = [{"overlap": "off"}, {}]
-    owners: list[dict[str, Any]] = [
-        {"look_ahead": 1, "assignment": "round_robin"},
-        {"assignment": "redundant"},
-    ]
-    if len(mesh_shape) > 1:
-        owners = [{"dedupe": each, "chunk_bytes": 400} for each in ("always", "never")]
-    different: list[str] = []
-    for backward in (clipped, replaced_state, branch_on_some_ranks):
-        expected: dict[str, Tensor] = {}
-        for options in variants + owners if backward is clipped else variants:
-            model = sharded(mesh_shape)
-            optimizer = make_optimizer(model, **NORMUON, wire_dtype=wire_dtype, **options)
-            for step in range(3):
-                backward(model, optimizer, step)
-                optimizer.step()
-            found = weights_of(model) | _states(optimizer)
-            different += [f"{backward.__name__} {options} {key}" for key in _different(found, expected or found)]
-            expected = expected or found
-    return different
-
-
-def _different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Keys of tensors that have not the same bits, here and on all ranks."""
-    together = torch.cat([each.flatten() for each in found.values()])
-    copies = [torch.empty_like(together) for _ in range(dist.get_world_size())]
-    dist.all_gather(copies, together)
-    sizes = [each.numel() for each in found.values()]
-    pieces = zip(found, *(copy.split(sizes) for copy in copies), strict=True)
-    return [key for key, *those in pieces if not all(torch.equal(each, expected[key].flatten()) for each in those)]
-
-
-@pytest.mark.parametrize(("mesh_shape", "wire_dtype"), [((3,), "bfloat16"), ((2, 2), "float32")], ids=str)
-def test_no_overlap_owner_or_bucket_changes_a_bit(
-    gloo: ProcessPool, mesh_shape: tuple[int, ...], wire_dtype: str
-) -> None:
-    assert gloo.run(_variants, mesh_shape, wire_dtype, world_size=math.prod(mesh_shape)) == [[]] * math.prod(mesh_shape)
-
-
-def _train_in_mode(name: str, shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Weights and states after steps with equal batches on all ranks."""
-    mode, net, optimizer = start(name, shape, {**NORMUON, "wire_dtype": "float32"})
-    for step in range(3):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(step))
-        net(inputs, 4 if step == 1 else 8).square().mean().backward()
-        mode.finish_gradients()
-        optimizer.step()
-        mode.end_step()
-    mode.finish_parameters()
-    return weights_of(net) | _states(optimizer)
-
-
-def test_all_modes_take_the_same_steps(gloo: ProcessPool) -> None:
-    (expected,) = gloo.run(_train_in_mode, "none", (1,), world_size=1)
-    for name, shape in (("fsdp", (2, 2)), ("zero2", (3,)), ("zero2", (2, 2)), ("ddp", (2,))):
-        for found in gloo.run(_train_in_mode, name, shape, world_size=math.prod(shape)):
-            assert found.keys() == expected.keys()
-            for key, value in found.items():
-                # Means over ranks are rounded: a gradient of 1e-7 is orthogonalized as well as one of 1.
-                torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5)
 
 
 def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:

@@ -119,23 +119,6 @@ def test_a_nan_on_a_small_mesh_stops_the_ranks_of_the_large_one(gloo: ProcessPoo
     )
 
 
-def _alone(is_first_only: bool) -> float:
-    """Plain tensors are nobody else's business, whatever the other ranks do."""
-    if is_first_only and dist.get_rank():
-        return 0.0
-    size = 3 + dist.get_rank()
-    weight = nn.Parameter(torch.ones(size, size))
-    weight.grad = torch.randn(size, size)
-    ParallelMuon([weight]).step()
-    return float((weight - 1).abs().max())
-
-
-@pytest.mark.parametrize("is_first_only", [True, False])
-def test_local_tensors_cause_no_collective(gloo: ProcessPool, is_first_only: bool) -> None:
-    moved = gloo.run(_alone, is_first_only, world_size=2, timeout=20)
-    assert moved[0] > 0 and (moved[1] > 0) != is_first_only
-
-
 def _missing_on_a_replica(kind: str) -> list[Tensor]:
     """Two steps; in the first only rank 0 has gradients. Returns local weights and states."""
     mesh = _line()

@@ -7,9 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.optim import gradients
@@ -127,42 +125,3 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
 @pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])
 def test_a_step_that_is_given_up_leaves_nothing_behind(gloo: ProcessPool, looks_at_once: bool) -> None:
     assert gloo.run(_step_over_nan, looks_at_once, world_size=2) == [(True, True)] * 2
-
-
-def _two_optimizers() -> bool:
-    """Two models on the same ranks, of which one skips a gradient on one rank."""
-    results = []
-    for overlap in ("off", "step"):
-        models = [sharded((dist.get_world_size(),)) for _ in range(2)]
-        optimizers = [make_optimizer(model, overlap=overlap) for model in models]
-        for step in range(NUM_STEPS):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                branch_on_some_ranks(model, optimizer, step)
-            for optimizer in optimizers:
-                optimizer.step()
-        results.append([p.detach().to_local() for model in models for p in model.parameters()])  # type: ignore[attr-defined]
-    return all(map(torch.equal, *results))
-
-
-def test_two_optimizers_do_not_disturb_each_other(gloo: ProcessPool) -> None:
-    assert all(gloo.run(_two_optimizers, world_size=3))
-
-
-def _buffer_bytes() -> int:
-    """Bytes of all buffers: 10 matrices of 16 x 16, two to a bucket."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(10)))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(model, mesh=mesh)
-    optimizer = make_optimizer(model, muon_patterns=("*",), look_ahead=3)
-    for _ in range(2):
-        model(torch.ones(2, 16)).square().mean().backward()
-        optimizer.step()
-    assert optimizer._planned is not None
-    return sum(each.nbytes for each in optimizer._planned.matrix_step._pool._buffers.values())
-
-
-def test_there_are_buffers_for_what_a_step_looks_ahead(gloo: ProcessPool) -> None:
-    # On each of two ranks a bucket sends half of one matrix and receives half of another, there and back.
-    bytes_of_a_bucket_one_way = 2 * 8 * 16 * 4
-    assert gloo.run(_buffer_bytes, world_size=2) == [(3 + 3) * bytes_of_a_bucket_one_way] * 2

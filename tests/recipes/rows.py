@@ -30,9 +30,3 @@ def write_csv(folder: Path) -> Path:
     path = folder / "rows.csv"
     wikihow_frame().to_csv(path, index=False)
     return path
-
-
-def write_parquet(folder: Path) -> Path:
-    path = folder / "rows.parquet"
-    wikihow_frame().to_parquet(path)
-    return path

@@ -1,4 +1,4 @@
-"""The ViT on real PNG files of shapes: folders as classes, crops, and a run on two ranks."""
+"""The ViT on real PNG files of shapes, on two ranks."""
 
 import json
 import random
@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from PIL import Image, ImageDraw
 from torch.utils.data import default_collate
 from transformers import AutoConfig, AutoImageProcessor, pipeline
 
 from lightning_muon import MuonConfig, ParallelMuon
 from recipes.t5_summarization.plot import read_metric
-from recipes.vit.data import ImageData, random_crop, to_tensor
+from recipes.vit.data import ImageData, to_tensor
 from recipes.vit.model import ViTClassifier
 from tests.support.programs import ROOT, run_program
 
@@ -48,43 +47,6 @@ def write_shapes(folder: Path, parts: dict[str, int]) -> Path:
             for number in range(count):
                 draw(shape, place).save(folder / part / shape / f"{number}.png")
     return folder
-
-
-def test_a_crop_is_a_mirrored_part_of_the_image() -> None:
-    torch.manual_seed(0)
-    columns = torch.arange(0, 256, 8, dtype=torch.uint8).expand(32, 32)
-    image = Image.fromarray(columns.numpy()).convert("RGB")
-    widths, mirrored = [], 0
-    for _ in range(50):
-        crop = to_tensor(random_crop(image, 16, least_area=0.25, flip=True))
-        assert crop.shape == (3, 16, 16) and -1 <= crop.min() <= crop.max() <= 1
-        row = (crop[0, 0] + 1) * 127.5 / 8  # Columns of the image.
-        mirrored += bool(row[0] > row[-1])
-        widths.append((row[-1] - row[0]).abs().item() / 15 * 16)
-    assert 10 < mirrored < 40
-    # Half of the width to all of it; columns at the edges are averages with their neighbours.
-    assert 15 < min(widths) < 20 and 28 < max(widths) < 33
-    assert torch.equal(to_tensor(random_crop(image, 32, least_area=1.0, flip=False)), to_tensor(image))
-
-
-def test_folders_are_classes_and_are_split_evenly(tmp_path: Path) -> None:
-    folder = write_shapes(tmp_path / "shapes", {"": 10})
-    data = ImageData(
-        source=str(folder), image_size=8, validation_share=0.2, num_workers=0, cache_dir=str(tmp_path / "cache")
-    )
-    data.setup("fit")
-    assert data.classes == list(SHAPES)
-    assert torch.tensor(data.train.with_format(None)["label"]).bincount().tolist() == [8, 8, 8]
-    (batch,) = data.val_dataloader()
-    assert batch["pixel_values"].shape == (6, 3, 8, 8) and batch["labels"].bincount().tolist() == [2, 2, 2]
-    model = ViTClassifier(num_classes=4, architecture={"image_size": 8, "patch_size": 4} | SIZES)
-    trainer = Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
-    with pytest.raises(ValueError, match=r"num_classes=4, but the data has 3 classes: \['circle', 'cross', 'square'\]"):
-        trainer.fit(model, data)
-    for path in (folder / "cross").glob("[1-9].png"):
-        path.unlink()
-    with pytest.raises(ValueError, match=r"one image of each of the classes \['cross'\].*validation/CLASS"):
-        ImageData(source=str(folder), num_workers=0, cache_dir=str(tmp_path / "cache")).setup("fit")
 
 
 def one_process(data: ImageData) -> ViTClassifier:

@@ -6,23 +6,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
 
 from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file
-from recipes.vowels.data import IGNORED_LABEL, PACKAGES, VowelData, collate, folders_of, hide, sentence_of
+from recipes.vowels.data import PACKAGES, folders_of
 from tests.support.programs import program_environment
 from tests.support.warm_python import warm_python
-
-
-def test_a_batch_hides_the_vowels_and_only_those() -> None:
-    sentences = ["Return the number of items.", "Why rhythm?", "AEIOU stay, aeiou go"]
-    batch = collate(sentences)
-    assert batch["characters"].shape == batch["vowels"].shape == (3, 27)
-    assert not set(b"aeiou") & set(batch["characters"].flatten().tolist())
-    for sentence, characters, vowels in zip(sentences, batch["characters"], batch["vowels"], strict=True):
-        assert sentence_of(characters, vowels) == sentence
-        assert sentence_of(characters, torch.zeros_like(vowels)) == hide(sentence).replace("_", "a")
-    assert (batch["vowels"][1] != IGNORED_LABEL).sum() == 0
 
 
 @pytest.fixture
@@ -34,18 +22,6 @@ def cache(tmp_path: Path) -> Path:
     pairs = [Pair(module=f"file_{n % 37}.py", source="", target=text) for n, text in enumerate(texts)]
     path.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
     return tmp_path
-
-
-def test_no_sentence_is_learned_and_measured(cache: Path) -> None:
-    data = VowelData(cache_dir=str(cache))
-    data.prepare_data()
-    data.setup("fit")
-    assert data.train
-    assert data.validation
-    assert not set(data.train) & set(data.validation)
-    again = VowelData(cache_dir=str(cache), train_rows=5)
-    again.setup("fit")
-    assert again.train == data.train[:5]
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -87,76 +86,6 @@ def test_ranges_are_the_program_op_by_op(
         assert waits, "a rank of a pipeline waits for messages"
         for _, begin, end in waits:
             assert any(low <= begin and end <= high for name, low, high in ranges if name in listed)
-
-
-class _Gate(torch.autograd.Function):
-    """Hands on; its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:
-        ctx.call = call
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call()
-        return gradient, None
-
-
-class _Gated(nn.Module):
-    """A layer that waits in one of its backwards."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer, self.num_left = layer, 0
-        self.waits: Callable[[], object] = lambda: None
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return _Gate.apply(self.layer(hidden), self._backward_begins)
-
-    def _backward_begins(self) -> None:
-        self.num_left -= 1
-        if self.num_left == 0:
-            self.waits()
-
-
-def _behind_gate(clips: bool) -> float:
-    """A step in which the last backward of rank 0 waits for the step of rank 1; with clipping, for its norm.
-
-    When rank 0 has gone on with its backward, and when rank 1 has begun its step, on the clock of this machine.
-    """
-    net = chain(6)
-    net.parts[1] = gated = _Gated(net.parts[1])
-    training = _Training(net, **_MICRO)
-    store = dist.PrefixStore("gate", dist.distributed_c10d._get_default_store())
-    moments: list[float] = []
-
-    def opens(*_: object) -> None:
-        store.set("open", "yes")
-
-    def passes() -> None:
-        store.wait(["open"])
-        moments.append(time.monotonic())
-
-    if dist.get_rank() == 0:
-        gated.num_left, gated.waits = _MICRO["pipeline_microbatches"], passes
-    elif clips:
-        norm = training.engine.mode.clip_norm_
-        training.engine.mode.clip_norm_ = lambda *args: (opens(), norm(*args))[1]
-    else:
-        training.optimizer.register_step_post_hook(opens)
-    if dist.get_rank() == 1:
-        training.optimizer.register_step_pre_hook(lambda *_: moments.append(time.monotonic()))
-    training.step(clips=clips)
-    training.close()
-    (moment,) = moments
-    return moment
-
-
-@pytest.mark.parametrize("clips", [False, True])
-def test_a_rank_that_is_done_steps_unless_a_norm_waits_for_all(gloo: ProcessPool, clips: bool) -> None:
-    backward, step = gloo.run(_behind_gate, clips, world_size=2, timeout=60)
-    assert (step > backward) is clips, "or, without a norm, rank 0 waits for ever"
 
 
 def _weights_after_steps(waits: bool, schedule: str) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
+from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.sharding.models import Net, full, make_mesh, tokens_of_all
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
@@ -99,24 +99,6 @@ def test_weights_and_buffers_of_any_kind_become_equal(gloo: ProcessPool) -> None
     assert not torch.equal(shard[: other_shard.shape[0]], other_shard)
     for state, _ in replicas:
         assert all(torch.equal(first[name], state[name]) for name in first)
-
-
-def _broadcast() -> list[Tensor]:
-    module, rank = nn.Module(), dist.get_rank()
-    module.register_buffer("mean", torch.arange(6.0).view(2, 3).T + rank)
-    module.register_buffer("flag", torch.tensor([True, rank == 0]))
-    module.register_buffer("count", torch.tensor(rank + 3))
-    module.register_buffer("small", torch.full((2,), rank + 0.5, dtype=torch.bfloat16))
-    module.register_buffer("empty", torch.zeros(0))
-    broadcast_buffers(module)
-    return list(module.buffers())
-
-
-def test_all_ranks_get_the_buffers_of_rank_0(gloo: ProcessPool) -> None:
-    first, *others = gloo.run(_broadcast, world_size=3)
-    assert torch.equal(first[0], torch.arange(6.0).view(2, 3).T)
-    for other in others:
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, first, strict=True))
 
 
 def _replicated(kind: str) -> dict[str, Tensor]:

@@ -17,11 +17,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch import Tensor
 
 from lightning_muon.checkpoint import saving
-from lightning_muon.checkpoint.background import THREAD, BackgroundSaves, HostCopies
+from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
 from lightning_muon.checkpoint.manifest import damages
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import discard, last_written
@@ -258,28 +257,3 @@ def _fail_around_a_save() -> None:
 
 def test_errors_around_a_save_reach_all_ranks(gloo: ProcessPool) -> None:
     gloo.run(_fail_around_a_save, world_size=2)
-
-
-def _copies() -> None:
-    mesh, copies = init_device_mesh("cpu", (2,)), HostCopies()
-    weight, sharded = nn.Parameter(torch.arange(6.0)), distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
-    state = {"a": weight, "tied": weight.detach(), "sharded": sharded, "rest": [1, {"steps": torch.tensor(3)}]}
-    first = copies.copied(state)
-    with torch.no_grad():
-        weight.zero_()
-        sharded.zero_()
-        state["rest"][1]["steps"].zero_()
-        state["rest"].append("later")
-    assert first["a"].tolist() == [0, 1, 2, 3, 4, 5] and first["tied"].data_ptr() == first["a"].data_ptr()
-    assert isinstance(first["sharded"], DTensor) and first["sharded"].full_tensor().tolist() == [0, 1, 2, 3, 4, 5]
-    assert first["rest"] == [1, {"steps": torch.tensor(3)}]
-    places = [first["a"].data_ptr(), first["sharded"].to_local().data_ptr(), first["rest"][1]["steps"].data_ptr()]
-    second = copies.copied(state)
-    assert second["a"].sum() == 0 and second["rest"][2:] == ["later"]
-    assert [second["a"].data_ptr(), second["sharded"].to_local().data_ptr(), second["rest"][1]["steps"].data_ptr()] == (
-        places
-    )
-
-
-def test_copies_share_no_memory_with_the_state(gloo: ProcessPool) -> None:
-    gloo.run(_copies, world_size=2)

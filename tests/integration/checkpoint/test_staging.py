@@ -195,15 +195,6 @@ def test_a_checkpoint_is_removed_at_once(tmp_path: Path) -> None:
     raise AssertionError("never ended")
 
 
-def test_a_link_stays_a_link(gloo: ProcessPool, tmp_path: Path) -> None:
-    (tmp_path / "disk").mkdir()
-    link = tmp_path / "latest"
-    link.symlink_to(tmp_path / "disk" / "checkpoint")
-    for value in (1, 2):
-        gloo.run(_replace, str(link), value, whole=False, world_size=2)
-        assert link.is_symlink() and _names(tmp_path / "disk") == ["checkpoint"] and _read(link) == value
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
     """They were killed when the new checkpoint was in its place, and the old one, of the other format, still there."""
@@ -216,21 +207,6 @@ def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_p
         left.write_text("old")
     gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
     assert _read(path) == 2 and _names(tmp_path) == ["checkpoint"]
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_link_to_a_neighbour_is_replaced_or_removed(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
-    gloo.run(_replace, str(tmp_path / "best.ckpt"), 1, whole=False, world_size=2)
-    (tmp_path / "best.ckpt" / "notes.txt").write_text("mine")
-    path = tmp_path / "last.ckpt"
-    path.symlink_to("best.ckpt")
-    discard(path)
-    assert _names(tmp_path) == ["best.ckpt"]
-    path.symlink_to("best.ckpt")
-    gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
-    assert _read(last_written(path)) == 2 and _read(tmp_path / "best.ckpt") == 1
-    assert _names(tmp_path) == ["best.ckpt", "last.ckpt"] and not path.is_symlink()
-    assert _names(tmp_path / "best.ckpt") == [*_SHARDS, "manifest.json", "notes.txt"]
 
 
 def _save_to_a_url(by: str) -> None:

@@ -14,12 +14,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_muon.compat import torch as compat
 from lightning_muon.compat.torch import (
-    cpu_multiplies_bfloat16_fast,
     drop_unreduced_gradients,
     has_unfinished_backward,
     has_unfinished_forward,
     inherit_timeout,
-    is_compiled,
     is_in_backward,
     new_group,
     overwritten_weights,
@@ -37,10 +35,6 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_SECONDS)
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
-
-
-def test_the_flags_of_the_cpu_are_booleans() -> None:
-    assert isinstance(torch.cpu._is_amx_tile_supported(), bool) and isinstance(cpu_multiplies_bfloat16_fast(), bool)
 
 
 def test_ranges_are_recorded_by_a_profiler_and_cost_nothing_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,10 +124,3 @@ def test_a_pass_that_has_raised_is_seen_and_undone(mesh: DeviceMesh, reset: Any)
     assert seen == [(False, True, False), (True, False, True)] and has_unfinished_backward(root)
     reset(root)
     assert not has_unfinished_backward(root) and not is_in_backward()
-
-
-def test_compiled_modules_are_found() -> None:
-    module = nn.Linear(2, 2)
-    assert not is_compiled(module) and is_compiled(torch.compile(module))
-    module.compile()
-    assert is_compiled(module)

@@ -1,6 +1,5 @@
-"""The pipeline of buckets in one process: what is called when, and what is left alone."""
+"""Steps in one process: what is not rounded, and streams of CUDA against a host that waits."""
 
-from collections.abc import Callable, Sequence
 from unittest import mock
 
 import pytest
@@ -12,7 +11,6 @@ from lightning_muon.math.newton_schulz import Arithmetic
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.schedule.program import branch
 from tests.support.step_plans import adamw_state, plan_for
 
 
@@ -32,31 +30,6 @@ def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
 def parameters() -> list[nn.Parameter]:
     """Three matrices, each a bucket, and a vector."""
     return [*(nn.Parameter(torch.ones(4, 4)) for _ in range(3)), nn.Parameter(torch.ones(4))]
-
-
-def _agreed(parameters: Sequence[Tensor], check: Callable[[], None] | None = None) -> AgreedGradients:
-    generator = torch.Generator().manual_seed(0)
-    gradients = {p: torch.randn(p.shape, generator=generator) for p in parameters}
-    return AgreedGradients(gradients=gradients, deferred_check=check)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("overlap", ["off", "step"])
-@pytest.mark.parametrize("taking_part", [(0, 1, 2, 3), (1, 3), (0, 1), (3,), ()], ids=str)
-@pytest.mark.parametrize("is_deferred", [False, True])
-def test_what_runs_is_the_branch_of_the_program(
-    parameters: list[nn.Parameter], overlap: str, taking_part: tuple[int, ...], is_deferred: bool
-) -> None:
-    step, ran = _step(parameters, overlap), list[str]()
-    step.executor.recorder = mock.Mock(started=lambda op: ran.append(op.name))
-    step.run(_agreed([parameters[i] for i in taking_part], (lambda: None) if is_deferred else None), _state(parameters))
-    (expected,) = branch({0: list(step.plan.ops)}, step.facts).values()
-    assert ran == [op.name for op in expected]
-    assert sum("update" in name for name in ran) == len(set(taking_part) - {3})
-    # A parameter without a gradient is left alone.
-    assert [not torch.equal(p, torch.ones_like(p)) for p in parameters] == [i in taking_part for i in range(4)]
-    assert ("check[]" in ran) is is_deferred
-    assert sum("adamw" in name for name in ran) == 1
 
 
 @torch.no_grad()
@@ -85,18 +58,3 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
             step.run(AgreedGradients(gradients=dict(zip(parameters, gradients, strict=True))), states)
         results.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *results))
-
-
-def test_a_fingerprint_tells_newton_schulz_apart(parameters: list[nn.Parameter]) -> None:
-    def fingerprint(dtype: torch.dtype = torch.float32, **options: object) -> str:
-        group = dict(ParallelMuon(parameters).param_groups[0]) | options
-        return plan_for(parameters, group=group, arithmetic=Arithmetic("cpu", dtype)).fingerprint
-
-    assert fingerprint() == fingerprint() == fingerprint(ns_coefficients="jordan")
-    others = [{"ns_steps": 4}, {"ns_coefficients": "polar_express"}, {"ns_quality": "fast"}, {"dtype": torch.bfloat16}]
-    assert len({fingerprint(), *(fingerprint(**each) for each in others)}) == 5  # pyright: ignore[reportArgumentType]
-    # Param groups may change after the plan was made.
-    plan = plan_for(parameters, group=ParallelMuon(parameters).param_groups[0])
-    for parameter in plan.parameters:
-        parameter.group["ns_steps"] = 4
-    assert plan.fingerprint == fingerprint(ns_steps=4)

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import warnings
 from typing import Any
 
 import pytest
@@ -160,24 +159,6 @@ def test_schedulers_and_settings_after_a_load_count() -> None:
         optimizer.step()
         assert torch.equal(weight, before)
     torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
-
-
-def test_two_parameters_of_one_name_are_refused() -> None:
-    layers = [nn.Linear(3, 4), nn.Linear(4, 3)]
-    groups = [{"params": list(layer.named_parameters())} for layer in layers]
-    with pytest.raises(ValueError, match="two parameters have the name 'weight'"):
-        ParallelMuon(groups).step()
-
-
-def test_guessing_by_shape_is_said_once() -> None:
-    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 9))
-    set_gradients(model.parameters(), 0)
-    with pytest.warns(UserWarning, match="by their shape alone"):
-        ParallelMuon(model.parameters()).step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ParallelMuon(model).step()
-        ParallelMuon([{"params": [model[1].weight]}], algorithm="muon").step()
 
 
 def test_a_step_needs_memory_for_a_few_buckets_only() -> None:

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 
 from lightning_muon import FlexDeMo, NonFiniteGradientError, ParallelMuon
-from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, resolve_compute_dtype
-from lightning_muon.params.layout import Layout
 from tests.support.tensors import are_equal, set_gradients
 
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -37,37 +34,6 @@ def _train(model: nn.Module, optimizer: Any, steps: range) -> list[torch.Tensor]
         set_gradients(model.parameters(), step)
         optimizer.step()
     return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_attaching_creates_all_state_without_a_step(kind: Any) -> None:
-    model = _model()
-    optimizer = _make(kind, model.parameters())
-    assert isinstance(optimizer, PlannedOptimizer)
-    assert not optimizer._existing_state
-    optimizer.attach(model)
-    assert [route.name for route in optimizer.routes] == [name for name, _ in model.named_parameters()]
-    assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", *["adamw"] * 4], "the last is the head"
-    assert set(optimizer.state) == set(model.parameters())
-    before = {key: set(state) for key, state in optimizer.state.items()}
-    found = _train(model, optimizer, range(3))
-    assert {key: set(state) for key, state in optimizer.state.items()} == before
-    model = _model()
-    assert are_equal(found, _train(model, _make(kind, model), range(3))), "as one that is made from the module"
-
-
-def test_state_that_is_there_cannot_be_laid_out_anew() -> None:
-    model = _model()
-    optimizer = _make(ParallelMuon, model)
-    optimizer.attach(model)
-    optimizer.attach(model, Layout())
-    assert len(optimizer.state) == 6, "zeros can be made again"
-    _train(model, optimizer, range(1))
-    with pytest.raises(RuntimeError, match=r"ParallelMuon has state already.*before its first step"):
-        optimizer.attach(model, Layout())
-    loaded = _make(ParallelMuon, model)
-    loaded.load_state_dict(optimizer.state_dict())
-    with pytest.raises(RuntimeError, match="has state already"):
-        loaded.attach(model, Layout())
 
 
 def test_freezing_thawing_and_new_groups_make_a_new_plan(kind: Any) -> None:
@@ -161,18 +127,6 @@ def test_a_saved_state_is_no_part_and_may_lack_hyper_parameters(kind: Any) -> No
     assert other.param_groups[0]["weight_decay"] == 0.125
 
 
-def test_parameters_that_were_swapped_keep_their_place(kind: Any) -> None:
-    model = _model()
-    optimizer = _make(kind, model)
-    new = nn.Parameter(torch.zeros(7, 13))
-    model[1].weight = new
-    optimizer.param_groups[0]["params"][1] = new
-    assert optimizer.routes[1].name == "1.weight"
-    assert optimizer.routes[1].algorithm == "muon"
-    _train(model, optimizer, range(1))
-    assert not torch.equal(new, torch.zeros(7, 13))
-
-
 def test_steps_without_gradients_change_nothing_as_in_torch(kind: Any) -> None:
     """A scheduler that is tried out, batches that are left out, a head that is not used in every step."""
     model = _model()
@@ -203,22 +157,6 @@ def test_a_float16_gradient_with_a_large_norm_is_applied() -> None:
     parameter.grad[0, 0] = float("inf")
     optimizer.step()
     assert optimizer.skipped_steps == 1
-
-
-def test_the_default_device_is_not_that_of_the_optimizer(kind: Any) -> None:
-    results = []
-    for default in ("cpu", "meta"):
-        model = _model()
-        with torch.device(default):
-            optimizer = _make(kind, model)
-            for step in range(2):
-                for number, parameter in enumerate(model.parameters()):
-                    parameter.grad = torch.full(parameter.shape, 0.1 * number + step, device="cpu")
-                optimizer.step()
-            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-            optimizer.step()
-        results.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert are_equal(*results)
 
 
 def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
@@ -254,9 +192,3 @@ def test_parameters_between_other_elements_are_trained_alone(options: Any) -> No
             assert (wide[1][::2] == 1).all() and (wide[2][10:] == 1).all()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-def test_auto_computes_in_bfloat16_where_the_cpu_can() -> None:
-    expected = torch.bfloat16 if cpu_multiplies_bfloat16_fast() else torch.float32
-    assert resolve_compute_dtype("auto", torch.device("cpu")) is expected
-    assert resolve_compute_dtype("auto", torch.device("meta")) is torch.float32

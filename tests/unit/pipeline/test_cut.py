@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from itertools import combinations, pairwise
 
@@ -13,13 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_muon.pipeline.cut import (
-    Absent,
     balance,
     check_parameters,
     choose_stages,
-    free,
     matrices_of,
-    only,
     untie,
 )
 from lightning_muon.pipeline.model import StagedModel, find_staged_model
@@ -124,45 +120,3 @@ def test_parts_that_share_a_parameter_get_copies() -> None:
     assert net.blocks[1][0].weight is not net.blocks[0][0].weight and net.blocks[1][0].weight.requires_grad
     assert net.blocks[2][1].weight is net.blocks[2][0].weight
     assert untie(net, stages) == []
-
-
-def test_names_of_what_is_left_are_those_of_the_model() -> None:
-    net = _Net()
-    whole = {name: value.clone() for name, value in net.state_dict().items()}
-    model = _model(net)
-    stages = choose_stages(model, 2, ["embedding", "blocks.2"])
-    free(stages[0])
-    assert set(net.state_dict()) == {name for name in whole if name.startswith(("blocks.2", "blocks.3", "head"))}
-    assert all(torch.equal(value, whole[name]) for name, value in net.state_dict().items())
-    assert {name for name, _ in net.named_parameters()} == set(net.state_dict())
-
-
-def test_stages_one_after_the_other_are_the_whole_forward() -> None:
-    net, tokens = _Net(), torch.randint(0, 100, (3, 5))
-    expected = net(tokens)
-    model = _model(net)
-    stages = dict(enumerate(choose_stages(model, 4)))
-    modules = dict(net.named_modules())
-    hidden = None
-    for stage, parts in stages.items():
-        with only(stages, stage):
-            # Modules of the other stages are not there, those of this one are.
-            assert {name for name, child in net.named_modules() if isinstance(child, Absent)} == {
-                part.name for other, own in stages.items() if other != stage for part in own
-            }
-            # A forward of the whole model, too, runs this stage alone.
-            through_net = net(tokens if hidden is None else hidden)
-        hidden = model.run(parts, hidden, tokens)
-        assert torch.equal(through_net, hidden)
-    assert torch.equal(hidden, expected)
-    assert dict(net.named_modules()) == modules
-
-
-def test_an_absent_module_hands_on_and_keeps_its_kind() -> None:
-    original = nn.Linear(2, 2)
-    original.attention_type = "sliding"
-    absent = copy.deepcopy(Absent(original))
-    assert (absent.attention_type, absent.in_features) == ("sliding", 2) and not list(absent.parameters())
-    hidden = torch.randn(3, 2)
-    assert absent(hidden, "mask", position=1) is hidden
-    assert torch.equal(absent(torch.arange(3)), torch.zeros(()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -73,34 +72,6 @@ def test_stages_of_a_language_model_compute_what_it_does(kind: str, tied: bool) 
     torch.testing.assert_close(result.loss, expected.loss)
     total, count = model.loss(hidden, target)
     assert count == 6 + 3 and torch.equal(total / count, result.loss)
-
-
-def test_calls_of_a_language_model_become_inputs_and_targets() -> None:
-    net: Any = causal_lm("llama")
-    model = find_staged_model(net)
-    tokens = torch.ones(2, 3, dtype=torch.int64)
-    assert model.inputs_of_call((tokens,), {"labels": None, "past_key_values": None}) == ({"input_ids": tokens}, None)
-    assert model.inputs_of_call((), {"input_ids": tokens, "labels": tokens}) == ({"input_ids": tokens}, tokens)
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model.inputs_of_call((tokens,), {"past_key_values": ()})
-    with pytest.raises(KeyError, match=r"no labels, only \['input_ids'\]"):
-        model.split({"input_ids": tokens})
-
-
-@pytest.mark.parametrize("is_pair", [False, True])
-def test_a_batch_that_is_no_mapping_is_told_what_to_do(is_pair: bool) -> None:
-    net: Any = causal_lm("llama")
-    tokens = torch.ones(2, 3, dtype=torch.int64)
-    batch: Any = (tokens, tokens) if is_pair else tokens
-    kind = "tuple" if is_pair else "Tensor"
-    with pytest.raises(TypeError, match=rf"a batch is a {kind}, but a pipeline calls LlamaForCausalLM itself") as error:
-        find_staged_model(_holder(net)).split(batch)
-    # The method of the message makes such a batch one that a pipeline takes.
-    methods: dict[str, Any] = {}
-    exec(textwrap.dedent(str(error.value).partition("\n")[2]), methods)
-    model = find_staged_model(_holder(net, pipeline_step=methods["pipeline_step"]))
-    inputs, labels = model.split(batch)
-    assert list(inputs) == ["input_ids"] and inputs["input_ids"] is tokens and labels is tokens
 
 
 def test_the_encoder_decoder_example_computes_what_a_t5_does() -> None:

@@ -1,24 +1,20 @@
 """Programs of Accelerate, with our Accelerator or one that becomes ours, give the weights of one process."""
 
-import copy
-import gc
 import os
-import warnings
-import weakref
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps, training_on_cpu
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps
 from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
 from tests.integration.training import EXACT, Block, loss_of, max_difference
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
@@ -99,28 +95,6 @@ def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
 
 
-def _precision(**options: Any) -> tuple[dict[str, Tensor], list[torch.dtype]]:
-    with accelerator_on_cpu(mixed_precision="bf16", **options) as accelerator:
-        model: Any = network()
-        seen: list[torch.dtype] = []
-        model.blocks[0].up.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        run_steps(accelerator, model, optimizer)
-        output = model(own_rows(accelerator, micro_batch(0, 0))[0])
-        return accelerator.get_state_dict(model), [next(model.parameters()).dtype, seen[-1], output.dtype]
-
-
-@pytest.mark.parametrize("options", [{}, {"is_fsdp": False, "sharding": "ddp"}])
-def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    found, dtypes = gloo.run(_precision, world_size=2, **options)[0]
-    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
-    # bfloat16 has 8 bits; where a gradient is near zero, AdamW then steps in another direction.
-    initial, exact = network().state_dict(), reference()
-    distance = sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
-    way = sum(float((exact[name] - initial[name]).square().sum()) for name in exact) ** 0.5
-    assert 1e-4 < distance / way < 0.3
-
-
 def _loader() -> tuple[list[int], list[int], dict[str, Tensor]]:
     """An evaluation with a prepared loader, whose last batch is short, and a training after it."""
     with accelerator_on_cpu(accumulate=1) as accelerator:
@@ -144,24 +118,6 @@ def test_an_evaluation_sees_each_row_once_and_changes_nothing(gloo: ProcessPool)
     assert sorted(seen) == sorted((torch.arange(7) * 6 % 23).tolist())
     assert lengths == [4, 3]
     assert max_difference(state, reference(steps=2, accumulate=1)) <= _TOLERANCE
-
-
-def _twice() -> dict[str, Tensor]:
-    """As a Trainer does: everything is prepared once more, in between an evaluation without an optimizer."""
-    with training_on_cpu() as (accelerator, model, optimizer):
-        run_steps(accelerator, model, optimizer, steps=range(2))
-        accelerator.free_memory()
-        model = accelerator.prepare(model)
-        with torch.no_grad():
-            model(own_rows(accelerator, micro_batch(0, 0))[0])
-        accelerator.free_memory()
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run_steps(accelerator, model, optimizer, steps=range(2, 4))
-        return accelerator.get_state_dict(model)
-
-
-def test_a_training_goes_on_after_it_was_prepared_again(gloo: ProcessPool) -> None:
-    assert max_difference(gloo.run(_twice, world_size=2)[0], reference()) <= _TOLERANCE
 
 
 def _wrong(what: str) -> None:
@@ -301,46 +257,6 @@ def test_what_comes_too_late_is_an_error(gloo: ProcessPool, what: str, match: st
     gloo.expect_error_on_all_ranks(_too_late, what, match=match, world_size=2)
 
 
-_CHECKPOINTING = {
-    "FSDP_ACTIVATION_CHECKPOINTING": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Block",
-}
-
-
-def _checkpointed() -> tuple[dict[str, Tensor], int]:
-    """How often the first block has run forward, too."""
-    calls = []
-    with accelerator_on_cpu(variables=_CHECKPOINTING) as accelerator:
-        model: Any = network()
-        model.blocks[0].up.register_forward_hook(lambda *_: calls.append(None))
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        run_steps(accelerator, model, optimizer)
-        return accelerator.get_state_dict(model), len(calls)
-
-
-def test_activations_may_be_dropped(gloo: ProcessPool) -> None:
-    found, num_calls = gloo.run(_checkpointed, world_size=2)[0]
-    assert num_calls == 2 * 8
-    assert max_difference(found, reference()) <= 1e-6
-
-
-def _kept() -> list[bool]:
-    """Which of the whole parameters are still there."""
-    with accelerator_on_cpu() as accelerator:
-        model: Any = network()
-        optimizer: Any = adamw(model)
-        references = [weakref.ref(parameter) for parameter in model.parameters()]
-        model, optimizer = accelerator.prepare(model, optimizer)
-        run_steps(accelerator, model, optimizer, steps=range(1))
-        gc.collect()
-        return [reference() is not None for reference in references]
-
-
-def test_whole_parameters_are_not_kept(gloo: ProcessPool) -> None:
-    assert not any(gloo.run(_kept, world_size=2)[0])
-
-
 def _kinds(**options: Any) -> list[str]:
     """What became of two optimizers; and what of the model is divided."""
     with accelerator_on_cpu(**options) as accelerator:
@@ -395,33 +311,3 @@ def _mesh(**options: Any) -> tuple[int, ...]:
 def test_replicas_are_nodes_unless_the_user_says_otherwise(gloo: ProcessPool) -> None:
     assert gloo.run(_mesh, world_size=4) == [(2, 2)] * 4
     assert gloo.run(_mesh, shard_size=4, world_size=4) == [(1, 4)] * 4
-
-
-def _copy(*, is_fsdp: bool = False, **options: Any) -> list[Tensor]:
-    """The weights of a copy of a prepared model that trains on."""
-    with accelerator_on_cpu(is_fsdp=is_fsdp, **options) as accelerator:
-        model: Any = network()
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        run_steps(accelerator, model, optimizer, steps=range(1))
-        copied, expected = copy.deepcopy(model), [p.detach().clone() for p in model.parameters()]
-        copied(torch.zeros(1, 4, dtype=torch.int64))  # Its hooks are those of no training.
-        run_steps(accelerator, model, optimizer, steps=range(1, 2))
-        return [(own - other).abs().max() for own, other in zip(copied.parameters(), expected, strict=True)]
-
-
-@pytest.mark.parametrize(("world_size", "sharding"), [(1, "fsdp"), (2, "ddp"), (2, "zero2")])
-def test_a_model_with_whole_weights_can_be_copied(gloo: ProcessPool, world_size: int, sharding: str) -> None:
-    assert not any(map(any, gloo.run(_copy, sharding=sharding, world_size=world_size)))
-
-
-def _keyword_of_ddp() -> list[str]:
-    with ddp_on_cpu(), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        handler = DistributedDataParallelKwargs(find_unused_parameters=True)
-        lightning_muon.accelerate.Accelerator(kwargs_handlers=[handler])
-    return [str(each.message) for each in caught if "lightning_muon" in str(each.message)]
-
-
-def test_keywords_of_ddp_have_no_effect_and_warn(gloo: ProcessPool) -> None:
-    first, second = gloo.run(_keyword_of_ddp, world_size=2)
-    assert second == [] and len(first) == 1 and "has no effect (find_unused_parameters)" in first[0]

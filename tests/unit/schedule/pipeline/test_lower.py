@@ -17,7 +17,6 @@ from lightning_muon.schedule.pipeline import (
     Order,
     Pipeline,
     PipelineKind,
-    StageCosts,
     W,
     add_optimizer,
     add_reduce_grad,
@@ -30,48 +29,14 @@ from lightning_muon.schedule.pipeline import (
     validate_pipeline,
 )
 from lightning_muon.schedule.pipeline.play import Run, play_order
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.program import Program
 from lightning_muon.schedule.simulate import simulate
-from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK, fitting, problems
-
-
-def _names(ops: list[Op]) -> str:
-    return " ".join(op.name for op in ops)
+from tests.unit.schedule.pipeline.problems import BUILT_IN, fitting, problems
 
 
 def _full(pipeline: Pipeline, name: str) -> Program:
     program = add_reduce_grad(add_unshard(build_program(make_order(name, pipeline), pipeline)))
     return add_optimizer(program)
-
-
-def test_two_ranks_have_these_ops() -> None:
-    program = _full(Pipeline(num_ranks=2, num_microbatches=2), "1f1b")
-    assert _names(program[0]) == (
-        "unshard[0] F[0.0] activation[0.0] F[0.1] activation[0.1] gradient[1.0] B[0.0] gradient[1.1] B[0.1] "
-        "reduce_grad[0] reshard[0] optimizer[0]"
-    )
-    assert _names(program[1]) == (
-        "unshard[1] activation[0.0] F[1.0] activation[0.1] B[1.0] gradient[1.0] F[1.1] B[1.1] "
-        "gradient[1.1] reduce_grad[1] reshard[1] optimizer[1]"
-    )
-    ops = {(op.rank, op.name): op for listed in program.values() for op in listed}
-    assert ops[0, "F[0.0]"].deps == ("unshard[0]",)
-    assert (ops[0, "activation[0.0]"].deps, ops[1, "activation[0.0]"].deps) == (("F[0.0]",), ())
-    assert ops[0, "activation[0.0]"].group == ops[1, "activation[0.0]"].group == (0, 1)
-    assert ops[0, "gradient[1.0]"].group == (1, 0)
-    assert ops[0, "activation[0.0]"].lane == ops[0, "gradient[1.0]"].lane
-    assert ops[1, "F[1.0]"].deps == ("activation[0.0]", "unshard[1]")
-    assert ops[0, "B[0.1]"].deps == ("F[0.1]", "gradient[1.1]")
-    assert ops[1, "B[1.0]"].deps == ("F[1.0]",)
-
-
-def test_stages_of_one_rank_that_follow_each_other_send_nothing() -> None:
-    program = build_program(make_order("zb_v", fitting("zb_v", 2, 4)), fitting("zb_v", 2, 4))
-    assert not any(op.group and op.items[0] == 1 and op.kind == PipelineKind.ACTIVATION for op in program[1])
-    ops = {op.name: op for op in program[1]}
-    assert ops["F[2.0]"].deps == ("F[1.0]",)
-    assert ops["I[1.0]"].deps == ("F[1.0]", "I[2.0]")
-    assert ops["W[1.0]"].deps == ("F[1.0]", "I[1.0]")
 
 
 @settings(deadline=None, max_examples=100)
@@ -123,34 +88,6 @@ def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeli
     assert timeline.peak_bytes == max(map(peak_activations, order))
     program = add_optimizer(add_reduce_grad(add_unshard(program)))
     validate_pipeline(program, pipeline)
-
-
-def test_a_stage_reduces_gradients_while_others_run_backward() -> None:
-    pipeline = fitting("interleaved_1f1b", 4, 8, costs=StageCosts(reduce_grad=2.0))
-    timeline = simulate(_full(pipeline, "interleaved_1f1b"), pipeline.costs)
-    for rank, spans in timeline.spans.items():
-        reduced = {span.op.items[0]: span for span in spans if span.op.kind == PipelineKind.REDUCE_GRAD}
-        assert list(reduced) == [rank + 4, rank], "the deeper stage first, each once"
-        backwards = [span for span in spans if span.op.kind == PipelineKind.BACKWARD and span.op.items[0] == rank]
-        assert any(span.start < reduced[rank + 4].end and span.end > reduced[rank + 4].start for span in backwards)
-
-
-def test_a_stage_steps_in_the_cool_down_of_the_others() -> None:
-    costs = StageCosts(optimizer=(0.0, 0.0, 0.0, 6.0))
-    pipeline = Pipeline(num_ranks=4, num_microbatches=8, costs=costs)
-    # In the 6 seconds in which the gradients of the last micro-batch travel from the last stage to the first.
-    assert simulate(_full(pipeline, "1f1b"), costs).makespan == 3 * (8 + 3)
-
-
-def test_a_rank_takes_one_step_for_all_of_its_stages() -> None:
-    costs = StageCosts(communication=1.0, optimizer=(1.0, 2.0, 3.0, 4.0))
-    pipeline = fitting("interleaved_1f1b", 2, 4, costs=costs)
-    program = add_tied(add_reduce_grad(build_program(make_order("interleaved_1f1b", pipeline), pipeline)), [(0, 3)])
-    spans = simulate(add_optimizer(program), costs).spans
-    for rank, stages in ((0, (0, 2)), (1, (1, 3))):
-        *before, step = spans[rank]
-        assert (step.op.name, step.op.items) == (f"optimizer[{stages[0]}+{stages[1]}]", stages)
-        assert step.start == max(span.end for span in before) and step.end - step.start == sum(stages) + 2
 
 
 def _without(program: Program, rank: int, name: str) -> Program:
@@ -212,15 +149,6 @@ def test_too_many_activations_or_a_missing_step_are_refused() -> None:
         ValueError, match=r"rank 1 has optimizer of the stages \[\]; it must have one of each of \[1, 2\]"
     ):
         validate_pipeline(_without(program, 1, "optimizer[1+2]"), pipeline)
-
-
-@pytest.mark.parametrize("name", [*STAGES_PER_RANK, "zb_1p"])
-@pytest.mark.parametrize(
-    "zeros", [("backward_weight",), ("backward_weight", "optimizer"), ("forward", "backward_input")]
-)
-def test_what_takes_no_time_keeps_its_place(name: str, zeros: tuple[str, ...]) -> None:
-    pipeline = fitting(name, 2, 4, costs=StageCosts(**{"optimizer": 1.0, **dict.fromkeys(zeros, 0.0)}))
-    validate_pipeline(_full(pipeline, name), pipeline)
 
 
 def test_an_optimizer_without_sums_of_gradients_is_refused() -> None:
