@@ -43,7 +43,7 @@ from lightning_muon.schedule.assign import longest_first
 SHAPES = {
     # Attention and feed-forward matrices of T5 with 6 + 6 layers; (rows, cols, count).
     "t5-small": [(512, 512, 72), (2048, 512, 12), (512, 2048, 12)],
-    "tiny": [(128, 128, 24), (512, 128, 4), (128, 512, 4)],
+    "tiny": [(128, 128, 4), (512, 128, 2), (128, 512, 2)],
 }
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 Step = Callable[[], None]

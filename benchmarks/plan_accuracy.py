@@ -21,7 +21,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
@@ -83,13 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One measured step and its prediction."""
-
-    recording: Recording  # The fastest of the recorded steps.
-    cost: CostModel  # The model that was measured just before.
-    predicted: Timeline  # The same ops in the same order, simulated.
+# The fastest of the recorded steps, the cost model that was measured just before, and the same ops simulated.
+Comparison = tuple[Recording, CostModel, Timeline]
 
 
 def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str, Comparison]]:
@@ -102,12 +97,12 @@ def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str,
         for schedule, options in SCHEDULES.items():
             recording = fastest_step(model, arguments.replicas, arguments.steps, arithmetic | options)
             predicted = predict(recording, cost, device_type=this_device().type)
-            rounds[-1][schedule] = Comparison(recording=recording, cost=cost, predicted=predicted)
+            rounds[-1][schedule] = recording, cost, predicted
     return rounds
 
 
 def row(name: str, num_ranks: int, schedule: str, found: Sequence[Comparison]) -> str:
-    measured, predicted = ([each.recording.seconds for each in found], [each.predicted.makespan for each in found])
+    measured, predicted = [each[0].seconds for each in found], [each[2].makespan for each in found]
     ratios = [one / other for one, other in zip(predicted, measured, strict=True)]
     times = f"{1e3 * median(measured):.0f} | {1e3 * median(predicted):.0f}"
     listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -116,8 +111,9 @@ def row(name: str, num_ranks: int, schedule: str, found: Sequence[Comparison]) -
 
 def write_last(arguments: argparse.Namespace, model: ModelShapes, num_ranks: int, found: Comparison) -> None:
     shape = f"{arguments.replicas} x {num_ranks // arguments.replicas}"
-    write(arguments.out, found.recording, found.predicted, f"{model.name} on {shape} ranks")
-    (arguments.out / "cost.json").write_text(json.dumps(asdict(found.cost)) + "\n", encoding="utf-8")
+    recording, cost, predicted = found
+    write(arguments.out, recording, predicted, f"{model.name} on {shape} ranks")
+    (arguments.out / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     print(f"wrote cost.json (for plan --cost), trace.json, timeline.png and timeline.svg to {arguments.out}")
 
 
