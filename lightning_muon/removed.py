@@ -33,6 +33,26 @@ REMOVED: dict[str, str] = {
     "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
     "ray": "examples/ray_train.py of the repository sets what Ray Train asks for",
     # commands, and options of commands
+    **{
+        f"lightning-muon plan --{name}": text
+        for names, text in {
+            "splits": "pass --ranks N, which compares the best split of each way to train by formulas",
+            "pipeline": "pass --ranks N for 1F1B; docs/pipelines.md has bubble and memory of each schedule",
+            "write-config": "pass --ranks N, which ends in a line to paste; its options are those of a YAML file, too",
+            "flexdemo": "pass --ranks N; docs/flexdemo.md has bits and break-even as two formulas",
+            "write-shapes": "pass --config, or write a shape file, whose format is in docs/planning.md",
+            "fused": "give fused= of the optimizer in --config, or splits in a shape file",
+            "stack-shard-dim": "give shard_dim in a shape file",
+            "json": "read the text, or a picture by --draw; programs import lightning_muon.cli.plan_step",
+            "flops memory-bandwidth bandwidth inter-bandwidth latency model-flops": "pass a file with rates as --cost",
+            "ns-steps wire-bytes chunk-bytes look-ahead": "give it as an option of the optimizer in --config",
+            "modes schedules activations microbatches width": "pass --ranks N, which chooses what it leaves open",
+            "stage-costs memory-limit compute-seconds": "it was for a plan that went, too",
+            "replicate": "write --replicate-size",
+            "shard": "write --shard-size",
+        }.items()
+        for name in names.split()
+    },
     "lightning-muon report": "curves are drawn by TensorBoard, by Weights & Biases, or of metrics.csv by pandas",
     "lightning-muon config": "start from examples/accelerate.yaml, which has every option, see docs/options.md",
     "lightning-muon tune": "a loop over `lightning-muon fit` does it, see docs/learning-rates.md",

@@ -1,322 +1,209 @@
-"""``lightning-muon plan``: what a step will cost on any number of ranks, without starting one."""
+"""``lightning-muon plan``: an optimizer step from shapes, or with ``--ranks`` what fits and what to use."""
 
 from __future__ import annotations
 
-import gc
-import json
-import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 
-from lightning_muon.cli import plan_modes, plan_pipeline
-from lightning_muon.cli.plan_flexdemo import slow_links, slow_links_report
-from lightning_muon.cli.plan_model import (
-    Mesh,
-    PlannedModel,
-    add_model_arguments,
-    config_from_words,
-    read_model,
-    with_fused,
-    with_stacks_cut_along,
-)
-from lightning_muon.cli.plan_strategies import PIPELINE, Outcome, Setting, choice_of, compare_strategies
-from lightning_muon.cli.table import count, positive, table
+from lightning_muon.cli.plan_fit import GIB, MODES, PRECISIONS, Job, Row, Way, best_rows
+from lightning_muon.cli.plan_model import Mesh, PlannedModel, read_config
+from lightning_muon.cli.plan_step import Setting, planned_steps, report
+from lightning_muon.cli.table import count, memory_of_host, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.params.routing import routing_rows, routing_totals
+from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.draw import draw_timelines, rows_shown
-from lightning_muon.schedule.shapes import write_shapes
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 
-MOST_RANKS = 4096
 WIDTH = 120
-_DESCRIPTION = f"""Show what each parameter is, who owns which matrix, what travels, and how long a step takes with each
-strategy. Starts no process and needs no GPU; up to {MOST_RANKS} ranks."""
-_MIB = 2**20
-
-
-def _fused(text: str) -> tuple[str, tuple[int, ...]]:
-    pattern, _, sizes = text.rpartition("=")
-    if not pattern:
-        raise ArgumentTypeError(f"{text!r} is not PATTERN=NUMBER or PATTERN=SIZE,SIZE,...")
-    return pattern, tuple(map(count, sizes.split(",")))
-
-
-# Options that take one value: name, metavar, type and help.
-_OPTIONS = (
-    ("--stack-shard-dim", "DIM", int, "dimension along which stacks of experts are cut (0)"),
-    ("--ns-steps", "N", count, "Newton-Schulz iterations (the config's, or 5)"),
-    ("--wire-bytes", "N", count, "bytes of an element that travels (by the config's dtypes, or 2)"),
-    ("--chunk-bytes", "N", count, "of what a rank owns of a bucket (the config's)"),
-    ("--look-ahead", "N", count, "buckets on their way at a time (the config's)"),
-    ("--write-shapes", "FILE.json", Path, "save the shapes of the model"),
-    ("--node-ranks", "N", count, "ranks of a node, for --ranks (8)"),
-    ("--cost", "FILE.json", Path, "rates from a file, in place of --machine"),
-    ("--flops", "X", positive, "FLOP/s of Newton-Schulz"),
-    ("--memory-bandwidth", "X", positive, "bytes/s of elementwise work"),
-    ("--bandwidth", "X", positive, "bytes/s of a rank's link (within a replica)"),
-    ("--inter-bandwidth", "X", positive, "bytes/s between replicas"),
-    ("--latency", "X", float, "seconds of a transfer (within a replica)"),
-    ("--compute-seconds", "X", positive, "of forward and backward of one step, for the times of FlexDeMo"),
-)
-# Columns of the timelines: title, format, and function from the numbers of a strategy to the value.
-_COLUMNS: tuple[tuple[str, str, Callable[[dict[str, Any]], float]], ...] = (
-    ("step ms", ",.2f", lambda found: 1e3 * found["makespan_seconds"]),
-    ("load / bound", ".3f", lambda found: found["load"]["max_over_bound"]),
-    ("own nothing", "d", lambda found: found["load"]["ranks_without_matrix"]),
-    ("idle", ".1%", lambda found: found["idle"]),
-    ("hidden", ".1%", lambda found: found["hidden"]),
-    ("buffers MiB", ",.0f", lambda found: found["peak_buffer_bytes"] / _MIB),
-    ("buckets", "d", lambda found: found["num_buckets"]),
-)
-_FUSED_HELP = "divide the weights with matching names into N equal matrices, or into parts of sizes N,N,...; repeatable"
-_WORDS_HELP = "with these options: replicator=DCTTopK chunk_size=64 top_k=8 value_format=fp32 base=adamw"
-_PIPELINE_HELP = "compare the schedules of a pipeline of P ranks; of the other options it takes those that say so"
-_MACHINE_HELP = "rates to start from (cpu where the config has accelerator: cpu, else reference)"
+MOST_RANKS = 512  # Of an optimizer step, whose program is simulated.
+_DESCRIPTION = f"""Without --ranks: what each parameter is, who owns which matrix, and what travels in an optimizer step
+and how long it takes, on up to {MOST_RANKS} ranks. With --ranks: which ways of training fit into memory, which one is
+fastest, and the line to paste. Starts no process and needs no GPU."""
+_NODE_RANKS, _GPU_MEMORY_GIB, _LENGTH, _SHARDS = 8, 72.0, 4096, 8
+_FIT_OPTIONS = ("rows", "length", "precision", "rank_memory", "node_ranks")
+_STEP_OPTIONS = ("replicate_size", "shard_size", "draw")
+_LEGEND = """* is recommended; +: so much is missing. split: pipeline x replicas x shards. muon: part of the step.
+The last column has the most that there is at one time, those before it the most of each kind. buffers: gathered
+weights, what travels, and what the optimizer works with."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.description, add = _DESCRIPTION, parser.add_argument
-    add_model_arguments(parser).add_argument("--pipeline", metavar="P", type=count, help=_PIPELINE_HELP)
-    plan_pipeline.add_arguments(parser)
-    plan_modes.add_arguments(parser)
-    add("--fused", metavar="PATTERN=N", type=_fused, action="append", default=[], help=_FUSED_HELP)
-    add("--flexdemo", metavar="KEY=VALUE", nargs="*", help=f"plan FlexDeMo {_WORDS_HELP}")
-    add("--json", action="store_true", help="print everything as JSON instead of text")
-    add("--draw", metavar="FILE", type=Path, nargs="+", default=[], help="timelines as .png, .svg or .pdf")
-    add("--machine", choices=sorted(PRESETS), help=_MACHINE_HELP)
-    for name, metavar, kind, text in _OPTIONS:
-        add(name, metavar=metavar, type=kind, help=text)
+    parser.description = _DESCRIPTION
+    add, model = parser.add_argument, parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", metavar="FILE.yaml", type=Path, help="a file for lightning-muon fit")
+    model.add_argument("--shapes", metavar="FILE.json", help=f"a shape file, or one of: {', '.join(shipped_shapes())}")
+    add("--replicate-size", metavar="R", type=count, help="number of replicas (default: the config's, or 1)")
+    add("--shard-size", metavar="S", type=count, help="ranks of a replica (default: the config's; 8 for shapes)")
+    add("--draw", metavar="FILE", type=Path, nargs="+", help="draw the optimizer step as .png, .svg or .pdf")
+    add(
+        "--machine",
+        choices=sorted(PRESETS),
+        help="rates of a rank (default: cpu if the config says so, else reference)",
+    )
+    add("--cost", metavar="FILE.json", type=Path, help="rates of a rank from a file, in place of those of --machine")
+    add("--ranks", metavar="N", type=count, help="compare the ways to train on N ranks")
+    fit = parser.add_argument_group("with --ranks").add_argument
+    fit("--rows", metavar="N", type=count, help="rows of a step, on all ranks together (default: 2 per rank)")
+    fit("--length", metavar="N", type=count, help=f"tokens of a row (default: {_LENGTH})")
+    fit("--precision", choices=PRECISIONS, help="precision of the training (default: the config's, or bf16-mixed)")
+    fit("--node-ranks", metavar="N", type=count, help=f"ranks of a node (default: {_NODE_RANKS})")
+    help_text = f"(default: {_GPU_MEMORY_GIB:g}; on CPUs that of this host, divided by the ranks of a node)"
+    fit("--rank-memory", metavar="GIB", type=positive, help=f"memory that a rank may fill {help_text}")
 
 
 def run(arguments: Namespace) -> None:
-    """Plan, write the files that are asked for, and print the report."""
-    plan_modes.complete(arguments)
-    # Simulated programs have no reference cycles; a search for some in millions of ops takes half of the time.
-    gc.disable()
-    try:
-        _run(arguments)
-    finally:
-        gc.enable()
+    """Plan, and print the report."""
+    ignored = _STEP_OPTIONS if arguments.ranks is not None else _FIT_OPTIONS
+    given = [f"--{key.replace('_', '-')}" for key in ignored if getattr(arguments, key) is not None]
+    if given:
+        goes = "goes without --ranks" if arguments.ranks is not None else "means nothing without --ranks N"
+        raise ValueError(f"{', '.join(given)} {goes}")
+    from_file = arguments.config is not None
+    planned = read_config(arguments.config) if from_file else PlannedModel(shapes=read_shapes(arguments.shapes))
+    machine = arguments.machine or planned.machine
+    cost = PRESETS[machine] if arguments.cost is None else CostModel.read(arguments.cost)
+    setting = Setting(model=planned.shapes, cost=cost, config=planned.optimizer, is_cpu=machine == "cpu")
+    console = Console(width=WIDTH, highlight=False, markup=False, emoji=False)
+    links = ", ".join(f"{each / 1e9:g}" for each in cost.bandwidth)
+    head = (
+        f"machine {arguments.cost or machine}: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} GB/s, memory "
+        f"{cost.memory_bytes_per_second / 1e9:g} GB/s"
+    )
+    if arguments.ranks is not None:
+        _fit(arguments, console, setting, planned, head)
+    else:
+        _step(arguments, console, setting, planned, head)
 
 
-def _run(arguments: Namespace) -> None:
-    if arguments.pipeline is not None:
-        plan_pipeline.run(arguments, _console())
-        return
-    planned = _read(arguments)
-    if arguments.splits is not None or arguments.ranks is not None:
-        plan_modes.run(arguments, _console(), _setting(arguments, planned, Mesh(1, 1)), planned)
-        return
-    if arguments.config is None:
-        arguments.shard_size = arguments.shard_size or 8
-    # An exchange between nodes needs two of them.
-    mesh = planned.mesh(arguments, fewest_replicas=1 if planned.flexdemo is None else 2)
+def _step(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel, head: str) -> None:
+    """Show an optimizer step."""
+    shard = arguments.shard_size or planned.shard or (_SHARDS if arguments.config is None else None)
+    if shard is None:
+        raise ValueError(f"{arguments.config} does not say how many ranks there are; add --shard-size or --ranks")
+    mesh, config = Mesh(arguments.replicate_size or planned.replicate or 1, shard), setting.config
+    if planned.flexdemo is not None:  # Nodes do not share matrices: each divides all of them among its own ranks.
+        if planned.flexdemo.base != "muon":
+            raise ValueError(
+                f"FlexDeMo with base={planned.flexdemo.base!r} has no Newton-Schulz to plan; add --ranks N"
+            )
+        mesh = Mesh(1, mesh.shard)
     if mesh.size > MOST_RANKS:
         raise ValueError(f"{mesh.replicate} x {mesh.shard} = {mesh.size} ranks are more than {MOST_RANKS}")
-    _run_step(arguments, _setting(arguments, planned, mesh), planned.flexdemo)
-
-
-def _run_step(arguments: Namespace, setting: Setting, flexdemo: FlexDeMoConfig | None) -> None:
-    """Plan and show an optimizer step with each strategy, and the exchange between nodes of a FlexDeMo."""
-    model, mesh = setting.model, setting.mesh
-    links, choice, outcomes = None, None, []
-    if flexdemo is not None:
-        links = slow_links(model, mesh, flexdemo, compute_seconds=arguments.compute_seconds)
-        if flexdemo.base == "muon":
-            # Nodes do not share matrices: each divides all of them among its own ranks.
-            outcomes = compare_strategies(replace(setting, mesh=mesh._replace(replicate=1)))
-    else:
-        outcomes = compare_strategies(setting)
-        if arguments.config is not None:
-            choice = choice_of(setting)
-    if arguments.draw and not outcomes:
-        raise ValueError("--draw shows the timeline of Newton-Schulz, which FlexDeMo has with base=muon only")
-    title = f"{model.name} on {mesh.replicate} x {mesh.shard}"
-    for path in arguments.draw:
-        draw_timelines({outcome.name: outcome.timeline for outcome in outcomes}, path, title=f"{title} ranks")
-    if arguments.json:
-        sys.stdout.write(json.dumps(_as_dict(setting, outcomes, choice, links)) + "\n")
-        return
-    console = _console()
-    console.print(f"{title} = {mesh.size} ranks (replicate x shard)")
-    exchange = slow_links_report(links, flexdemo) if links and flexdemo else []
-    for heading, body in _report(setting, outcomes, choice, exchange):
-        if heading:
-            console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
+    steps = planned_steps(setting, mesh)
+    title = f"{setting.model.name} on {mesh.replicate} x {mesh.shard} = {mesh.size} ranks (replicate x shard)"
+    for path in arguments.draw or ():
+        draw_timelines({name: step.timeline for name, step in steps.items()}, path, title=title)
+    console.print(title, *([f"shapes from {setting.model.source}"] if setting.model.source else []), head, sep="\n")
+    console.print(
+        f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
+        f"{config.chunk_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
+    )
+    for heading, body in report(setting, mesh, steps):
+        console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
 
 
-def _read(arguments: Namespace) -> PlannedModel:
-    """Read the model and its FlexDeMo, changed by the options; write the shapes if they say so."""
-    planned = read_model(arguments)
-    flexdemo = planned.flexdemo
-    if arguments.flexdemo is not None:
-        default = FlexDeMoConfig() if arguments.ranks is None else plan_modes.FLEXDEMO
-        flexdemo = config_from_words(arguments.flexdemo, flexdemo or default)
-    model = with_fused(planned.shapes, dict(arguments.fused))
-    if arguments.stack_shard_dim is not None:
-        model = with_stacks_cut_along(model, arguments.stack_shard_dim)
-    if arguments.write_shapes is not None:
-        write_shapes(model, arguments.write_shapes)
-    return replace(planned, shapes=model, flexdemo=flexdemo)
+def _fit(arguments: Namespace, console: Console, setting: Setting, planned: PlannedModel, head: str) -> None:
+    """Compare the ways to train; FlexDeMo, which is another optimizer, is recommended only if the config has one."""
+    job = _job(arguments, setting, planned)
+    rows, notes = best_rows(job), list[str]()
+    if missing := [mode for mode in MODES if mode not in [row.way.mode for row in rows]]:
+        notes.append(f"left out, since ranks, rows or layers cannot be divided so: {', '.join(missing)}")
+    if planned.module is not None:
+        try:
+            find_staged_model(planned.module)
+        except ValueError as error:
+            rows = [row for row in rows if row.way.mode != "pipeline"]
+            notes.append(f"pipeline is left out: {str(error).partition(chr(10))[0]}")
+    may_be_best = [row for row in rows if row.fits and (planned.flexdemo or row.way.mode != "flexdemo")]
+    best = may_be_best[0] if may_be_best else None
+    batch = f"{job.rows} rows of {job.length} tokens, {job.precision}"
+    console.print(
+        f"{job.model.name} on {job.num_ranks} ranks, {job.node_ranks} per node; {batch}",
+        f"{head}, {job.memory_bytes / GIB:g} GiB per rank",
+        _fit_table(rows, best, job.memory_bytes),
+        _LEGEND,
+        *notes,
+        sep="\n",
+    )
+    if best is None:
+        raise ValueError(_nothing_fits(rows, job.memory_bytes / GIB))
+    if rows[0] is not best:
+        ratio = f"flexdemo is {best.seconds / rows[0].seconds:.3g} times as fast, and another optimizer"
+        console.print(f"{ratio} (docs/flexdemo.md): {strategy_line(rows[0].way, job.flexdemo)}", soft_wrap=True)
+    found = [f"recommended: {best.way.mode}"]
+    if best.way.recompute:
+        found.append("with activation checkpointing in the model (gradient_checkpointing_enable of transformers)")
+    if best.way.passes > 1 and best.way.pipeline == 1:
+        found.append(f"with accumulate_grad_batches={best.way.passes} of the Trainer")
+    console.print(", ".join(found), strategy_line(best.way, job.flexdemo), sep="\n", soft_wrap=True)
 
 
-def _as_dict(
-    setting: Setting,
-    outcomes: Sequence[Outcome],
-    choice: Mapping[str, Any] | None,
-    links: Mapping[str, Any] | None,
-) -> dict[str, Any]:
-    """The plan as a dict for JSON."""
-    model, mesh = setting.model, setting.mesh
-    base = links["base"] if links and not outcomes else None
-    parameters = [{**asdict(each), "algorithm": base or each.algorithm} for each in model.parameters]
-    return {
-        "model": {
-            "name": model.name,
-            "source": model.source,
-            "parameters": parameters,
-            "matrices": [spec.name for spec in outcomes[0].specs] if outcomes else [],
-        },
-        "mesh": {**mesh._asdict(), "ranks": mesh.size},
-        "options": vars(setting.config)
-        | {"wire_itemsize": setting.wire_itemsize, "machine": setting.machine, "cost": asdict(setting.cost)},
-        "config": choice,
-        "flexdemo": links,
-        "strategies": {outcome.name: outcome.numbers for outcome in outcomes},
-    }
-
-
-def _console() -> Console:
-    return Console(width=WIDTH, highlight=False, markup=False, emoji=False)
-
-
-def _setting(arguments: Namespace, planned: PlannedModel, mesh: Mesh) -> Setting:
-    """Options and machine of the file, overridden by those of the command line."""
-    machine = arguments.machine or planned.machine
-    asked = {key: getattr(arguments, key) for key in ("ns_steps", "chunk_bytes", "look_ahead")}
-    config = replace(planned.optimizer, **{key: value for key, value in asked.items() if value is not None})
-    cost = PRESETS[machine]
-    if arguments.cost is not None:
-        machine = str(arguments.cost)
-        cost = CostModel.read(arguments.cost)
-    between = cost.bandwidth[1:] if arguments.inter_bandwidth is None else (arguments.inter_bandwidth,)
-    latency = cost.latency_seconds[0] if arguments.latency is None else arguments.latency
-    wire_dtype = config.wire_dtype if config.wire_dtype != "auto" else config.compute_dtype
-    return Setting(
-        model=planned.shapes,
-        mesh=mesh,
-        config=config,
-        wire_itemsize=arguments.wire_bytes or (4 if wire_dtype == "float32" else 2),
-        machine=machine,
-        is_cpu=(arguments.machine or planned.machine) == "cpu",
-        cost=replace(
-            cost,
-            flops_per_second=arguments.flops or cost.flops_per_second,
-            memory_bytes_per_second=arguments.memory_bandwidth or cost.memory_bytes_per_second,
-            bandwidth=(arguments.bandwidth or cost.bandwidth[0], *between),
-            latency_seconds=(latency, *cost.latency_seconds[1:]),
-        ),
+def _job(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Job:
+    """What is planned, by the command line, the file, and the defaults."""
+    precision = arguments.precision or planned.precision or "bf16-mixed"
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision {precision!r} of the config is none of {', '.join(PRECISIONS)}; add --precision")
+    node_ranks, memory = arguments.node_ranks or _NODE_RANKS, arguments.rank_memory or _GPU_MEMORY_GIB
+    if arguments.rank_memory is None and setting.is_cpu:
+        memory = round(memory_of_host() / min(node_ranks, arguments.ranks) / GIB, 2)
+    return Job(
+        **{each.name: getattr(setting, each.name) for each in fields(setting)},
+        num_ranks=arguments.ranks,
+        node_ranks=node_ranks,
+        rows=arguments.rows or 2 * arguments.ranks,
+        length=arguments.length or _LENGTH,
+        memory_bytes=memory * GIB,
+        precision=precision,
+        flexdemo=planned.flexdemo or FlexDeMoConfig(base="muon"),
     )
 
 
-def _report(
-    setting: Setting,
-    outcomes: Sequence[Outcome],
-    choice: Mapping[str, Any] | None,
-    exchange: list[RenderableType],
-) -> Iterator[tuple[str, list[RenderableType]]]:
-    """Title and content of each section."""
-    model = setting.model
-    if model.source:
-        yield "", [f"shapes from {model.source}"]
-    if outcomes:
-        pipeline = next(outcome for outcome in outcomes if outcome.name == PIPELINE)
-        yield "", _head(setting, pipeline)
-        rows = [(each, each.shape, each.frozen) for each in model.parameters]
-        header, *lines = routing_rows(rows)
-        yield "Parameters", [table(dict.fromkeys(header, ""), lines), "", *routing_totals(rows)]
-    if exchange:
-        yield "FlexDeMo: what nodes send each other, one step", exchange
-    if outcomes:
-        yield f"Owners ({PIPELINE})", [_owners(pipeline)]
-        yield "Bytes on the wire, one step", [_bytes(outcomes)]
-        yield "Predicted timeline, without backward", _timelines(outcomes, choice)
-
-
-def _head(setting: Setting, pipeline: Outcome) -> list[RenderableType]:
-    cost, config, bucket_bytes = setting.cost, setting.config, pipeline.numbers["bucket_bytes"]
-    links = ", ".join(f"{each / 1e9:g} GB/s" for each in cost.bandwidth)
-    latencies = ", ".join(f"{1e6 * each:g}" for each in cost.latency_seconds)
-    return [
-        f"machine {setting.machine}: {cost.flops_per_second / 1e12:g} TFLOP/s, links {links} (latency {latencies} us), "
-        f"memory {cost.memory_bytes_per_second / 1e9:g} GB/s, {1e6 * cost.op_seconds:g} us per op",
-        f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
-        f"{config.chunk_bytes / _MIB:g} MiB per rank, look-ahead {config.look_ahead}",
-        f"buckets of {PIPELINE}, which have at least one matrix per rank: {bucket_bytes['mean'] / _MIB:,.1f} MiB per "
-        f"owner on average, {bucket_bytes['max'] / _MIB:,.1f} MiB at most",
-    ]
-
-
-def _owners(outcome: Outcome) -> RenderableType:
-    loads = outcome.plan.flops
-    mean = sum(loads) / len(loads)
-    rows: list[tuple[Any, ...]] = []
-    for rank, label in rows_shown(outcome.timeline).items():
-        owned = [spec for spec, owners in zip(outcome.specs, outcome.plan.owners, strict=True) if rank in owners]
-        shapes = Counter((spec.rows, spec.cols) for spec in owned)
-        text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
-        rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))
-    return table({"rank": "", "matrices": "d", "TFLOP": ".3f", "/ mean": ".3f", "shapes": ""}, rows)
-
-
-def _bytes(outcomes: Sequence[Outcome]) -> RenderableType:
-    rows = [
-        (
-            outcome.name,
-            each["direction"],
-            each["axis"],
-            each["most"] / _MIB,
-            each["total"] / len(outcome.plan.flops) / _MIB,
+def _fit_table(rows: Sequence[Row], best: Row | None, limit: float) -> Any:
+    name, unit = ("GiB", GIB) if max(row.memory.peak for row in rows) >= GIB else ("MiB", 2**20)
+    columns = {"mode": "", "split": "", "fits": ">", "way": "", "step s": ".4g", "muon s": ".3g"}
+    columns |= dict.fromkeys(("weights", "grads", "state", "activ.", "buffers", name), ",.1f")
+    cells: list[list[Any]] = []
+    for row in rows:
+        way = row.way
+        passes = f"{way.passes} {'micro-batches' if way.pipeline > 1 else 'passes'}" if way.passes > 1 else ""
+        missing = "*" if row is best else "" if row.fits else f"+{(row.memory.peak - limit) / unit:,.1f}"
+        words = ", ".join(filter(None, ("recompute" * way.recompute, passes)))
+        split = f"{way.pipeline} x {way.replicate} x {way.shard}"
+        cells.append(
+            [way.mode, split, missing, words, row.seconds, row.muon_seconds, *(size / unit for size in row.memory)]
         )
-        for outcome in outcomes
-        for each in outcome.numbers["bytes"]
-    ]
-    columns = {"strategy": "", "direction": "", "axis": "", "busiest MiB": ",.1f", "mean MiB": ",.1f"}
-    return table(columns, rows) if rows else "Nothing travels."
+    return table(columns, cells)
 
 
-def _timelines(outcomes: Sequence[Outcome], choice: Mapping[str, Any] | None) -> list[RenderableType]:
-    columns = {"strategy": "", **{title: form for title, form, _ in _COLUMNS}}
-    chosen = choice["row"] if choice is not None else None
-    rows = [
-        (f"{each.name} *" if each.name == chosen else each.name, *(value(each.numbers) for *_, value in _COLUMNS))
-        for each in outcomes
-    ]
-    last = outcomes[-1].numbers
-    caption = [
-        "load: FLOPs of the busiest rank; bound: the mean, the most expensive matrix, or what cannot leave its rank.",
-        "idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.",
-        f"buffers: without the working memory of Newton-Schulz, {last['newton_schulz_bytes'] / _MIB:,.0f} MiB for the "
-        "most expensive matrix in 16 bits.",
-    ]
-    caption += [f"{each.name}: {each.numbers['note']}." for each in outcomes if each.numbers["note"]]
-    if last["load"]["ranks_without_matrix"]:
-        caption.append("Ranks that own nothing: divide fused weights (--fused 'PATTERN=3') that are several matrices.")
-    if choice is not None:
-        shared = "no replicas"
-        if choice["num_shared"] is not None:
-            shared = f"replicas share {choice['num_shared']} of {choice['num_matrices']} matrices"
-        row = "none of these rows" if choice["row"] is None else f"the row {choice['row']!r} (*)"
-        caption.append(
-            f"The config has assignment={choice['assignment']}, overlap={choice['overlap']}, dedupe={choice['dedupe']} "
-            f"({shared}): {row}."
-        )
-    return [table(columns, rows), *caption]
+def _nothing_fits(rows: Sequence[Row], memory: float) -> str:
+    """How much is missing, and what to do."""
+    least = min(rows, key=lambda row: row.memory.peak)
+    way, needed = least.way, least.memory.peak / GIB
+    return (
+        f"nothing fits into {memory:g} GiB per rank; {way.mode} with {way.pipeline} x {way.replicate} x {way.shard} "
+        f"needs least, {needed:.4g} GiB, which is {needed - memory:.3g} GiB too much; take more ranks, fewer or "
+        "shorter rows, or a larger --rank-memory"
+    )
+
+
+def strategy_line(way: Way, flexdemo: FlexDeMoConfig) -> str:
+    """The strategy that trains this way, as Python; names are those of the package."""
+    options: dict[str, Any] = {} if way.is_fsdp else {"sharding": way.mode}
+    if way.pipeline > 1:
+        options |= {"pipeline_size": way.pipeline, "pipeline_microbatches": way.passes}
+    if way.mode != "none":
+        options |= {"replicate_size": way.replicate, "shard_size": way.shard}
+    words = [f"{key}={value!r}" for key, value in options.items()]
+    if way.mode == "flexdemo":
+        default = vars(FlexDeMoConfig())
+        changed = [f"{key}={value!r}" for key, value in vars(flexdemo).items() if value != default[key]]
+        words.append(f"optimizer=FlexDeMoConfig({', '.join(changed)})")
+    return f"ParallelMuonStrategy({', '.join(words)})"

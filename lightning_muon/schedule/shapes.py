@@ -100,18 +100,6 @@ def read_shapes(source: str | Path) -> ModelShapes:
         raise ValueError(f"{path}: {error}") from error
 
 
-def write_shapes(model: ModelShapes, path: Path) -> None:
-    """Write ``model`` so that :func:`read_shapes` gives it back."""
-    keys = fields(ParameterShape)
-    lines = [
-        json.dumps({key.name: getattr(each, key.name) for key in keys if getattr(each, key.name) != key.default})
-        for each in model.parameters
-    ]
-    head = f'"name": {json.dumps(model.name)},\n  "source": {json.dumps(model.source)}'
-    body = ",\n    ".join(lines)
-    path.write_text(f'{{\n  {head},\n  "parameters": [\n    {body}\n  ]\n}}\n', encoding="utf-8")
-
-
 def _model(content: object) -> ModelShapes:
     checked = _checked(content, ("name", "source", "parameters"), "the file", required=("name", "parameters"))
     parameters = tuple(_parameters(checked["parameters"]))

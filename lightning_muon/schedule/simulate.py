@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from operator import itemgetter
@@ -54,10 +54,7 @@ class Timeline:
     @cached_property
     def ranks(self) -> dict[int, RankSummary]:
         """Summary of each rank's time."""
-        # Ranks that do the same may share one list.
-        distinct = {id(spans): spans for spans in self.spans.values()}
-        found = {number: _summary(spans, self.makespan) for number, spans in distinct.items()}
-        return {rank: found[id(spans)] for rank, spans in self.spans.items()}
+        return {rank: _summary(spans, self.makespan) for rank, spans in self.spans.items()}
 
     @property
     def idle(self) -> float:
@@ -108,29 +105,6 @@ def simulate(program: Program, cost_model: Clock, graph: Graph | None = None) ->
                 start[later] = ended
     spans = (Span(op, start[node], end[node]) for op, node in zip(graph.ops, graph.node_of, strict=True))
     return Timeline({rank: list(islice(spans, len(ops))) for rank, ops in program.items()})
-
-
-def merge_equal_ranks(program: Program) -> tuple[Program, dict[int, int]]:
-    """Keep one of the ranks that have equal ops; return also, for each rank, the one that stands for it.
-
-    Then thousands of ranks are simulated quickly, with the same timeline, since equal ranks run at equal times.
-    """
-    first_like: dict[object, int] = {}
-    # Groups are compared by identity: those of thousands of ranks are long, and ops of one program share them.
-    like = {
-        rank: first_like.setdefault(
-            tuple((op.name, op.cost, op.lane, op.deps, op.bytes, op.axis_bytes, op.memory, id(op.group)) for op in ops),
-            rank,
-        )
-        for rank, ops in program.items()
-    }
-    kept = {rank: program[rank] for rank in first_like.values()}
-    groups = {id(op.group): op.group for ops in kept.values() for op in ops}
-    members = {number: tuple(rank for rank in group if rank in kept) for number, group in groups.items()}
-    return {
-        rank: [op if len(group := members[id(op.group)]) == len(op.group) else replace(op, group=group) for op in ops]
-        for rank, ops in kept.items()
-    }, like
 
 
 def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_strategies import GRID, PIPELINE, Setting, compare_strategies
+from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, planned_steps
 from lightning_muon.config import MuonConfig
 from lightning_muon.schedule.cost import PRESETS
 from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
@@ -89,11 +89,12 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     weights = [distribute_tensor(torch.ones(shape), mesh, [Replicate(), Shard(0)]) for shape in shapes]
     (group,) = plan_for(weights, dedupe=dedupe).exchange_groups
     parameters = [ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes)]
-    model, config = ModelShapes(name="m", source="", parameters=tuple(parameters)), MuonConfig(chunk_bytes=10**6)
-    mesh, cost = Mesh(replicate=2, shard=2), PRESETS["reference"]
-    setting = Setting(model=model, mesh=mesh, config=config, wire_itemsize=4, cost=cost)
-    outcomes = {each.name: each for each in compare_strategies(setting)}
-    outcome = outcomes[GRID if dedupe == "always" else PIPELINE]
+    model, config = (
+        ModelShapes(name="m", source="", parameters=tuple(parameters)),
+        MuonConfig(chunk_bytes=10**6, wire_dtype="float32"),
+    )
+    steps = planned_steps(Setting(model=model, config=config, cost=PRESETS["reference"]), Mesh(replicate=2, shard=2))
+    outcome = steps[ON_ALL if dedupe == "always" else IN_REPLICAS]
     held = [spec.shards.held for spec in outcome.specs]
     return [(outcome.plan.owners, group.plan.owners), (held, [job.pieces.on_ranks.held for job in group.jobs])]
 

@@ -1,7 +1,8 @@
-"""``lightning-muon plan`` and ``trace``, run through the command."""
+"""``lightning-muon plan``, run through the command."""
 
 import json
-import time
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,6 @@ import pytest
 
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan import WIDTH
-from lightning_muon.schedule.shapes import read_shapes
-
-
-def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    main(["plan", *arguments, "--json"])
-    return json.loads(capsys.readouterr().out)
 
 
 def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -25,103 +20,94 @@ def _error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return f"{capsys.readouterr().err} {caught.value}"
 
 
-def test_the_10b_model_on_8_ranks_hides_its_communication(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = _plan(capsys, "--shapes", "10b", "--shard-size", "8", "--flops", "150e12", "--bandwidth", "40e9")
-    assert len(plan["model"]["matrices"]) == 160
-    assert plan["strategies"]["redundant"]["owners"] == "all ranks"
-    best = plan["strategies"]["lpt+pipeline"]
-    assert sorted(set(best["owners"])) == list(range(8))
-    assert best["load"]["max_over_bound"] <= 1.02
-    assert best["idle"] <= 0.05
-    assert best["hidden"] >= 0.95
-    times = {name: strategy["makespan_seconds"] for name, strategy in plan["strategies"].items()}
-    assert times["lpt+pipeline"] < times["lpt"] < times["redundant"]
-    assert plan["strategies"]["lpt"]["hidden"] == pytest.approx(0, abs=1e-9)
-
-
-def test_thousands_of_ranks_are_planned_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    started = time.process_time()
-    plan = _plan(capsys, "--shapes", "deepseek-v3", "--replicate-size", "8", "--shard-size", "512")
-    # 10 seconds is what the command promises; twice that leaves room for a slower machine.
-    assert time.process_time() - started < 20
-    assert plan["mesh"]["ranks"] == 4096
-    for strategy in plan["strategies"].values():
-        assert strategy["load"]["max_over_bound"] >= 0.999
-        assert 0 <= strategy["hidden"] <= 1 and 0 <= strategy["idle"] <= 1
-
-
-def test_options_reach_the_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    cost = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": 1e9}
-    (tmp_path / "cost.json").write_text(json.dumps(cost))
-    plan = _plan(
-        capsys,
-        *("--shapes", "t5-small", "--replicate-size", "2", "--shard-size", "2", "--ns-steps", "4", "--wire-bytes", "4"),
-        *("--chunk-bytes", "1000000", "--look-ahead", "4"),
-        *("--cost", str(tmp_path / "cost.json"), "--inter-bandwidth", "5e8", "--latency", "1e-3"),
-        *("--memory-bandwidth", "2e11", "--fused", "*SelfAttention.q.weight=8", "--fused", "*wi.weight=1024,1024"),
-    )
-    machine = {
-        "flops_per_second": 1e12,
-        "memory_bytes_per_second": 2e11,
-        "bandwidth": [1e9, 5e8],
-        "op_seconds": 0.0,
-        "latency_seconds": [1e-3],
-    }
-    expected = {"ns_steps": 4, "chunk_bytes": 1_000_000, "look_ahead": 4, "wire_itemsize": 4, "cost": machine}
-    assert plan["options"].items() >= expected.items() and plan["options"]["machine"].endswith("cost.json")
-    assert len(plan["model"]["matrices"]) == 96 + 12 * 7 + 12
-    assert "lpt+pipeline, owner grid" in plan["strategies"]
-    # Older spellings of the sizes.
-    machine = ("--shapes", "t5-small", "--shard", "2", "--replicate", "1", "--machine", "h100")
-    cost = _plan(capsys, *machine, "--bandwidth", "1e11", "--latency", "1e-3")["options"]["cost"]
-    assert (cost["bandwidth"], cost["latency_seconds"]) == ([1e11, 40e9], [1e-3, 40e-6]), "within a replica"
-
-
-def test_text_pictures_and_shapes_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
-    shapes = tmp_path / "shapes.json"
-    words = ["--draw", *map(str, pictures), "--write-shapes", str(shapes)]
-    main(["plan", "--shapes", "t5-small", "--shard-size", "2", *words])
-    assert "T5-small on 1 x 2 = 2 ranks (replicate x shard)" in capsys.readouterr().out
-    assert all(picture.stat().st_size > 1000 for picture in pictures)
-    assert read_shapes(shapes) == read_shapes("t5-small")
-
-
 @pytest.fixture
-def shown(capsys: pytest.CaptureFixture[str]) -> Any:
-    def text(name: str, replicate: int, shard: int, *words: str) -> str:
-        main(["plan", "--shapes", name, "--replicate-size", str(replicate), "--shard-size", str(shard), *words])
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def text(*words: str) -> str:
+        main(["plan", *words])
         return capsys.readouterr().out
 
     return text
 
 
 def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> None:
-    text, many = shown("10b", 1, 8), shown("t5-base", 2, 128)
-    for plan in (text, many, shown("t5-base", 1, 1)):
-        for title in ("Parameters", "Owners (lpt+pipeline)", "Bytes on the wire", "Predicted"):
+    text, many = shown("--shapes", "10b"), shown("--shapes", "t5-base", "--replicate-size", "2", "--shard-size", "128")
+    for plan in (text, many, shown("--shapes", "t5-base", "--shard-size", "1")):
+        for title in ("Parameters", "Owners ", "Bytes on the wire", "Predicted timeline"):
             assert title in plan
-        assert max(map(len, plan.splitlines())) <= WIDTH
-        assert plan.isascii()
+        assert max(map(len, plan.splitlines())) <= WIDTH and plan.isascii()
     # Names are whole, and nothing is frozen.
-    names = shown("t5-small", 1, 8).partition("Owners")[0]
+    names = shown("--shapes", "t5-small").partition("Owners")[0]
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight " in names and "frozen" not in names
     assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text and "machine reference: 150 TFLOP/s" in text
-    assert "that own nothing" not in text
-    # The most expensive matrix is 46080 x 3072: 2 * (2 * 46080 * 3072 + 2 * 3072 * 3072) bytes.
-    assert "without the working memory of Newton-Schulz, 576 MiB for the most expensive matrix in 16 bits." in text
-    assert "MiB per owner on average" in text and " * " not in text.partition("Predicted")[2]
+    assert "Ranks that own nothing" not in text and "Ranks that own nothing: divide weights" in many
+    assert re.search(r"dedupe='auto': \d+ of 192 matrices have one owner for all replicas", many)
 
 
 def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
-    few = shown("t5-small", 1, 4).partition("Owners (lpt+pipeline)")[2].splitlines()
+    few = shown("--shapes", "t5-small", "--shard-size", "4").partition("\nOwners")[2].splitlines()
     rows = [line.split() for line in few[3:7]]
     assert [row[:2] for row in rows] == [["rank", str(rank)] for rank in range(4)]
     assert sum(int(row[2]) for row in rows) == 96
-    many = shown("t5-small", 1, 128)
+    many = shown("--shapes", "t5-small", "--shard-size", "128")
     assert "busiest rank" in many and "idlest rank" in many
-    assert "Ranks that own nothing: divide fused weights (--fused" in many
+
+
+def test_rates_of_a_file_replace_those_of_a_machine(shown: Any, tmp_path: Path) -> None:
+    cost = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": 1e9}
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
+    for words in ((), ("--ranks", "2")):
+        text = shown("--shapes", "t5-small", "--machine", "h100", "--cost", str(tmp_path / "cost.json"), *words)
+        assert "cost.json: 1 TFLOP/s, links 1 GB/s, memory 100 GB/s" in text.replace("\n", "")
+
+
+def test_a_step_is_drawn(shown: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pictures = [tmp_path / "plan.svg", tmp_path / "plan.png"]
+    shown("--shapes", "t5-small", "--shard-size", "2", "--draw", *map(str, pictures))
+    assert all(picture.stat().st_size > 1000 for picture in pictures)
+
+
+def test_ways_to_train_end_in_the_line_to_paste(shown: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--shapes", "llama3-8b", "--machine", "h100", "--ranks", "16", "--rows", "64")
+    text = shown(*words)
+    rows = {line.split()[0]: line for line in text.splitlines() if re.search(r" \d+ x \d+ x \d+ ", line)}
+    assert set(rows) == {"none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"}
+    assert " * " in rows["fsdp"] and "+" in rows["ddp"] and next(iter(rows)) == "fsdp"
+    assert text.endswith(
+        "recommended: fsdp, with accumulate_grad_batches=4 of the Trainer\n"
+        "ParallelMuonStrategy(replicate_size=1, shard_size=16)\n"
+    )
+    assert max(map(len, text.splitlines())) <= WIDTH
+    # Too little memory: how much is missing, in the way that needs least.
+    text = _error(capsys, *words, "--rank-memory", "5")
+    assert re.search(r"nothing fits into 5 GiB per rank; \w+ with [\dx ]+ needs least, ([\d.]+) GiB, which is", text)
+    # Too few rows, and ranks that make no grid.
+    assert "divided so: ddp, zero2, fsdp, hsdp, flexdemo" in shown(*words[:4], "--ranks", "3", "--rows", "1")
+    # The memory of this host is divided by the ranks of a node.
+    share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2 / 2**30
+    text = shown("--shapes", "t5-small", "--machine", "cpu", "--ranks", "4", "--node-ranks", "2", "--length", "64")
+    assert f", {round(share, 2):g} GiB per rank" in text
+
+
+def test_flexdemo_is_recommended_only_by_a_config_that_has_one(
+    shown: Any, capsys: pytest.CaptureFixture[str], config: Callable[..., tuple[str, str]], tmp_path: Path
+) -> None:
+    slow = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": [1e9, 1e6]}
+    (tmp_path / "slow.json").write_text(json.dumps(slow))
+    words = ("--cost", str(tmp_path / "slow.json"), "--ranks", "4", "--node-ranks", "2", "--length", "512")
+    text = shown("--shapes", "t5-base", *words)
+    assert re.search(r"\nflexdemo is [\d.]+ times as fast, and another optimizer .*: ParallelMuonStrategy\(", text)
+    assert "flexdemo" not in text.partition("recommended: ")[2]
+    init_args = "{base: muon, replicator: {class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}}"
+    strategy = _strategy(f"optimizer: {{class_path: lightning_muon.FlexDeMoConfig, init_args: {init_args}}}")
+    path = config(strategy, "devices: 2, num_nodes: 2", 4096)
+    text = shown(*path, *words, "--rows", "4096")
+    assert "recommended: flexdemo" in text and "pipeline is left out: Net cannot be cut into stages" in text
+    assert "optimizer=FlexDeMoConfig(base='muon', replicator=DCTTopK(chunk_size=64, top_k=4" in text
+    # A step without --ranks is that of one node.
+    assert "Net (config.yaml) on 1 x 2 = 2 ranks" in shown(*path)
+    path = config(strategy.replace("base: muon", "base: adamw"), "devices: 2, num_nodes: 2")
+    assert "FlexDeMo with base='adamw' has no Newton-Schulz to plan; add --ranks N" in _error(capsys, *path)
 
 
 @pytest.fixture
@@ -131,15 +117,16 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     pytest.importorskip("lightning.pytorch")
     (tmp_path / "planned_module.py").write_text(
         "import lightning.pytorch as pl\nfrom torch import nn\n\n\nclass Net(pl.LightningModule):\n"
-        "    def __init__(self):\n        super().__init__()\n"
-        "        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1))\n"
+        "    def __init__(self, width):\n        super().__init__()\n"
+        "        self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 1))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def written(strategy: str, trainer: str = "devices: 6") -> tuple[str, str]:
-        text = f"model: planned_module.Net\ntrainer: {{accelerator: cpu, {trainer}, strategy: {strategy}}}\n"
-        (tmp_path / "config.yaml").write_text(text if strategy else "model: planned_module.Net\n")
+    def written(strategy: str, trainer: str = "devices: 6", width: int = 8) -> tuple[str, str]:
+        text = f"model: {{class_path: planned_module.Net, init_args: {{width: {width}}}}}\n"
+        text += f"trainer: {{accelerator: cpu, {trainer}, strategy: {strategy}}}\n" if strategy else ""
+        (tmp_path / "config.yaml").write_text(text)
         return "--config", str(tmp_path / "config.yaml")
 
     return written
@@ -150,75 +137,37 @@ def _strategy(options: str) -> str:
 
 
 def test_a_config_file_is_planned_for_its_own_mesh(
-    capsys: pytest.CaptureFixture[str], config: Callable[..., tuple[str, str]]
+    shown: Any, capsys: pytest.CaptureFixture[str], config: Callable[..., tuple[str, str]]
 ) -> None:
-    path = config(_strategy("replicate_size: 2"))
-    plan = _plan(capsys, *path)
-    assert plan["mesh"] == {"replicate": 2, "shard": 3, "ranks": 6}
-    assert plan["model"]["matrices"] == ["layers.0.weight", "layers.1.weight"]
-    assert _plan(capsys, *path, "--replicate-size", "1", "--shard-size", "4")["mesh"]["ranks"] == 4
+    text = shown(*(path := config(_strategy("replicate_size: 2"))))
+    assert "on 2 x 3 = 6 ranks" in text and "layers.*.weight" in text and "machine cpu: 0.56 TFLOP/s" in text
     # Small matrices are not worth sending to the other replica.
-    assert (plan["config"]["row"], plan["config"]["num_shared"]) == ("lpt+pipeline", 0)
-    assert plan["options"]["wire_itemsize"] == 2
-    assert plan["options"]["machine"] == "cpu" and plan["options"]["cost"]["flops_per_second"] < 1e12
-    assert _plan(capsys, *path, "--machine", "h100")["options"]["machine"] == "h100"
-    main(["plan", *path])
-    assert "lpt+pipeline *" in (text := " ".join(capsys.readouterr().out.split()))
-    assert "machine cpu: 0.56 TFLOP/s" in text
-    assert "dedupe=auto (replicas share 0 of 2 matrices): the row 'lpt+pipeline' (*)." in text
-    path = config(_strategy("replicate_size: 2, optimizer: {compute_dtype: float32, overlap: 'off'}"))
-    plan = _plan(capsys, *path)
-    assert (plan["config"]["row"], plan["options"]["wire_itemsize"]) == ("lpt", 4)
-    path = config(_strategy("optimizer: {compute_dtype: float32, wire_dtype: bfloat16, assignment: round_robin}"))
-    plan = _plan(capsys, *path)
-    assert (plan["config"]["row"], plan["options"]["wire_itemsize"]) == (None, 2)
+    assert "dedupe='auto': 0 of 2 matrices have one owner for all replicas." in text
+    assert "2 bytes per element on the wire" in text
+    assert "on 1 x 4 = 4 ranks" in shown(*path, "--replicate-size", "1", "--shard-size", "4")
+    assert "machine h100" in shown(*path, "--machine", "h100")
+    text = shown(*config(_strategy("optimizer: {compute_dtype: float32, look_ahead: 5}")))
+    assert "4 bytes per element on the wire" in text and "look-ahead 5" in text
     assert "does not say how many ranks there are; add --shard-size" in _error(capsys, *config(""))
-
-
-def test_a_config_file_of_flexdemo_is_planned(
-    capsys: pytest.CaptureFixture[str], config: Callable[..., tuple[str, str]]
-) -> None:
-    replicator = "{class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}"
-    init_args = f"{{base: adamw, replicator: {replicator}}}"
-    strategy = _strategy(f"optimizer: {{class_path: lightning_muon.FlexDeMoConfig, init_args: {init_args}}}")
-    for text, row in (("flexdemo", "DCTTopK(64, 32)"), (strategy, "DCTTopK(64, 4)")):
-        path = config(text, "devices: 1, num_nodes: 2")
-        plan = _plan(capsys, *path)
-        assert plan["mesh"] == {"replicate": 2, "shard": 1, "ranks": 2}
-        assert plan["flexdemo"]["rows"][0]["name"] == row and plan["config"] is None
-        # The words change what the file says.
-        changed = _plan(capsys, *path, "--flexdemo", "top_k=2")
-        assert changed["flexdemo"]["rows"][0]["name"] == "DCTTopK(64, 2)"
-    assert plan["strategies"] == {}
-    assert {parameter["algorithm"] for parameter in plan["model"]["parameters"]} == {"adamw"}
-    main(["plan", *path, "--compute-seconds", "0.5"])
-    text = capsys.readouterr().out
-    assert "FlexDeMo: what nodes send each other" in text and "Newton-Schulz" not in text
-
-
-def test_flexdemo_with_muon_shows_newton_schulz_of_a_node(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--shapes", "t5-small", "--replicate-size", "3", "--shard-size", "2", "--flexdemo", "base=muon")
-    plan = _plan(capsys, *arguments)
-    alone = _plan(capsys, "--shapes", "t5-small", "--replicate-size", "1", "--shard-size", "2")
-    assert plan["flexdemo"]["nodes"] == 3 and plan["mesh"]["ranks"] == 6
-    assert plan["strategies"] == alone["strategies"] and alone["flexdemo"] is None
-    main(["plan", *arguments])
-    text = capsys.readouterr().out
-    assert text.index("Parameters\n") < text.index("FlexDeMo:") < text.index("Owners")
+    # The precision of the Trainer, unless the command line says another one.
+    path = config(_strategy("replicate_size: 2"), "devices: 6, precision: 16-mixed")
+    assert "precision '16-mixed' of the config is none of 32-true, bf16-mixed" in _error(capsys, *path, "--ranks", "2")
+    words = ("--ranks", "2", "--rows", "2", "--length", "8", "--precision", "bf16-true")
+    assert "2 rows of 8 tokens, bf16-true" in shown(*path, *words)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--shapes", "lama3-8b"), "no shape file lama3-8b (did you mean 'llama3-8b'?)"),
-        (("--shapes", "10b", "--shard-size", "0"), "--shard-size/--shard: must be at least 1, got 0"),
-        (("--shapes", "10b", "--shard-size", "512", "--replicate-size", "9"), "4608 ranks are more than 4096"),
-        (("--shapes", "10b", "--flops", "inf"), "--flops: must be finite and above 0, got inf"),
+        (("--shapes", "10b", "--shard-size", "0"), "--shard-size: must be at least 1, got 0"),
+        (("--shapes", "10b", "--shard-size", "64", "--replicate-size", "9"), "576 ranks are more than 512"),
         (("--shapes", "10b", "--draw", "plan.txt"), "plan.txt: a picture is a .png, .svg or .pdf"),
         (("--config", "nothing.yaml"), "there is no file nothing.yaml; --config takes one"),
-        (("--shapes", "10b", "--flexdemo", "--draw", "plan.png"), "which FlexDeMo has with base=muon only"),
         (("--shapes", "10b", "--cost", "wrong.json"), "wrong.json: CostModel: there is no option 'flops_per_secnd'"),
-        (("--shapes", "10b", "--fused", "*qkv*"), "'*qkv*' is not PATTERN=NUMBER"),
+        (("--shapes", "10b", "--rows", "3", "--length", "9"), "--rows, --length means nothing without --ranks N"),
+        (("--shapes", "10b", "--ranks", "4", "--shard-size", "2"), "--shard-size goes without --ranks"),
+        (("--shapes", "10b", "--ranks", "4", "--rank-memory", "-1"), "must be finite and above 0, got -1"),
     ],
 )
 def test_a_mistake_is_explained(

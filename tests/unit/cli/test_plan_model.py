@@ -1,4 +1,4 @@
-"""What is planned: YAML files read without training or weights, fused weights, and words for FlexDeMo."""
+"""What is planned: YAML files, read without training or weights."""
 
 import sys
 from pathlib import Path
@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.cli.plan_model import config_from_words, read_config, with_fused, with_stacks_cut_along
+from lightning_muon.cli.plan_model import read_config
 from lightning_muon.config import MuonConfig
-from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, Random
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 
 pytest.importorskip("lightning.pytorch")
 pytest.importorskip("jsonargparse")
@@ -101,61 +98,3 @@ def test_a_file_that_is_refused_is_named(tmp_path: Path, text: str, message: str
     with pytest.raises(ValueError, match=message) as caught:
         read_config(path)
     assert str(caught.value).startswith(str(path))
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ([], FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw")),
-        (["top_k=4"], FlexDeMoConfig(replicator=DCTTopK(16, 4), base="adamw")),
-        (["replicator=DCTTopK", "base=muon"], FlexDeMoConfig(replicator=DCTTopK(16, 8), base="muon")),
-        (
-            ["value_format=fp32", "bucket_bytes=1000"],
-            FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw", value_format="fp32", bucket_bytes=1000),
-        ),
-        (["rate=0.25", "replicator=Random"], FlexDeMoConfig(replicator=Random(0.25), base="adamw")),
-        (["replicator=DiLoCo", "period=9"], FlexDeMoConfig(replicator=DiLoCo(period=9), base="adamw")),
-    ],
-)
-def test_words_replace_what_they_name(words: list[str], expected: FlexDeMoConfig) -> None:
-    assert config_from_words(words, FlexDeMoConfig(replicator=DCTTopK(16, 8), base="adamw")) == expected
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["top=3"], r"no option 'top'; did you mean 'top_k'\?"),
-        (["replicator=DCTTop"], r"no option 'DCTTop'; did you mean 'DCTTopK'\?"),
-        (["top_k"], r"KEY=VALUE, such as top_k=8, got 'top_k'"),
-        (["lr=1"], r"no option 'lr'; the options are replicator, base, .* top_k"),
-    ],
-)
-def test_a_wrong_word_is_explained(words: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config_from_words(words, FlexDeMoConfig())
-
-
-def _model(*shapes: tuple[int, ...]) -> ModelShapes:
-    kinds = {2: "matrix", 3: "stack"}
-    parameters = [ParameterShape(name=f"w{i}", shape=shape, kind=kinds[len(shape)]) for i, shape in enumerate(shapes)]
-    return ModelShapes(name="model", source="", parameters=tuple(parameters))
-
-
-def test_fused_weights_are_divided_and_stacks_cut() -> None:
-    fused = with_fused(_model((12, 4), (8, 4), (4, 4)), {"*0": (6, 3, 3), "*1": (2,)})
-    assert [parameter.splits for parameter in fused.parameters] == [(6, 3, 3), (4, 4), ()]
-    model = with_stacks_cut_along(_model((8, 4), (2, 8, 4)), 1)
-    assert [parameter.shard_dim for parameter in model.parameters] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("fused", "message"),
-    [
-        ({"b": (2,)}, "'b' matches no matrix of model"),
-        ({"w0": (3,)}, "do not sum to dimension 0"),
-        ({}, "model has no stacks"),
-    ],
-)
-def test_patterns_that_fit_nothing_are_refused(fused: dict[str, tuple[int, ...]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        with_stacks_cut_along(with_fused(_model((10, 4)), fused), 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes, shipped_shapes, write_shapes
+from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
 
 _WEIGHT = {"name": "a.weight", "shape": [4, 2], "kind": "matrix"}
 
@@ -54,20 +54,6 @@ def test_shipped_t5_files_equal_the_routes_of_the_real_model() -> None:
         for route, parameter in zip(routes.values(), model.parameters(), strict=True)
     ]
     assert [(p.name, p.shape, p.kind, p.reason) for p in read_shapes("t5-small").parameters] == expected
-
-
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
-    model = ModelShapes(
-        name="mine",
-        source="a config",
-        parameters=(
-            ParameterShape(name="a", shape=(6, 2), kind="matrix", reason="Linear", splits=(2, 4), frozen=True),
-            ParameterShape(name="b", shape=(3, 4, 2), kind="stack", shard_dim=1),
-            ParameterShape(name="c", shape=(), kind="elementwise"),
-        ),
-    )
-    write_shapes(model, tmp_path / "model.json")
-    assert read_shapes(tmp_path / "model.json") == model
 
 
 def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.timelines import host_order
-from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
-from lightning_muon.schedule.simulate import merge_equal_ranks, simulate
+from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import prefetch
 from lightning_muon.schedule.validate import check_step, validate
 from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, plans, programs, sharded, with_adamw
@@ -116,18 +116,6 @@ def test_more_scatter_buffers_hide_the_slowest_owner() -> None:
     # Only the first gather and the last scatter are left beside the equal loads.
     assert loose == pytest.approx(12 * 1.25 + 0.5)
     assert tight == pytest.approx(loose + 0.5)
-
-
-@pytest.mark.parametrize("num_matrices", [20, 8])
-def test_equal_ranks_are_simulated_once(num_matrices: int) -> None:
-    # 20 matrices on 8 ranks: four ranks own three, the others two.
-    specs = sharded([8 * 2**18] * num_matrices, 8, flops=[10**12] * num_matrices)
-    program = prefetch(plan_of(specs).program, 2)
-    merged, like = merge_equal_ranks(program)
-    assert len(merged) == (2 if num_matrices == 20 else 1)
-    assert all(set(op.group) <= set(merged) for ops in merged.values() for op in ops)
-    full, small = simulate(program, PRESETS["reference"]), simulate(merged, PRESETS["reference"])
-    assert {rank: small.ranks[first] for rank, first in like.items()} == full.ranks
 
 
 @settings(deadline=None)

@@ -1,0 +1,201 @@
+"""One optimizer step of ParallelMuon, planned from shapes: owners, bytes, and the simulated program.
+
+Pieces and exchange groups come from the optimizer's own builder (:mod:`lightning_muon.params.exchange`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch.distributed.tensor import Replicate, Shard
+
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.table import table
+from lightning_muon.config import Dedupe, MuonConfig, from_arguments
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
+from lightning_muon.params.exchange import MeshRanks, ParameterToPlan, PlanOptions, group_matrices
+from lightning_muon.params.routing import routing_rows, routing_totals
+from lightning_muon.schedule.assign import MatrixSpec, count_elements
+from lightning_muon.schedule.cost import CostModel
+from lightning_muon.schedule.draw import rows_shown
+from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
+from lightning_muon.schedule.program import Op, OpKind
+from lightning_muon.schedule.shapes import ModelShapes
+from lightning_muon.schedule.simulate import Timeline, simulate
+from lightning_muon.schedule.step import prefetch
+
+IN_REPLICAS, ON_ALL = "owners in each replica", "owners on all ranks"
+_MIB = 2**20
+_LEGEND = """load: FLOPs of the busiest rank; bound: the mean, the most expensive matrix, or what cannot leave its rank.
+idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.
+buffers: most bytes of what travels, without the memory in which Newton-Schulz works."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A model, its optimizer and a machine."""
+
+    model: ModelShapes
+    cost: CostModel
+    config: MuonConfig = field(default_factory=MuonConfig)
+    is_cpu: bool = False  # Whether the ranks are on CPUs.
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes of an element that travels."""
+        dtype = self.config.wire_dtype if self.config.wire_dtype != "auto" else self.config.compute_dtype
+        return 4 if dtype == "float32" else 2
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Arithmetic of Newton-Schulz."""
+        dtype = torch.float32 if self.config.compute_dtype == "float32" else torch.bfloat16
+        return Arithmetic("cpu" if self.is_cpu else "cuda", dtype)
+
+    def flops(self, rows: int, cols: int) -> int:
+        """FLOPs of Newton-Schulz for one matrix."""
+        return NewtonSchulzOptions.of(vars(self.config)).flops(rows, cols, self.arithmetic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedStep:
+    """Owners and predicted timeline. If replicas repeat the work, ranks are those of one replica."""
+
+    specs: list[MatrixSpec]
+    plan: MuonPlan
+    timeline: Timeline
+    itemsize: int
+
+    @cached_property
+    def bound(self) -> float:
+        """Least possible FLOPs of the busiest rank."""
+        resident: Counter[int] = Counter()
+        for spec in self.specs:
+            if spec.shards.sole_holder is not None:
+                resident[spec.shards.sole_holder] += spec.flops
+        flops = [spec.flops for spec in self.specs]
+        return max(sum(flops) / len(self.plan.flops), *flops, *resident.values())
+
+    def moved(self) -> Iterator[tuple[str, str, int, int]]:
+        """Direction, axis, and bytes of the busiest rank and of all, where there are any."""
+        found = count_elements(dict(enumerate(self.plan.owners)), self.specs)
+        for direction, axis, sent, received in (
+            ("gather", "within a replica", found.gather_sent, found.gather_received),
+            ("scatter", "within a replica", found.scatter_sent[0], found.scatter_received[0]),
+            ("scatter", "between replicas", found.scatter_sent[1], found.scatter_received[1]),
+        ):
+            if any(received):
+                yield direction, axis, max(*sent, *received) * self.itemsize, sum(received) * self.itemsize
+
+
+def planned_steps(setting: Setting, mesh: Mesh) -> dict[str, SimulatedStep]:
+    """The step with owners in each replica, and on all ranks; one of them, if that is the same."""
+    ways: dict[str, Dedupe] = {IN_REPLICAS: "never", ON_ALL: "always"}
+    if mesh.replicate == 1 or mesh.shard == 1:  # A replica of one rank would do everything.
+        del ways[ON_ALL if mesh.replicate == 1 else IN_REPLICAS]
+    return {name: _planned_step(setting, mesh, dedupe) for name, dedupe in ways.items()}
+
+
+def _planned_step(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> SimulatedStep:
+    config, itemsize = setting.config, setting.wire_itemsize
+    groups = _exchange_groups(setting, mesh, dedupe)
+    if not groups:
+        raise ValueError(f"{setting.model.name} has no matrices that are trained, so there is nothing to plan")
+    ((_, matrices),) = groups
+    specs = [each.spec for each in matrices]
+    plan = plan_step(specs, itemsize=itemsize, chunk_bytes=config.chunk_bytes, strategy=config.assignment)
+    of_adamw = [each for each in setting.model.parameters if each.kind == "elementwise" and not each.frozen]
+    numel = sum(math.prod(each.shape) for each in of_adamw) // mesh.shard
+    program = {
+        rank: [*ops, Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=ADAMW_TENSORS * STATE_ITEMSIZE * numel)]
+        for rank, ops in plan.program.items()
+    }
+    look_ahead = 0 if config.overlap == "off" else config.look_ahead
+    timeline = simulate(prefetch(program, look_ahead), setting.cost)
+    return SimulatedStep(specs=specs, plan=plan, timeline=timeline, itemsize=itemsize)
+
+
+def _exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> Any:
+    """The exchange groups that the optimizer makes of the trained matrices."""
+    config, ranks = setting.config, MeshRanks.of_shape(mesh)
+    newton_schulz = NewtonSchulzOptions.of(vars(config))
+    parameters = [
+        ParameterToPlan(
+            each,
+            each.shape,
+            ranks,
+            (Replicate(), Shard(each.shard_dim)),
+            newton_schulz,
+            normuon=config.normuon,
+        )
+        for each in setting.model.parameters
+        if each.kind != "elementwise" and not each.frozen
+    ]
+    known = {"dedupe": dedupe, "itemsize": setting.wire_itemsize, "arithmetic": setting.arithmetic}
+    return group_matrices(parameters, from_arguments(PlanOptions, vars(config) | known))
+
+
+def report(
+    setting: Setting, mesh: Mesh, steps: Mapping[str, SimulatedStep]
+) -> Iterator[tuple[str, list[RenderableType]]]:
+    """Title and content of each section."""
+    rows = [(each, each.shape, each.frozen) for each in setting.model.parameters]
+    header, *lines = routing_rows(rows)
+    yield "Parameters", [table(dict.fromkeys(header, ""), lines), "", *routing_totals(rows)]
+    name, last = list(steps.items())[-1]
+    yield name.capitalize(), [_owners(last)]
+    moved = [
+        (name, direction, axis, most / _MIB, total / len(step.plan.flops) / _MIB)
+        for name, step in steps.items()
+        for direction, axis, most, total in step.moved()
+    ]
+    columns = {"way": "", "direction": "", "axis": "", "busiest MiB": ",.1f", "mean MiB": ",.1f"}
+    yield "Bytes on the wire, one step", [table(columns, moved) if moved else "Nothing travels."]
+    yield "Predicted timeline of the step, without forward and backward", _timelines(setting, mesh, steps)
+
+
+def _owners(step: SimulatedStep) -> RenderableType:
+    loads = step.plan.flops
+    mean = sum(loads) / len(loads)
+    rows: list[tuple[Any, ...]] = []
+    for rank, label in rows_shown(step.timeline).items():
+        owned = [spec for spec, owners in zip(step.specs, step.plan.owners, strict=True) if rank in owners]
+        shapes = Counter((spec.rows, spec.cols) for spec in owned)
+        text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
+        rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))
+    return table({"rank": "", "matrices": "d", "TFLOP": ".3f", "/ mean": ".3f", "shapes": ""}, rows)
+
+
+def _timelines(setting: Setting, mesh: Mesh, steps: Mapping[str, SimulatedStep]) -> list[RenderableType]:
+    columns = {"way": "", "step ms": ",.2f", "load / bound": ".3f", "own nothing": "d", "idle": ".1%", "hidden": ".1%"}
+    rows = [
+        (
+            name,
+            1e3 * step.timeline.makespan,
+            max(step.plan.flops) / step.bound,
+            sum(not load for load in step.plan.flops),
+            step.timeline.idle,
+            step.timeline.hidden,
+            step.timeline.peak_bytes / _MIB,
+            len(step.plan.buckets),
+        )
+        for name, step in steps.items()
+    ]
+    lines: list[RenderableType] = [table(columns | {"buffers MiB": ",.0f", "buckets": "d"}, rows), _LEGEND]
+    if any(row[3] for row in rows):
+        lines.append("Ranks that own nothing: divide weights that are several matrices (fused= of the optimizer).")
+    if mesh.replicate > 1:
+        sizes = [
+            (any(ranks.replica_of), len(placed))
+            for ranks, placed in _exchange_groups(setting, mesh, setting.config.dedupe)
+        ]
+        shared, every = sum(number for is_shared, number in sizes if is_shared), sum(number for _, number in sizes)
+        lines.append(f"dedupe={setting.config.dedupe!r}: {shared} of {every} matrices have one owner for all replicas.")
+    return lines

@@ -1,0 +1,96 @@
+"""An optimizer step planned from shapes: loads, bytes and times, compared with what can be computed by hand."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, SimulatedStep, planned_steps
+from lightning_muon.config import MuonConfig
+from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
+from tests.reference.muon import newton_schulz_flops
+
+_NUMEL = 256 * 128
+_FLOPS = newton_schulz_flops(256, 128, 5)
+
+
+def _plan(shapes: Sequence[ParameterShape], replicate: int, shard: int, **options: Any) -> dict[str, SimulatedStep]:
+    model = ModelShapes(name="model", source="", parameters=tuple(shapes))
+    config = MuonConfig(chunk_bytes=2**16, **options)
+    return planned_steps(Setting(model=model, cost=PRESETS["reference"], config=config), Mesh(replicate, shard))
+
+
+def _matrices(count: int, shape: tuple[int, ...] = (256, 128)) -> list[ParameterShape]:
+    kind = "matrix" if len(shape) == 2 else "stack"
+    bias = ParameterShape(name="bias", shape=(64,), kind="elementwise")
+    return [*(ParameterShape(name=f"m.{i}", shape=shape, kind=kind) for i in range(count)), bias]
+
+
+def _moved(step: SimulatedStep) -> dict[tuple[str, str], int]:
+    """Bytes by direction and axis."""
+    return {(direction, axis.split()[0]): total for direction, axis, _, total in step.moved()}
+
+
+def test_equal_matrices_are_divided() -> None:
+    steps = _plan(_matrices(16), 1, 4)
+    assert list(steps) == [IN_REPLICAS]
+    assert steps[IN_REPLICAS].plan.flops == (4 * _FLOPS,) * 4 and steps[IN_REPLICAS].bound == 4 * _FLOPS
+    # Matrices move once each way, but for the owner's part.
+    floor = 16 * _NUMEL * 3 // 4 * 2
+    assert _moved(steps[IN_REPLICAS]) == {("gather", "within"): floor, ("scatter", "within"): floor}
+    # 28 bytes of AdamW move for each of 16 elements of the bias that a rank holds.
+    spans = [span for spans in steps[IN_REPLICAS].timeline.spans.values() for span in spans]
+    assert [span.op.bytes for span in spans if span.op.kind == "adamw"] == [28 * 16] * 4
+
+
+def test_owners_on_all_ranks_remove_the_work_that_replicas_repeat() -> None:
+    steps = _plan(_matrices(16), 2, 2)
+    assert max(steps[IN_REPLICAS].plan.flops) == 2 * max(steps[ON_ALL].plan.flops)
+    assert len(steps[ON_ALL].plan.flops) == 4
+    # Halves within a replica, and the other replica gets every update once.
+    moved = _moved(steps[ON_ALL])
+    assert (moved["scatter", "within"], moved["scatter", "between"]) == (16 * _NUMEL, 16 * _NUMEL * 2)
+
+
+def test_replicas_without_shards_gather_nothing() -> None:
+    ((name, step),) = _plan(_matrices(16), 4, 1).items()
+    assert name == ON_ALL and max(step.plan.flops) * 4 == sum(step.plan.flops)
+    assert list(_moved(step)) == [("scatter", "between")]
+    (alone,) = _plan(_matrices(16), 1, 1).values()
+    assert alone.timeline.ranks[0].transfer_seconds == 0 and not _moved(alone)
+
+
+def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
+    (step,) = _plan(_matrices(3, (4, 256, 128)), 1, 2).values()
+    assert step.plan.owners == ((0,), (0,), (1,), (1,)) * 3 and not _moved(step)
+    # Of each stack of 4 matrices the first two of 3 ranks have 2 each and the last has none.
+    (step,) = _plan(_matrices(5, (4, 256, 128)), 1, 3).values()
+    assert step.bound == 10 * _FLOPS and step.plan.flops[2] == 0
+    # The bound of matrices that travel is the mean or the dearest one.
+    for shard, bound in ((2, 1.5 * _FLOPS), (100, _FLOPS)):
+        assert _plan(_matrices(3), 1, shard)[IN_REPLICAS].bound == bound
+    with pytest.raises(ValueError, match="model has no matrices that are trained"):
+        _plan(_matrices(0), 1, 2)
+
+
+def test_options_of_the_config_count() -> None:
+    frozen = ParameterShape(name="frozen", shape=(10, 4), kind="matrix", frozen=True)
+    fused = ParameterShape(name="fused", shape=(12, 4), kind="matrix", splits=(4, 8))
+    (step,) = _plan([frozen, fused], 1, 4, ns_steps=3).values()
+    assert [(spec.rows, spec.cols, spec.flops) for spec in step.specs] == [
+        (rows, 4, newton_schulz_flops(rows, 4, 3)) for rows in (4, 8)
+    ]
+    hidden, serial = (_plan(_matrices(64), 1, 4, overlap=overlap)[IN_REPLICAS].timeline for overlap in ("step", "off"))
+    assert serial.hidden == pytest.approx(0, abs=1e-9) and serial.makespan > hidden.makespan
+    (wide,) = _plan(_matrices(4), 1, 2, wire_dtype="float32").values()
+    assert _moved(wide)["gather", "within"] == 4 * _NUMEL // 2 * 4
+
+
+def test_the_10b_model_on_8_ranks_hides_its_communication() -> None:
+    setting = Setting(model=read_shapes("10b"), cost=PRESETS["reference"])
+    step = planned_steps(setting, Mesh(1, 8))[IN_REPLICAS]
+    assert len(step.specs) == 160 and {owner for (owner,) in step.plan.owners} == set(range(8))
+    assert max(step.plan.flops) <= 1.02 * step.bound
+    assert step.timeline.idle <= 0.05 and step.timeline.hidden >= 0.95
