@@ -6,7 +6,7 @@ import atexit
 import socket
 import struct
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
@@ -146,11 +146,6 @@ def profiled(kind: str, key: object) -> AbstractContextManager[object]:
     """
     is_profiling = torch.autograd.profiler._is_profiler_enabled
     return record_function(f"lightning_muon::{kind}[{key}]") if is_profiling else _NO_RANGE
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that runs now has ended, with the caller's streams current."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_in_backward() -> bool:

@@ -8,8 +8,7 @@ handles.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,20 +34,8 @@ class Executor(ABC):
         """Run one op after the ops that it depends on."""
 
     @abstractmethod
-    def wait(self, name: str) -> None:
-        """Wait until the op called ``name`` has ended, if it was run in this step."""
-
-    @abstractmethod
     def finish(self) -> None:
         """Wait for all ops that still run, and forget the step."""
-
-    def execute_early(self, op: Op) -> None:
-        """Run one op from a hook of the backward pass."""
-        self.execute(op)
-
-    def memory_of_step(self) -> AbstractContextManager[None]:
-        """Context to allocate memory for :meth:`execute_early` that may be freed after :meth:`finish`."""
-        return nullcontext()
 
 
 class HostExecutor(Executor):
@@ -77,8 +64,8 @@ class HostExecutor(Executor):
         for name in list(self._pending):
             self.wait(name)
 
-    @override
     def wait(self, name: str) -> None:
+        """Wait until the op called ``name`` has ended, if it was run in this step."""
         for work in self._pending.pop(name, ()):
             work.wait()
         if name in self._to_record:
@@ -105,51 +92,17 @@ class StreamExecutor(Executor):
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
-        self._device = device
         self._transfer = torch.cuda.Stream(device)
-        self._early = torch.cuda.Stream(device)
-        self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
     def execute(self, op: Op) -> None:
-        self._execute_on(self._transfer if op.lane == TRANSFER else torch.cuda.current_stream(), op)
-
-    @override
-    def execute_early(self, op: Op) -> None:
-        # On a stream of its own, so that neither backward nor the reduction that called the hook waits for it.
-        self._early.wait_stream(torch.cuda.current_stream())
-        self._execute_on(self._transfer if op.lane == TRANSFER else self._early, op)
-
-    @contextmanager
-    @override
-    def memory_of_step(self) -> Generator[None]:
-        # Memory of the compute stream, so that the next forward pass can use it again. Kernels queued on that stream
-        # may still use it; the reduction of the gradients waits for them anyway.
-        self._early.wait_stream(self._compute)
-        with torch.cuda.stream(self._compute):
-            yield
-
-    @override
-    def wait(self, name: str) -> None:
-        if name in self._ended:
-            torch.cuda.current_stream().wait_event(self._ended[name])
-
-    @override
-    def finish(self) -> None:
-        current = torch.cuda.current_stream()
-        for event in self._ended.values():
-            current.wait_event(event)
-        self._ended.clear()
-        if current != self._compute:
-            self._compute.wait_stream(current)  # Its memory may be used again.
-            self._compute = current
-
-    def _execute_on(self, stream: torch.cuda.Stream, op: Op) -> None:
+        stream = self._transfer if op.lane == TRANSFER else torch.cuda.current_stream()
         with torch.cuda.stream(stream), profiled(op.kind, op.key):
             for name in op.deps:
-                # An op of this step only: buffers of an earlier step are free, because finish() waited for them.
-                self.wait(name)
+                # Not of an earlier step, for which finish() has waited.
+                if name in self._ended:
+                    stream.wait_event(self._ended[name])
             if self.recorder is not None:
                 self.recorder.started(op)
             for work in self._actions[op.kind](op):
@@ -157,6 +110,12 @@ class StreamExecutor(Executor):
             if self.recorder is not None:
                 self.recorder.ended(op)
             self._ended[op.name] = stream.record_event()
+
+    @override
+    def finish(self) -> None:
+        for event in self._ended.values():
+            torch.cuda.current_stream().wait_event(event)
+        self._ended.clear()
 
 
 def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:

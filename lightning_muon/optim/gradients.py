@@ -18,7 +18,6 @@ from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import join_names
 from lightning_muon.grad_sync.clipping import local_norms
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch, is_unreduced, is_unusable
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
@@ -30,13 +29,6 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
     """Some rank has a NaN or an Inf; raised on all ranks, with nothing changed."""
 
     names: tuple[str, ...]
-
-
-@dataclass(eq=False)
-class PrefetchIsVoid(Exception):  # noqa: N818 - no error: the step is run once more
-    """On some rank the gradients differ from those that were sent early; raised on all ranks."""
-
-    keys: frozenset[str]
 
 
 class GradientsHaveChanged(Exception):  # noqa: N818 - no error: the step is run once more
@@ -53,9 +45,6 @@ class _Flags(Message):
     is_unusable: list[int]
     is_unreduced: list[int]
     is_nonfinite: list[int]
-    # One for each bucket that may have been sent early.
-    is_sent: list[int]
-    is_void: list[int]
     # One for the optimizer.
     is_stale: int
     must_stop: int
@@ -74,15 +63,10 @@ class _Findings:
     must_stop: bool = False
     nonfinite: tuple[str, ...] = ()
     unusable: tuple[str, ...] = ()
-    sent: tuple[str, ...] = ()
-    void: tuple[str, ...] = ()
     partly: tuple[Tensor, ...] = ()
     unreduced: tuple[Tensor, ...] = ()
-    unused: tuple[Tensor, ...] = ()
 
-    def add(
-        self, flags: _Flags, unused: Collection[Tensor], members: MeshMembers, keys: Sequence[str], plan: StepPlan
-    ) -> None:
+    def add(self, flags: _Flags, unused: Collection[Tensor], members: MeshMembers, plan: StepPlan) -> None:
         """Add what any rank of a mesh knows, and the parameters that none of them has used; local."""
         tensors, names = members.tensors, [plan.names[tensor] for tensor in members.tensors]
         partly = [
@@ -92,9 +76,6 @@ class _Findings:
         # A partial sum is reduced by all ranks, or by none.
         partial_sums = zip(flags.is_unusable, flags.is_unreduced, partly, strict=True)
         unusable = [bad or (is_sum and some) for bad, is_sum, some in partial_sums]
-        self.unused += tuple(unused)
-        self.sent += tuple(compress(keys, flags.is_sent))
-        self.void += tuple(compress(keys, flags.is_void))
         self.unusable += tuple(compress(names, unusable))
         self.nonfinite += tuple(compress(names, flags.is_nonfinite))
         self.partly += tuple(compress(tensors, partly))
@@ -149,7 +130,6 @@ class LocalGradients(MutableMapping[Tensor, Tensor]):
 
 def agree_on_gradients(
     plan: StepPlan,
-    early: BackwardPrefetch | None,
     step: StepAgreement | None = None,
     *,
     error_if_nonfinite: bool,
@@ -160,41 +140,32 @@ def agree_on_gradients(
 ) -> AgreedGradients | None:
     """Find the parameters with a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
-    Returns ``None`` on all ranks if any needs a new plan (``is_stale``). What ``early`` has sent is settled whatever
-    the outcome. Where the ranks have agreed before (``Layout.agreed``) they send no message: later changes are
-    found out together with NaN and Inf. ``nonfinite_elsewhere``, a bool on the device, says that another stage of a
-    pipeline has one. Collective over every mesh of the parameters, the smallest first; every rank of it must call it.
+    Returns ``None`` on all ranks if any needs a new plan (``is_stale``). Where the ranks have agreed before
+    (``Layout.agreed``) they send no message: later changes are found out together with NaN and Inf.
+    ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one. Collective over every
+    mesh of the parameters, the smallest first; every rank of it must call it.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
     findings = _Findings(is_stale, backward_has_failed, may_lack_gradients)
     if step is not None and not any(step.is_over(members.host) for members in plan.meshes):
         step.reduce(())
-    sends_early = early is not None and any(early.keys(set(members.tensors)) for members in plan.meshes)
     expected, layout.agreed = layout.agreed, None
-    if error_if_nonfinite and expected and len(plan.meshes) == 1 and not sends_early:
+    if error_if_nonfinite and expected and len(plan.meshes) == 1:
         return _with_known_gradients(plan, expected, findings, nonfinite_elsewhere)
     host_reads = _host_reads_at_once(plan.device) and not layout.arrives_late
     nonfinite_elsewhere = nonfinite_elsewhere if error_if_nonfinite else None
     findings.must_stop = host_reads and nonfinite_elsewhere is not None and bool(nonfinite_elsewhere)
     for members in plan.meshes:
-        keys = early.keys(set(members.tensors)) if early is not None else []
-        own = _local_flags(
-            members, keys, plan, found, findings, early=early, check=error_if_nonfinite, host_reads=host_reads
-        )
+        own = _local_flags(members, plan, found, findings, checks=error_if_nonfinite and host_reads)
         flags, unused = _of_all_ranks(own, members, step)
         for tensor in unused:
             if tensor in found:
                 del found[tensor]
-        findings.add(flags, unused, members, keys, plan)
-    void = _void_early(findings, early, layout)
-    valid = frozenset(findings.sent) - void
+        findings.add(flags, unused, members, plan)
     deferred_check = None
     if not host_reads and not findings.must_stop and not findings.is_stale:
-        check = _DeferredCheck(plan, found, numbers, error_if_nonfinite, nonfinite_elsewhere, early=early, valid=valid)
-        deferred_check = check.begun()
-    if early is not None:
-        early.finish_sends(findings.sent, void, found)
+        deferred_check = _DeferredCheck(plan, found, numbers, error_if_nonfinite, nonfinite_elsewhere).begun()
     _raise_if_needed(findings)
     if findings.is_stale:
         return None
@@ -203,8 +174,7 @@ def agree_on_gradients(
         found[tensor] = _reduced(tensor)
     for tensor in findings.partly:
         _fill_in(layout, tensor, found)
-    sent = frozenset(findings.sent)
-    return AgreedGradients(gradients=found, sent=sent, valid=valid, deferred_check=deferred_check, numbers=numbers)
+    return AgreedGradients(gradients=found, deferred_check=deferred_check, numbers=numbers)
 
 
 def _with_known_gradients(
@@ -215,7 +185,7 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (is_unusable(tensor.grad) or is_unreduced(tensor, tensor.grad))
+        is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected and has and not is_wrong:
@@ -234,37 +204,23 @@ def _host_reads_at_once(device: torch.device) -> bool:
 
 
 def _local_flags(
-    members: MeshMembers,
-    keys: Sequence[str],
-    plan: StepPlan,
-    found: LocalGradients,
-    findings: _Findings,
-    *,
-    early: BackwardPrefetch | None,
-    check: bool,
-    host_reads: bool,
+    members: MeshMembers, plan: StepPlan, found: LocalGradients, findings: _Findings, *, checks: bool
 ) -> _Flags:
     """The flags of this rank; also adds the gradients that it has to ``found``. Local."""
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
-    unusable = {tensor for tensor in present if is_unusable(tensor.grad)}
+    unusable = {tensor for tensor in present if _is_unusable(tensor.grad)}
     found.add_unread(tensor for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
-    if check and host_reads:
+    if checks:
         (nonfinite,) = start_reading([_nonfinite(tensors, found, plan.device)])()
-    # A rank that needs a new plan may lack the state that it would have to compare.
-    compares = host_reads and not findings.is_stale
     return _Flags(
         has=[*has],
         lacks=[not each for each in has],
         is_unusable=[tensor in unusable for tensor in tensors],
-        is_unreduced=[each and is_unreduced(tensor, tensor.grad) for tensor, each in zip(tensors, has, strict=True)],
+        is_unreduced=[each and _is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
         is_nonfinite=nonfinite,
-        is_sent=[early.is_sent(key) for key in keys] if early is not None else [],
-        is_void=[early.lacks(key, found) or (compares and bool(early.differs(key, found))) for key in keys]
-        if early is not None
-        else [],
         is_stale=findings.is_stale,
         must_stop=findings.must_stop,
         backward_has_failed=findings.backward_has_failed,
@@ -284,17 +240,6 @@ def _of_all_ranks(own: _Flags, members: MeshMembers, step: StepAgreement | None)
     return own.unpack(maxima_over(members.host, own.pack())), ()
 
 
-def _void_early(findings: _Findings, early: BackwardPrefetch | None, layout: Layout) -> frozenset[str]:
-    """Buckets that were sent early and whose results must not be used, as far as the host knows."""
-    if early is None:
-        return frozenset()
-    if findings.is_stale or findings.must_stop:
-        return frozenset(findings.sent)
-    # The mean over the replicas, which _fill_in takes, is another gradient than the one that was sent.
-    averaged = {tensor for tensor in findings.partly if _replicas(layout, tensor) is not None}
-    return frozenset(findings.sent) & frozenset([*findings.void, *early.keys({*averaged, *findings.unused})])
-
-
 def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device) -> Tensor:
     """Whether each gradient of the calling rank has a NaN or an Inf, or a norm that overflows; bools on the device."""
     filled = [tensor for tensor in tensors if tensor in found and found[tensor].numel()]
@@ -306,7 +251,7 @@ def _nonfinite(tensors: Sequence[Tensor], found: Gradients, device: torch.device
 
 @dataclass(eq=False)
 class _DeferredCheck:
-    """Checks what the host does not know yet of the gradients and of the ``valid`` early buckets.
+    """Checks what the host does not know yet of the gradients.
 
     :meth:`start` adds up the flags of all ranks, where possible on the device; :meth:`conclude` waits, and raises.
     """
@@ -316,10 +261,8 @@ class _DeferredCheck:
     numbers: dict[Tensor, float]  # Gets the values of hyper-parameters that are on a device.
     checks: bool  # Whether gradients must be finite.
     nonfinite_elsewhere: Tensor | None
-    early: BackwardPrefetch | None = None
-    valid: Collection[str] = ()
     has_changed: bool = False  # Whether this rank knows that the gradients are not those that were agreed upon.
-    # For each mesh: how many ranks have found a problem with each parameter, with each bucket, and with the mesh.
+    # For each mesh: how many ranks have found a problem with each parameter, and with the mesh.
     _counts: list[Tensor] = field(default_factory=list[Tensor])
     _work: dist.Work | None = None
     _read: Callable[[], list[list[Any]]] | None = None
@@ -328,9 +271,6 @@ class _DeferredCheck:
         groups = {id(parameter.group): parameter.group for parameter in self.plan.parameters}
         options = [value for group in groups.values() for value in group.values()]
         self._unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
-        keys = [self.early.keys(set(each.tensors)) if self.early is not None else [] for each in self.plan.meshes]
-        valid = [[key for key in of_mesh if key in self.valid] for of_mesh in keys]
-        self._keys_of = dict(zip(self.plan.meshes, valid, strict=True))
 
     def begun(self) -> Callable[[], None] | None:
         """Return what :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to check.
@@ -338,7 +278,7 @@ class _DeferredCheck:
         Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
         called; every rank must call it.
         """
-        if not (self.checks or self._unknown or any(self._keys_of.values())):
+        if not (self.checks or self._unknown):
             return None
         if not self.plan.layout.arrives_late:
             self.start()
@@ -350,26 +290,20 @@ class _DeferredCheck:
         changed = torch.ones_like(stop) if self.has_changed else stop
         if self.nonfinite_elsewhere is not None:
             stop = self.nonfinite_elsewhere.to(stop).reshape(1)
-        for number, members in enumerate(self._keys_of, start=1):
-            flags = torch.cat([self._found_by_this_rank(members), changed, stop])
+        for number, members in enumerate(self.plan.meshes, start=1):
+            broken = _nonfinite(members.tensors, self.found if self.checks else {}, self.plan.device)
+            flags = torch.cat([broken.int(), changed, stop])
             is_on_host = flags.device.type == "cpu"
             axes = members.host if is_on_host else members.axes
             work = None if axes.group is None else start_all_reduce_sum(flags, axes)
             self._counts.append(flags)
-            if work is not None and is_on_host and number == len(self._keys_of):
+            if work is not None and is_on_host and number == len(self.plan.meshes):
                 self._work = work  # The host waits for the last one later.
                 return
             if work is not None:
                 work.wait()
-            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+            stop = torch.cat([flags[:-2], flags[-1:]]).any().int().reshape(1)
         self._read = start_reading([*self._counts, *self._unknown])
-
-    def _found_by_this_rank(self, members: MeshMembers) -> Tensor:
-        """1 for each parameter whose gradient is not finite, and for each bucket that differs; int32 on the device."""
-        broken = _nonfinite(members.tensors, self.found if self.checks else {}, self.plan.device)
-        early, keys = self.early, self._keys_of[members]
-        differs = [early.differs(key, self.found).reshape(1) for key in keys] if early is not None else []
-        return torch.cat([broken, *differs]).int()
 
     def conclude(self) -> None:
         """Fill in ``numbers``, and raise for what any rank has found. Collective if it was not started before."""
@@ -382,16 +316,23 @@ class _DeferredCheck:
         counts, numbers = values[: len(self._counts)], values[len(self._counts) :]
         self.numbers.update((tensor, value) for tensor, (value,) in zip(self._unknown, numbers, strict=True))
         findings = _Findings(is_stale=False)
-        for (members, keys), (*of_each, has_changed, must_stop) in zip(self._keys_of.items(), counts, strict=True):
-            infinite, void = of_each[: len(members.tensors)], of_each[len(members.tensors) :]
+        for members, (*infinite, has_changed, must_stop) in zip(self.plan.meshes, counts, strict=True):
             findings.nonfinite += tuple(compress((self.plan.names[tensor] for tensor in members.tensors), infinite))
-            findings.void += tuple(compress(keys, void))
             findings.must_stop |= any(infinite) or must_stop > 0
             if has_changed:
                 raise GradientsHaveChanged
         _raise_if_needed(findings)
-        if findings.void:
-            raise PrefetchIsVoid(frozenset(findings.void))
+
+
+def _is_unusable(grad: Tensor | None) -> bool:
+    """Whether a gradient is of a kind that no step takes."""
+    return grad is not None and (grad.is_complex() or grad.is_sparse)
+
+
+def _is_unreduced(tensor: Tensor) -> bool:
+    """Whether the gradient has other placements than its parameter (a partial sum): all ranks must reduce it."""
+    grad = tensor.grad
+    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:

@@ -32,8 +32,6 @@ class AgreedGradients:
     """What all ranks know of the gradients of a step, equal on all of them but for the tensors."""
 
     gradients: Gradients  # Local gradient of every parameter that takes part.
-    sent: frozenset[str] = frozenset()  # Buckets that any rank has sent during backward.
-    valid: frozenset[str] = frozenset()  # Those of them whose gradients are still what was sent.
     # Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for them, and raises
     # on all ranks to give up the step. On CUDA the host waits for the device here, and nowhere else in a step.
     deferred_check: Callable[[], None] | None = None
@@ -100,8 +98,6 @@ class MatrixStep:
         self.facts = {
             **of_part,
             Condition.GRADIENTS: {*taking_part, *of_part.get(Condition.GRADIENTS, ())},
-            Condition.SENT: {*agreed.sent, *of_part.get(Condition.SENT, ())},
-            Condition.VALID: agreed.valid,
             Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
         if not self._may_be_given_up:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
@@ -20,7 +20,6 @@ from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.optim import gradients, parameters
-from lightning_muon.optim.backward_prefetch import BackwardPrefetch
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
@@ -42,7 +41,6 @@ class PlannedStep:
     key: tuple[Any, ...]
     plan: StepPlan
     matrix_step: MatrixStep
-    early: BackwardPrefetch | None
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -150,20 +148,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         has_loss = closure is None or loss is not None
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
-            is_done = False
-            while not is_done:
-                try:
-                    planned.matrix_step.run(self._received(agreed), self.state)
-                    is_done = True
-                except gradients.GradientsHaveChanged:
-                    # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
-                    planned, agreed = self._begin_step(has_loss=has_loss)
-                except gradients.PrefetchIsVoid as void:
-                    # Found on the device, with nothing changed yet: run again without what was sent early.
-                    assert planned.early is not None
-                    planned.early.failed(void.keys)
-                    agreed = replace(agreed, valid=frozenset(), deferred_check=None)
-            self._end_step(planned, agreed)
+            try:
+                planned.matrix_step.run(self._received(agreed), self.state)
+            except gradients.GradientsHaveChanged:
+                # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
+                planned, agreed = self._begin_step(has_loss=has_loss)
+                planned.matrix_step.run(self._received(agreed), self.state)
+            self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
@@ -209,11 +200,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.is_fresh = False
         return planned, agreed
 
-    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
+    def _end_step(self, planned: PlannedStep) -> None:
         """End a step that has updated the parameters. Collective as :meth:`step` is; every rank must call it."""
         self._layout.end_step()
-        if planned.early is not None:
-            planned.early.succeeded(agreed.valid)
         if self._is_reached:
             self._is_reached = False
 
@@ -314,10 +303,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
         return self._layout.step_part(done)
 
-    def _prefetch(self, plan: StepPlan, step: MatrixStep) -> BackwardPrefetch | None:
-        """Make what sends buckets of a new plan in backward. Collective as :meth:`step` is; every rank must call it."""
-        return None
-
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
         """The gradients that the update uses. Collective as :meth:`step` is; every rank must call it."""
         return agreed
@@ -377,8 +362,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         axes = [members.axes for members in meshes]
         together(lambda: self._try_functions(options.arithmetic, wire_dtype, device), axes)
 
-        if self._planned is not None and self._planned.early is not None:
-            self._planned.early.close()
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
@@ -390,7 +373,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,
         )
-        self._planned = PlannedStep(self._key(), plan, step, self._prefetch(plan, step))
+        self._planned = PlannedStep(self._key(), plan, step)
         return self._planned
 
     def _checked_parameters(self) -> list[RoutedParameter]:
@@ -434,7 +417,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         given = parameters_of(self)
         return agree_on_gradients(
             planned.plan,
-            planned.early,
             self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(planned),

@@ -58,9 +58,9 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
 
 
 def _scenarios(program: Program) -> Iterator[Facts]:
-    """Yield the facts of the branches that differ in their ops; void early ops run in addition to a known branch."""
+    """Yield the facts of the branches that differ in their ops."""
     found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
-    for sent in ([], [Condition.SENT, Condition.VALID]) if Condition.SENT in found else ([],):
+    for sent in ([], [Condition.SENT]) if Condition.SENT in found else ([],):
         for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
             yield dict.fromkeys([Condition.GRADIENTS, *sent, *deferred], EVERY_KEY)
 

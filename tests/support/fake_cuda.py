@@ -312,7 +312,6 @@ def world(size: int, *, races: bool = True) -> Iterator[Simulation]:
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
         mock.patch.multiple("lightning_muon.comm.groups", new_group=fake_group, world_timeout=timedelta),
-        mock.patch("lightning_muon.optim.backward_prefetch.at_end_of_backward", simulation.at_end_of_backward.append),
     ):
         try:
             yield simulation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +121,6 @@ class Simulation:
         self.host: Clock = {}  # What the host has waited for.
         self.syncs, self.found = Counter[str](), Counter[str]()
         self.launches, self.ops, self.comms = Counter[str](), Counter[str](), Counter[str]()
-        self.at_end_of_backward: list[Callable[[], None]] = []
         self.num_steps = 0
         self.streams: list[Stream] = []
         self.stack: list[Stream] = []
@@ -140,10 +139,6 @@ class Simulation:
         self.num_steps += on
         for counts in (self.launches, self.ops, self.comms):
             counts.clear()
-
-    def end_backward(self) -> None:
-        while self.at_end_of_backward:
-            self.at_end_of_backward.pop(0)()
 
     def sync(self, what: str, clock: Clock | None = None) -> None:
         """The host waits for the current stream, or for what ``clock`` knows."""

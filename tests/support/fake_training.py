@@ -17,7 +17,7 @@ from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.schedule.shapes import ParameterShape, read_shapes
 from tests.support.fake_cuda import Tracker, world
-from tests.support.fake_device import Simulation, active
+from tests.support.fake_device import Simulation
 
 Found = Sequence[tuple[ParameterShape, nn.Parameter]]
 # Steps before the one that is watched: the first makes the plan and the buffers.
@@ -99,7 +99,6 @@ class _Backward:
                 _reduce(tensors)
                 reduced = self._stream.record_event()
         default.wait_event(reduced)
-        active().end_backward()
 
 
 def _reduce(tensors: Sequence[Any]) -> None:
