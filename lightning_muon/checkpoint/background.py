@@ -66,9 +66,9 @@ def _empty_like(tensor: Tensor, *, pin_memory: bool) -> Tensor:
 class BackgroundSaves:
     """Writes checkpoints in a thread, one at a time, which communicates with other ranks' threads over ``ranks``.
 
-    ``ranks`` are all ranks with a private process group, since the training goes on over its own. An error of a thread
-    is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once. The thread keeps the process
-    alive until its checkpoint is written.
+    ``ranks`` are all ranks with a process group of its own, since the training goes on over others. An error
+    of a thread is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once. The thread keeps
+    the process alive until its checkpoint is written.
     """
 
     def __init__(self, ranks: AxisGroup) -> None:

@@ -339,8 +339,7 @@ class TrainingEngine:
 
     def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The ``parameters`` that are clipped; local."""
-        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
-        # during backward need not wait for the norm.
+        # Muon orthogonalizes, so the size of a gradient matters little to it.
         is_all = self.options.clip_groups == "all"
         return parameters if is_all else without_matrices(parameters, self.optimizers)
 

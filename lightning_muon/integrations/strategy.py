@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.comm.groups import PrivateGroups
+from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
@@ -111,7 +111,7 @@ class MuonStrategy:
             by_nodes = self.options.has_nodes
             self._meshes = self.options.make(self.root_device.type, by_nodes=by_nodes, **layout)
             if self.options.async_save:
-                self._saves = BackgroundSaves(PrivateGroups().of_everyone())
+                self._saves = BackgroundSaves(own_gloo_group_of_all())
         if self._watchdog is None:
             drain = None if self._saves is None else self._saves.wait
             self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)

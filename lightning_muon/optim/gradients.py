@@ -142,9 +142,8 @@ def agree_on_gradients(
 
     Returns ``None`` on all ranks if any needs a new plan (``is_stale``). Where the ranks have agreed before
     (``Layout.agreed``) they send no message: later changes are found out together with NaN and Inf.
-    ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one.
-
-    Collective over every mesh of the parameters, the smallest first; every rank of it must call it.
+    ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one. Collective over every
+    mesh of the parameters, the smallest first; every rank of it must call it.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
@@ -186,7 +185,7 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (is_unusable(tensor.grad) or is_unreduced(tensor, tensor.grad))
+        is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected and has and not is_wrong:
@@ -221,7 +220,7 @@ def _local_flags(
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
-    unusable = {tensor for tensor in present if is_unusable(tensor.grad)}
+    unusable = {tensor for tensor in present if _is_unusable(tensor.grad)}
     found.add_unread(tensor for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
     if checks:
@@ -230,7 +229,7 @@ def _local_flags(
         has=[*has],
         lacks=[not each for each in has],
         is_unusable=[tensor in unusable for tensor in tensors],
-        is_unreduced=[each and is_unreduced(tensor, tensor.grad) for tensor, each in zip(tensors, has, strict=True)],
+        is_unreduced=[each and _is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
         is_nonfinite=nonfinite,
         is_stale=findings.is_stale,
         must_stop=findings.must_stop,
@@ -313,7 +312,7 @@ class _DeferredCheck:
                 return
             if work is not None:
                 work.wait()
-            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+            stop = torch.cat([flags[:-2], flags[-1:]]).any().int().reshape(1)
         self._read = start_reading([*self._counts, *self._unknown])
 
     def conclude(self) -> None:
@@ -333,6 +332,17 @@ class _DeferredCheck:
             if has_changed:
                 raise GradientsHaveChanged
         _raise_if_needed(findings)
+
+
+def _is_unusable(grad: Tensor | None) -> bool:
+    """Whether a gradient is of a kind that no step takes."""
+    return grad is not None and (grad.is_complex() or grad.is_sparse)
+
+
+def _is_unreduced(tensor: Tensor) -> bool:
+    """Whether the gradient has other placements than its parameter (a partial sum): all ranks must reduce it."""
+    grad = tensor.grad
+    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:

@@ -148,15 +148,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         has_loss = closure is None or loss is not None
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
-            is_done = False
-            while not is_done:
-                try:
-                    planned.matrix_step.run(self._received(agreed), self.state)
-                    is_done = True
-                except gradients.GradientsHaveChanged:
-                    # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
-                    planned, agreed = self._begin_step(has_loss=has_loss)
-            self._end_step(planned, agreed)
+            try:
+                planned.matrix_step.run(self._received(agreed), self.state)
+            except gradients.GradientsHaveChanged:
+                # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
+                planned, agreed = self._begin_step(has_loss=has_loss)
+                planned.matrix_step.run(self._received(agreed), self.state)
+            self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
@@ -202,11 +200,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.is_fresh = False
         return planned, agreed
 
-    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
+    def _end_step(self, planned: PlannedStep) -> None:
         """End a step that has updated the parameters. Collective as :meth:`step` is; every rank must call it."""
         self._layout.end_step()
-        if self._is_reached:
-            self._is_reached = False
+        self._is_reached = False
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
