@@ -305,11 +305,11 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _Step, *, on_their_way: int)
 
 
 def _send(job: Job, num_bytes: float, between: float, calls: float = 1) -> float:
-    """Seconds to send so many bytes, of them the share ``between`` to other nodes, side by side."""
-    latency, links = job.cost.latency_seconds, job.cost.bandwidth
-    inside = calls * latency[0] + num_bytes * (1 - between) / links[0]
-    outside = calls * latency[-1] + num_bytes * between / links[-1] if between else 0.0
-    return max(inside, outside) if num_bytes else 0.0
+    """Seconds to send so many bytes in some calls, of them the share ``between`` to other nodes, side by side."""
+    if not num_bytes:
+        return 0.0
+    waits = (calls - 1) * job.cost.latency_seconds[-1 if between else 0]
+    return waits + job.cost.transfer_seconds(num_bytes * (1 - between), num_bytes * between)
 
 
 def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -56,17 +56,6 @@ class CostModel:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error
-
-    def with_links(self, leaves_machine: Sequence[bool]) -> Self:
-        """Return the model with one link per mesh axis: the slowest for axes across machines, else the fastest.
-
-        On a machine with one kind of link all axes share it.
-        """
-        if len(self.bandwidth) == 1:
-            return self
-        ends = [-1 if leaves else 0 for leaves in leaves_machine]
-        bandwidth, latency = (tuple(links[end] for end in ends) for links in (self.bandwidth, self.latency_seconds))
-        return replace(self, bandwidth=bandwidth, latency_seconds=latency)
 
     def transfer_seconds(self, *axis_bytes: float) -> float:
         """Seconds to send so many bytes over each kind of link at the same time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -89,24 +89,17 @@ def placement(order: Order) -> dict[int, int]:
     return dict(sorted(rank_of.items()))
 
 
-def peak_activations(
-    nodes: Iterable[Node], sizes: Mapping[int, int] | None = None, between: Mapping[int, int] | None = None
-) -> int:
+def peak_activations(nodes: Iterable[Node]) -> int:
     """Most activations that a rank holds, each from its forward to the end of its backward (``B`` or ``W``).
 
-    The unit is one micro-batch of one stage; with ``sizes``, one for each stage, the result is their largest sum.
-    ``between`` is what a stage holds in addition from ``I`` to ``W``, in the same unit.
+    The unit is one micro-batch of one stage.
     """
     alive = most = 0
     for node in nodes:
-        size = 1 if sizes is None else sizes[node.stage]
-        added = 0 if between is None else between[node.stage]
         if node.kind == PipelineKind.FORWARD:
-            alive += size
-        elif node.kind == PipelineKind.BACKWARD_INPUT:
-            alive += added
-        else:
-            alive -= size + (added if node.kind == PipelineKind.BACKWARD_WEIGHT else 0)
+            alive += 1
+        elif node.kind != PipelineKind.BACKWARD_INPUT:
+            alive -= 1
         most = max(most, alive)
     return most
 

@@ -70,7 +70,7 @@ def _setup(
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
     shard_map = shard_map_of(parameters, costs, mesh_shape or (dist.get_world_size(),))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    return parameters, shard_map, ParameterAllGather(shard_map, buckets, units_of(model, units))
+    return parameters, shard_map, ParameterAllGather(shard_map, buckets, units_of(model, units), shard_map.shard)
 
 
 def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None) -> dict[Tensor, Tensor]:

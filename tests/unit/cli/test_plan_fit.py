@@ -34,6 +34,7 @@ MODEL = ModelShapes(
     ),
 )
 FLOPS, WITHIN, BETWEEN = 1e4, 1e6, 1e5
+_ROUNDED = 1e-5  # Bytes of a transfer are whole numbers.
 COST = CostModel(flops_per_second=FLOPS, memory_bytes_per_second=1e15, bandwidth=(WITHIN, BETWEEN))
 # Two nodes of 4 ranks, one row of 16 tokens for each rank, float32 weights that compute in bfloat16.
 JOB = Job(
@@ -215,14 +216,14 @@ def test_bytes_and_seconds_by_hand(case: str) -> None:
     found = row_of(JOB, SIZES, way)
     memory = found.memory._asdict()
     assert {name: memory[name] for name in sizes} == pytest.approx(sizes)
-    assert found.muon_seconds == pytest.approx(muon_seconds, rel=1e-6)
-    assert found.seconds - found.muon_seconds == pytest.approx(seconds, rel=1e-6)
+    assert found.muon_seconds == pytest.approx(muon_seconds, rel=_ROUNDED)
+    assert found.seconds - found.muon_seconds == pytest.approx(seconds, rel=_ROUNDED)
 
 
 def test_cores_of_a_cpu_compute_and_transfer_one_after_the_other() -> None:
     way, seconds = Way(mode="fsdp", shard=8), 3 * FORWARD + 2 * _GATHER + 2 * _SUM  # gloo's sum sends twice as much.
     found = row_of(replace(JOB, is_cpu=True), SIZES, way)
-    assert found.seconds - found.muon_seconds == pytest.approx(seconds, rel=1e-6)
+    assert found.seconds - found.muon_seconds == pytest.approx(seconds, rel=_ROUNDED)
 
 
 def test_slow_links_bound_a_pipeline_by_its_messages() -> None:
