@@ -35,7 +35,7 @@ ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["step", "off"]
-# Muon's learning rate over AdamW's, where one was chosen for AdamW: benchmarks/muon_rate.py, docs/performance.md.
+# Muon's learning rate over AdamW's, where one was chosen for AdamW: see docs/performance.md.
 MEASURED_MUON_LR_FACTOR = 3.0
 
 
