@@ -43,7 +43,7 @@ soak: $(STAMP)
 
 # Installs nothing: takes .venv if it is there, otherwise a Python that has torch with CUDA (make gpu PYTHON=python3).
 gpu:
-	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(ARGS)
+	$(if $(wildcard $(STAMP)),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,26 +1,19 @@
 """Time, traffic and memory of whole training steps, for every way to divide gradients; ratios in one run.
 
-    python -m benchmarks.gradient_sync --ranks 2 4 --exposed
+    python -m benchmarks.gradient_sync --ranks 2 4
 
-Starts gloo processes on this machine (one thread each), or runs under torchrun, and takes turns between
+Takes turns between ``zero2``, ``fsdp`` and ``ddp`` of this package with ParallelMuon, and with AdamW alone (in
+``zero2`` that is ParallelMuon with ``algorithm="adamw"`` for all but a frozen matrix of 16 x 16, since it must have
+one); torch's DistributedDataParallel with torch.optim.Muon for matrices and AdamW for the rest, with
+ZeroRedundancyOptimizer(AdamW), and with AdamW; and ``fully_shard`` for each block and for the model with AdamW, which
+is what Lightning's ModelParallelStrategy does. A turn is ``--steps`` training steps of equal batches and ends when all
+parameters have arrived. The table has the median over the turns of the slowest rank, and for one step:
 
-- ``zero2``, ``fsdp`` and ``ddp`` of this package with ParallelMuon, and with AdamW alone (in ``zero2`` that is
-  ParallelMuon with ``algorithm="adamw"`` for all but a frozen matrix of 16 x 16, since it must have one),
-- torch's DistributedDataParallel with torch.optim.Muon for matrices and AdamW for the rest, with
-  ZeroRedundancyOptimizer (which takes one class: AdamW), and with AdamW,
-- what Lightning's ModelParallelStrategy does, without its Trainer: ``fully_shard`` for each block and for the model,
-  and AdamW.
-
-A turn is ``--steps`` training steps of equal batches and ends when all parameters have arrived, so that nothing that
-``zero2`` leaves for the next forward is missed; the table has the median over the turns of the slowest rank.
-
-- *sent*: bytes that leave a rank in one step, mean over the ranks, from the calls of torch.distributed. Exact for
-  messages and all-to-all; for N bytes on S ranks an all-reduce counts 2 (S-1)/S N, a reduce-scatter of N and an
-  all-gather to N (S-1)/S N each, a broadcast (S-1) N at its root: the least that they need, as rings reach it.
+- *sent*: bytes that leave a rank, mean over the ranks, from the calls of torch.distributed. Exact for messages and
+  all-to-all; for N bytes on S ranks an all-reduce counts 2 (S-1)/S N, a reduce-scatter of N and an all-gather to N
+  (S-1)/S N each, a broadcast (S-1) N at its root: the least that they need, as rings reach it.
 - *held*: tensors after backward and before the step: parameters, gradients, optimizer state; mean over the ranks.
-- *peak*: the most that the allocator has given out at any time of a step, activations included; the largest rank.
-- *exposed* (``--exposed``): the step minus the same step with calls that carry floating-point numbers replaced by
-  ones that move nothing. Both under the same observer, which makes either a little slower.
+- *peak*: the most that the allocator has given out at any time, activations included; the largest rank.
 """
 
 from __future__ import annotations
@@ -41,15 +34,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.ranks import run_on_ranks, this_device
+from benchmarks.ranks import run_on_ranks
 from lightning_muon import ParallelMuon
+from lightning_muon.comm.agreement import gather
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
@@ -70,7 +63,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, length, width) -> the same."""
         inputs = self.norms[0](x)
         q, k, v = (
             part(inputs).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.queries, self.keys, self.values)
@@ -89,7 +81,6 @@ class Transformer(nn.Module):
         self.head = nn.Linear(arguments.width, arguments.words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(batch, length) -> logits (batch, length, words)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -98,44 +89,30 @@ class Transformer(nn.Module):
 
 @dataclass(kw_only=True)
 class Contender:
-    """A model and its optimizers, and what has to be called around them.
-
-    Attributes:
-        net: What is called.
-        optimizers: All of them.
-        no_sync: For all micro-batches but the last.
-        finish_gradients: After the last backward pass.
-        wait: Until all parameters have arrived.
-        gradient: The calling rank's part of a reduced gradient.
-        mode: The mode of this package, if it is one.
-    """
+    """A model and its optimizers, and what has to be called around them."""
 
     net: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    no_sync: Callable[[], AbstractContextManager[Any]]
-    finish_gradients: Callable[[], None] = lambda: None
-    wait: Callable[[], None] = lambda: None
-    gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad
-    mode: Any = None
+    no_sync: Callable[[], AbstractContextManager[Any]]  # For all micro-batches but the last.
+    finish_gradients: Callable[[], None] = lambda: None  # After the last backward pass.
+    end_step: Callable[[], None] = lambda: None
+    wait: Callable[[], None] = lambda: None  # Until all parameters have arrived.
+    gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # The rank's part of a reduced one.
 
-    def backward(self, batches: Sequence[Tensor]) -> Tensor:
-        """Gradients of one step; returns the loss of the last micro-batch."""
+    def backward(self, batches: Sequence[Tensor]) -> None:
+        """Gradients of one step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss = torch.zeros(())
         for index, tokens in enumerate(batches):
             with nullcontext() if index == len(batches) - 1 else self.no_sync():
                 loss = F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
                 (loss / len(batches)).backward()
         self.finish_gradients()
-        return loss.detach()
 
     def step(self) -> None:
-        """Step all optimizers."""
         for optimizer in self.optimizers:
             optimizer.step()
-        if self.mode is not None:
-            self.mode.end_step()
+        self.end_step()
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state on this rank; call it before :meth:`step`."""
@@ -189,7 +166,7 @@ Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
     net = new_net(arguments)
-    mesh = init_device_mesh(this_device().type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
     mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB)))
     mode.prepare(net)
     made = optimizers(net)
@@ -199,9 +176,9 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Co
         optimizers=made,
         no_sync=mode.no_sync,
         finish_gradients=mode.finish_gradients,
+        end_step=mode.end_step,
         wait=mode.finish_parameters,
         gradient=mode.layout.gradient,
-        mode=mode,
     )
 
 
@@ -233,7 +210,7 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
 
 def new_net(arguments: argparse.Namespace) -> Transformer:
     torch.manual_seed(0)
-    return Transformer(arguments).to(this_device())
+    return Transformer(arguments)
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
@@ -255,30 +232,14 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
 
 
 class Wire(TorchDispatchMode):
-    """Counts the bytes that leave this rank inside of it.
+    """Counts the bytes that leave this rank inside of it."""
 
-    Args:
-        muted: Whether what carries floating-point numbers is left out; zeros are received in its place.
-    """
-
-    def __init__(self, *, muted: bool = False) -> None:
-        super().__init__()
-        self.num_bytes, self._muted = 0.0, muted
+    num_bytes = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "c10d" or func.overloadpacket.__name__ == "barrier":
-            return func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
-        self.num_bytes += bytes_out(name, args)
-        tensors = [tensor for each in args[:2] for tensor in (each if isinstance(each, list) else [each])]
-        if not self._muted or not any(isinstance(each, Tensor) and each.is_floating_point() for each in tensors):
-            return func(*args, **(kwargs or {}))
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(args[0])
-        work = _create_work_from_future(future).boxed()
-        if name in ("alltoall_base_", "_allgather_base_", "_reduce_scatter_base_"):
-            args[0].zero_()
-        return work if name in ("alltoall_base_", "send", "recv_") else (args[0], work)
+        if func.namespace == "c10d" and func.overloadpacket.__name__ != "barrier":
+            self.num_bytes += bytes_out(func.overloadpacket.__name__, args)
+        return func(*args, **(kwargs or {}))
 
 
 def bytes_out(name: str, args: Any) -> float:
@@ -300,69 +261,52 @@ def worker(num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (arguments.accumulate, arguments.batch, arguments.length)
-    batches = list(torch.randint(arguments.words, shape, generator=generator).to(this_device()))
+    batches = list(torch.randint(arguments.words, shape, generator=generator))
     chosen = [name for name in CONTENDERS if any(word in name for word in arguments.only)]
     contenders: dict[str, Contender] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
         contenders[name], rows[name] = measure_memory(CONTENDERS[name], batches, arguments)
-    check_losses(rows)
-    modes = ["plain", "observed", "muted"] if arguments.exposed else ["plain"]
-    seconds: dict[tuple[str, str], list[float]] = {(name, mode): [] for name in chosen for mode in modes}
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
-        for name, mode in seconds:
-            wire = {"plain": nullcontext(), "observed": Wire(), "muted": Wire(muted=True)}[mode]
-            seconds[name, mode].append(time_steps(contenders[name], batches, arguments.steps, wire))
-    for (name, mode), values in seconds.items():
-        rows[name][mode] = statistics.median(values)
+        for name, values in seconds.items():
+            values.append(time_steps(contenders[name], batches, arguments.steps))
+    for name, values in seconds.items():
+        rows[name]["seconds"] = statistics.median(values)
     return [{"ranks": num_ranks, "name": name} | row for name, row in rows.items()]
 
 
-def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int, wire: AbstractContextManager[Any]) -> float:
+def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> float:
     """Seconds per step of the slowest rank."""
-    synchronize()
     dist.barrier()
     started = time.perf_counter()
-    with wire:
-        for _ in range(steps):
-            contender.backward(batches)
-            contender.step()
-        contender.wait()
-    synchronize()
+    for _ in range(steps):
+        contender.backward(batches)
+        contender.step()
+    contender.wait()
     dist.barrier()
     return (time.perf_counter() - started) / steps
-
-
-def synchronize() -> None:
-    if this_device().type == "cuda":
-        torch.cuda.synchronize()
 
 
 def measure_memory(
     make: Callable[[argparse.Namespace], Contender], batches: Sequence[Tensor], arguments: argparse.Namespace
 ) -> tuple[Contender, dict[str, Any]]:
     """Make a contender and take three steps; bytes that are sent in the third one and held in it."""
-    base = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender = make(arguments)
         for _ in range(2):
             contender.backward(batches)
             contender.step()
         contender.wait()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
         with torch.profiler.record_function("third step"), Wire() as wire:
-            loss = contender.backward(batches)
+            contender.backward(batches)
             held = contender.held()
             contender.step()
             contender.wait()
-    dist.all_reduce(loss)
-    peak = torch.cuda.max_memory_allocated() - base if torch.cuda.is_available() else peak_of(profile)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (wire.num_bytes, *held, peak))
+    everyone = gather((wire.num_bytes, *held, peak_of(profile)), None)
     sent, parameters, gradients, state = (statistics.mean(each) for each in list(zip(*everyone, strict=True))[:4])
     row = {"sent": sent, "parameters": parameters, "gradients": gradients, "state": state}
-    return contender, row | {"peak": max(each[-1] for each in everyone), "loss": loss.item() / dist.get_world_size()}
+    return contender, row | {"peak": max(each[-1] for each in everyone)}
 
 
 def peak_of(profile: torch.profiler.profile) -> int:
@@ -378,24 +322,15 @@ def peak_of(profile: torch.profiler.profile) -> int:
     return peak
 
 
-def check_losses(rows: dict[str, dict[str, Any]]) -> None:
-    """All contenders train the same model, so their losses after two steps are equal but for rounding."""
-    for optimizer, tolerance in (("AdamW", 1e-4), ("Muon", 1e-2)):
-        losses = {name: row["loss"] for name, row in rows.items() if ("Muon" in name) == (optimizer == "Muon")}
-        if losses and max(losses.values()) - min(losses.values()) > tolerance:
-            raise RuntimeError(f"the contenders with {optimizer} differ in what they compute: {losses}")
-
-
-def table(rows: Sequence[dict[str, Any]], *, exposed: bool) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> str:
     heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
-    heads += ["MiB held: parameters", "gradients", "state", "peak MiB", *(["ms exposed"] if exposed else [])]
+    heads += ["MiB held: parameters", "gradients", "state", "peak MiB"]
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in rows:
-        base = {each["name"]: each["plain"] for each in rows if each["ranks"] == row["ranks"]}
-        ratios = [f"{row['plain'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
+        base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
+        ratios = [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
         sizes = [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
-        cells = [str(row["ranks"]), row["name"], f"{1e3 * row['plain']:.0f}", *ratios, *sizes]
-        cells += [f"{1e3 * (row['observed'] - row['muted']):.0f}"] if exposed else []
+        cells = [str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}", *ratios, *sizes]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -403,25 +338,18 @@ def table(rows: Sequence[dict[str, Any]], *, exposed: bool) -> str:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="per turn")
+    numbers = {"rounds": 7, "steps": 3, "layers": 8, "width": 256, "words": 8000, "batch": 2, "length": 32}
+    for name, value in numbers.items():
+        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--words", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--length", type=int, default=32)
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
-    parser.add_argument("--exposed", action="store_true", help="measure also without communication")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    rows = [row for ranks in arguments.ranks for row in run_on_ranks(worker, ranks, arguments, num_ranks=ranks)]
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(table(rows, exposed=arguments.exposed))
+    print(table([row for ranks in arguments.ranks for row in run_on_ranks(worker, ranks, arguments, num_ranks=ranks)]))
 
 
 if __name__ == "__main__":

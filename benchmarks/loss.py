@@ -1,30 +1,23 @@
 """Losses of small trainings with AdamW, Muon and its relatives, after each has got its learning rate.
 
-    python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --workers 2 --out results/pretraining
+    python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --out results/pretraining
     python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
-    python -m benchmarks.loss --program finetune lora --tune adamw muon --steps 300 --out results/finetuning
-    python -m benchmarks.loss --program CNN MLP ViT --grid --only muon --rates 3e-4 1e-3 3e-3 --factors 2 3 4
+    python -m benchmarks.loss --program CNN --grid --only muon --weight-decay 0.01 --rates 3e-4 1e-3 --factors 2 3
     python -m benchmarks.loss --program t5 --tune adamw muon
 
-Trains each program with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run;
-what the installed ParallelMuon has no option for is skipped. The programs:
+Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. Programs:
 
-- gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out. Rates warm up over a twentieth of
-  the steps and fall linearly to a tenth.
-- finetune, lora: the same model, first trained with AdamW on --text (--first-steps, --first-lr), goes on on --new-text,
-  with all weights or with LoRA of rank 8 on the layers of the blocks. "forgetting": the rise of the loss on --text.
-- t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; ROUGE-L as well.
-- decoder, encoder-decoder, CNN, ViT, MLP: programs as users write them, on Python's reference manual and on scanned
-  digits (which need scikit-learn).
+- gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out.
+- t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; also ROUGE-L.
+- CNN: with batch norms, on scanned digits, for which scikit-learn is needed.
 
 --tune gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning
 rate of all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not
 named takes the factor of "muon", or --factor and --lr. --grid instead runs all --rates and --factors.
 
-Each run leaves a file in --out (step, held-out loss, forgetting or ROUGE-L, seconds per step) and is not run again as
-long as that is there; ``losses.csv`` has them all. Ends with Markdown tables: the mean final loss and the standard
-deviation over the seeds, the first step at which the loss is AdamW's final one, seconds per step over AdamW's.
---picture draws the losses over steps and over seconds, a line for each seed.
+Each run leaves a file in --out (step, held-out loss, ROUGE-L, seconds per step) and is not run again as long as that is
+there. Ends with Markdown tables: the mean final loss and the standard deviation over the seeds, the first step at which
+the loss is AdamW's final one, seconds per step over AdamW's.
 """
 
 from __future__ import annotations
@@ -33,7 +26,6 @@ import argparse
 import csv
 import hashlib
 import inspect
-import itertools
 import json
 import math
 import os
@@ -43,10 +35,8 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Any
@@ -67,16 +57,15 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "fast": {"ns_quality": "fast"},
     "cautious decay": {"cautious_weight_decay": True},
     **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
-    "Muon on B": {"lora": "b_only"},
     "normuon": {"normuon": True},
 }
 TUNING_SEED = 1000
 SUFFIXES = (".py", ".txt", ".rst", ".md")
-# Not Python's library; pydoc_data is the text of fine-tunings.
+# Not Python's library.
 EXCLUDED = {"site-packages", "dist-packages", "pydoc_data"}
-LORA_RANK, STEPS_OF_EPOCH = 8, 160
+STEPS_OF_EPOCH = 160
 Batch = tuple[Tensor, ...]
-Rows = list[tuple[int, float, float, float]]  # Step, loss, something else that the program measures, seconds per step.
+Rows = list[tuple[int, float, float, float]]  # Step, loss, ROUGE-L, seconds per step.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,21 +84,10 @@ class Run:
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         return folder / f"{self.program}-{self.name}-{self.lr:g}-{self.seed}-{digest}.csv".replace(" ", "_")
 
-    def optimizer(self, model: nn.Module, **common: Any) -> torch.optim.Optimizer:
-        """AdamW or ParallelMuon."""
-        if self.options is None:
-            return torch.optim.AdamW(model.parameters(), lr=self.lr, **common)
-        return ParallelMuon(model, lr=self.lr, **common | self.options)
-
 
 def falling(step: int, steps: int) -> float:
-    """Warms up over a twentieth of the steps and falls linearly to a tenth."""
+    """Of the rate; it warms up over a twentieth of the steps and falls linearly to a tenth."""
     return min(20 * (step + 1) / steps, 1 - 0.9 * step / steps)
-
-
-def cosine(step: int, steps: int) -> float:
-    """Warms up over a twentieth of the steps and falls along a cosine."""
-    return min(1.0, (step + 1) / max(1, steps // 20)) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,54 +98,51 @@ class Supervised:
     loss: Callable[[nn.Module, Batch], Tensor]
     batches: Callable[[dict[str, Any], torch.Generator], Iterator[Batch]]
     held_out: Callable[[dict[str, Any]], Sequence[Batch]]
-    first: Callable[[dict[str, Any]], Sequence[Batch]] = lambda settings: ()  # Of the text before.
-    steps: int = 400
-    rate: Callable[[int, int], float] | None = cosine  # None: constant, and gradients are not clipped.
+    steps: int
     betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float | None = 0.01  # None: that of the command line.
+    falls: bool = False  # Whether the rate does, and gradients are clipped.
     data_seed: int = 1000
 
     def train(self, run: Run, folder: Path) -> Rows:
-        """Losses at several steps; leaves the weights of a model that others begin with."""
+        """Losses at several steps."""
         torch.manual_seed(run.seed)
         settings, steps = run.settings, run.settings["steps"] or self.steps
-        model = self.model(settings | {"folder": folder})
-        decay = settings["weight_decay"] if self.weight_decay is None else self.weight_decay
-        optimizer = run.optimizer(model, betas=self.betas, weight_decay=decay)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: self.rate(step, steps) if self.rate else 1.0
-        )
+        model = self.model(settings)
+        common: dict[str, Any] = {"lr": run.lr, "betas": self.betas, "weight_decay": settings["weight_decay"]}
+        if run.options is None:
+            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **common)
+        else:
+            optimizer = ParallelMuon(model, **common | run.options)
+        rate = partial(falling, steps=steps) if self.falls else lambda step: 1.0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         batches = self.batches(settings, torch.Generator().manual_seed(self.data_seed + run.seed))
         rows, seconds = Rows(), [0.0]
         marks = {steps * part // settings["evaluations"] for part in range(settings["evaluations"] + 1)}
         for step in range(steps + 1):
             if step in marks:
-                losses = (self.mean_loss(model, each(settings)) for each in (self.held_out, self.first))
-                rows.append((step, *losses, median(seconds)))
+                rows.append((step, self.held_out_loss(model, settings), math.nan, median(seconds)))
             if step == steps:
                 break
             batch, started = next(batches), time.perf_counter()
             self.loss(model, batch).backward()
-            if self.rate is not None:
+            if self.falls:
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             try:
                 optimizer.step()
             except NonFiniteGradientError:
-                return [*rows, (steps, math.inf, math.inf, median(seconds))]
+                return [*rows, (steps, math.inf, math.nan, median(seconds))]
             scheduler.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)
-        if settings.get("keeps"):
-            torch.save(model.state_dict(), run.path(folder).with_suffix(".pt"))
         return rows
 
     @torch.no_grad()
-    def mean_loss(self, model: nn.Module, batches: Sequence[Batch]) -> float:
-        """NaN without batches."""
+    def held_out_loss(self, model: nn.Module, settings: dict[str, Any]) -> float:
+        """The mean."""
         model.eval()
-        losses = [float(self.loss(model, batch)) for batch in batches]
+        loss = mean(float(self.loss(model, batch)) for batch in self.held_out(settings))
         model.train()
-        return mean(losses) if losses else math.nan
+        return loss
 
 
 class Block(nn.Module):
@@ -210,37 +185,6 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class LoRALinear(nn.Module):
-    """A frozen linear layer plus B A, with the names that PEFT gives (Hu et al. 2021, arXiv:2106.09685)."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, LORA_RANK, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(LORA_RANK, base.out_features, bias=False)})
-        nn.init.zeros_(self.lora_B["default"].weight)  # type: ignore[arg-type]
-
-    @override
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
-
-
-def trained_gpt(settings: dict[str, Any]) -> nn.Module:
-    """A GPT that has seen --text."""
-    model = GPT(settings)
-    model.load_state_dict(torch.load(settings["folder"] / settings["checkpoint"]))
-    return model
-
-
-def lora_gpt(settings: dict[str, Any]) -> nn.Module:
-    """The same with factors to train."""
-    model = trained_gpt(settings).requires_grad_(False)
-    for block in model.blocks:
-        for name in ("query", "key", "value", "out", "up", "down"):
-            setattr(block, name, LoRALinear(getattr(block, name)))
-    return model
-
-
 @cache
 def corpus(paths: tuple[str, ...], megabytes: float) -> tuple[Tensor, Tensor]:
     """Bytes for training and held-out ones of the files, or of those in the folders, shuffled."""
@@ -263,68 +207,16 @@ def windows(data: Tensor, count: int, size: int, generator: torch.Generator) -> 
     return (data[starts + torch.arange(size)].long(),)
 
 
-def bytes_of(settings: dict[str, Any], generator: torch.Generator, text: str = "text") -> Iterator[Batch]:
-    data = corpus(tuple(settings[text]), settings["megabytes"])[0]
+def bytes_of(settings: dict[str, Any], generator: torch.Generator) -> Iterator[Batch]:
+    data = corpus(tuple(settings["text"]), settings["megabytes"])[0]
     while True:
         yield windows(data, settings["batch"], settings["context"] + 1, generator)
 
 
-def held_out_bytes(settings: dict[str, Any], text: str = "text") -> list[Batch]:
-    data = corpus(tuple(settings[text]), settings["megabytes"])[1]
+def held_out_bytes(settings: dict[str, Any]) -> list[Batch]:
+    data = corpus(tuple(settings["text"]), settings["megabytes"])[1]
     generator = torch.Generator().manual_seed(77)
     return [windows(data, 64, settings["context"] + 1, generator) for _ in range(4)]
-
-
-def next_byte_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:])
-
-
-@cache
-def manual() -> Tensor:
-    """Python's reference manual as numbers of characters: about 700,000 of them, 96 different ones."""
-    import pydoc_data.topics
-
-    text = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    return torch.tensor([min(max(ord(char) - 31, 0), 95) for char in text])
-
-
-def characters(size: int, batch: int) -> dict[str, Any]:
-    """Batches of text; its last tenth is held out."""
-
-    def batches(settings: dict[str, Any], generator: torch.Generator) -> Iterator[Batch]:
-        text = manual()[: len(manual()) * 9 // 10 - 1]
-        while True:
-            yield windows(text, batch, size, generator)
-
-    def held_out(settings: dict[str, Any]) -> list[Batch]:
-        text, generator = manual()[len(manual()) * 9 // 10 : -1], torch.Generator().manual_seed(77)
-        return [windows(text, 64, size, generator) for _ in range(4)]
-
-    return {"batches": batches, "held_out": held_out}
-
-
-def decoder(settings: dict[str, Any]) -> nn.Module:
-    """GPT-2 with tied embeddings, 0.4 million parameters."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(n_positions=64, n_embd=96, n_layer=3, n_head=4, vocab_size=96, eos_token_id=0, bos_token_id=0)
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return GPT2LMHeadModel(config)
-
-
-def encoder_decoder(settings: dict[str, Any]) -> nn.Module:
-    """T5 with 0.5 million parameters."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(vocab_size=96, d_model=64, d_kv=16, d_ff=192, num_layers=3, num_heads=4, dropout_rate=0.0)
-    config.decoder_start_token_id = config.pad_token_id = 0
-    return T5ForConditionalGeneration(config)
-
-
-def second_half_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The second half of a piece of text after its first half."""
-    source, target = batch[0].chunk(2, dim=1)
-    return model(input_ids=source, labels=target.contiguous()).loss
 
 
 @cache
@@ -354,33 +246,12 @@ def held_out_images(settings: dict[str, Any]) -> list[Batch]:
     return [(images + 0.5 * torch.randn(images.shape, generator=torch.Generator().manual_seed(3)), labels)]
 
 
-def classification_loss(model: nn.Module, batch: Batch) -> Tensor:
-    out = model(batch[0])
-    return F.cross_entropy(out if isinstance(out, Tensor) else out.logits, batch[1])
-
-
 def convolutions(settings: dict[str, Any]) -> nn.Module:
     """A CNN with batch norms, 0.1 million parameters."""
     layers: list[nn.Module] = []
     for inputs, outputs, stride in ((1, 32, 1), (32, 64, 2), (64, 96, 2)):
         layers += [nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10))
-
-
-def vision_transformer(settings: dict[str, Any]) -> nn.Module:
-    """ViT on patches of 2 x 2, 0.2 million parameters."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(image_size=8, patch_size=2, num_channels=1, hidden_size=64, num_attention_heads=4, num_labels=10)
-    config.num_hidden_layers, config.intermediate_size = 4, 192
-    return ViTForImageClassification(config)
-
-
-def autoencoder(settings: dict[str, Any]) -> nn.Module:
-    """An MLP through 12 numbers."""
-    sizes = (64, 256, 256, 12, 256, 256, 64)
-    layers = [layer for pair in itertools.pairwise(sizes) for layer in (nn.Linear(*pair), nn.GELU())]
-    return nn.Sequential(nn.Flatten(), *layers[:-1])
 
 
 class Recipe:
@@ -418,66 +289,41 @@ class Recipe:
         return [(int(row["step"]), float(row["val_loss"]), float(row.get("rougeL") or 0), seconds) for row in found]
 
 
-_GPT: dict[str, Any] = {
-    "model": GPT,
-    "loss": next_byte_loss,
-    "batches": bytes_of,
-    "held_out": held_out_bytes,
-    "steps": 1000,
-    "rate": falling,
-    "betas": (0.9, 0.95),
-    "weight_decay": None,
-    "data_seed": 0,
-}
-_FINETUNE = _GPT | {
-    "batches": partial(bytes_of, text="new_text"),
-    "held_out": partial(held_out_bytes, text="new_text"),
-    "first": held_out_bytes,
-}
-_IMAGES: dict[str, Any] = {"loss": classification_loss, "batches": image_batches, "held_out": held_out_images}
 PROGRAMS: dict[str, Supervised | Recipe] = {
-    "gpt": Supervised(**_GPT),
-    "finetune": Supervised(**_FINETUNE | {"model": trained_gpt}),
-    "lora": Supervised(**_FINETUNE | {"model": lora_gpt}),
-    "t5": Recipe(),
-    "decoder": Supervised(
-        model=decoder, loss=lambda model, batch: model(input_ids=batch[0], labels=batch[0]).loss, **characters(64, 16)
+    "gpt": Supervised(
+        model=GPT,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:]),
+        batches=bytes_of,
+        held_out=held_out_bytes,
+        steps=1000,
+        falls=True,
+        betas=(0.9, 0.95),
+        data_seed=0,
     ),
-    "encoder-decoder": Supervised(model=encoder_decoder, loss=second_half_loss, **characters(96, 12)),
-    "CNN": Supervised(model=convolutions, **_IMAGES, steps=300, rate=None),
-    "ViT": Supervised(model=vision_transformer, **_IMAGES),
-    "MLP": Supervised(
-        model=autoencoder,
-        **_IMAGES | {"loss": lambda model, batch: F.mse_loss(model(batch[0]), batch[0].flatten(1))},
-        steps=600,
-        rate=None,
+    "t5": Recipe(),
+    "CNN": Supervised(
+        model=convolutions,
+        loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        batches=image_batches,
+        held_out=held_out_images,
+        steps=300,
     ),
 }
-_SETTINGS = ("text", "new_text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
+_SETTINGS = ("text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
 _SETTINGS += ("weight_decay", "init_std", "embedding_lr")
 
 
-def train(run: Run, folder: Path) -> None:
-    """Train and leave the file of the run."""
+def train_all(runs: Sequence[Run], folder: Path) -> None:
+    """Train those that have no file yet."""
     torch.set_num_threads(1)
-    path = run.path(folder)
-    rows = PROGRAMS[run.program].train(run, folder)
-    with path.with_suffix(".part").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    path.with_suffix(".part").replace(path)
-
-
-def train_all(runs: Sequence[Run], folder: Path, workers: int) -> None:
-    """Train those that have no file yet, several at once in processes of their own."""
-    missing = {run.path(folder): run for run in runs if not run.path(folder).exists()}.values()
-    if workers == 1 or len(missing) < 2:
-        done = ((run, train(run, folder)) for run in missing)
-    else:
-        pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-        pending = {pool.submit(train, run, folder): run for run in missing}
-        done = ((pending[each], each.result()) for each in as_completed(pending))
-    for run, _ in done:
-        print(f"{run.path(folder).stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
+    for run in runs:
+        path = run.path(folder)
+        if not path.exists():
+            rows = PROGRAMS[run.program].train(run, folder)
+            with path.with_suffix(".part").open("w", newline="") as file:
+                csv.writer(file).writerows(rows)
+            path.with_suffix(".part").replace(path)
+            print(f"{path.stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
 
 
 def curve(run: Run, folder: Path) -> Rows:
@@ -491,7 +337,7 @@ def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]
 
     def best(candidates: list[Run]) -> Run:
         candidates = [replace(run, seed=TUNING_SEED) for run in candidates]
-        train_all(candidates, arguments.out, arguments.workers)
+        train_all(candidates, arguments.out)
         finals = [curve(run, arguments.out)[-1][1] for run in candidates]
         losses = [loss if math.isfinite(loss) else math.inf for loss in finals]
         return candidates[losses.index(min(losses))]
@@ -528,7 +374,7 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     curves = {name: [curve(replace(run, seed=seed), folder) for seed in seeds] for name, run in runs.items()}
     finals = {name: [each[-1][1] for each in found] for name, found in curves.items()}
     seconds = {name: median(each[-1][3] for each in found) for name, found in curves.items()}
-    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "other"], ["---"] * 7]
+    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"], ["---"] * 7]
     for name, run in runs.items():
         base = next(its for its in runs if runs[its].options is None and runs[its].lr == run.lr)
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
@@ -536,31 +382,9 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
         reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
         lines.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
         lines[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
-        other = mean(each[-1][2] - (each[0][2] if run.program != "t5" else 0) for each in curves[name])
-        lines[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:+.4f}"]
+        other = mean(each[-1][2] for each in curves[name])
+        lines[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def draw(runs: dict[str, Run], arguments: argparse.Namespace, path: Path) -> None:
-    """The picture; seconds are steps times the median over the seeds of what a step takes."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    by_steps, by_seconds = figure.subplots(1, 2, sharey=True)
-    for number, (name, run) in enumerate(runs.items()):
-        curves = [curve(replace(run, seed=seed), arguments.out)[1:] for seed in arguments.seeds]
-        seconds = median(each[-1][3] for each in curves)
-        for each in curves:
-            steps, losses = [row[0] for row in each], [row[1] for row in each]
-            look = {"color": f"C{number}", "linewidth": 1, "label": name if each is curves[0] else None}
-            by_steps.plot(steps, losses, **look)
-            by_seconds.plot([step * seconds for step in steps], losses, **look)
-    by_steps.set(xlabel="optimizer step", ylabel="held-out loss")
-    by_seconds.set(xlabel="seconds of training")
-    by_steps.legend()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lightning-muon"}):
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
@@ -581,18 +405,14 @@ def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    library = sysconfig.get_path("stdlib")
+    text = sysconfig.get_path("stdlib")
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
-    parser.add_argument("--text", nargs="+", default=[library], help="default: Python's library")
-    topics = f"{library}/pydoc_data/topics.py"
-    parser.add_argument("--new-text", nargs="+", default=[topics], help="default: Python's reference manual")
+    parser.add_argument("--text", nargs="+", default=[text], help="default: Python's library")
     sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "evaluations": 20}
     rates = {
         "lr": 4e-3,
         "factor": 3.0,
         "weight-decay": 0.1,
-        "first-steps": 1000,
-        "first-lr": 4e-3,
         "embedding-lr": 0.16,
     }
     for name, value in (sizes | rates | {"megabytes": 20.0, "init-std": 0.02}).items():
@@ -604,21 +424,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--factors", nargs="+", type=float, default=[0.5, 1, 2, 4, 8])
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help="names, or NAME=JSON of options")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("losses"))
-    parser.add_argument("--picture", type=Path, help="file to draw the losses into, such as losses.svg")
     return parser.parse_args()
-
-
-def settings_of(program: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says; with the model that a fine-tuning begins with, which is trained first."""
-    settings = {name: getattr(arguments, name) for name in _SETTINGS}
-    if program in ("finetune", "lora"):
-        own = settings | {"steps": arguments.first_steps, "keeps": True}
-        before = Run(program="gpt", name="first", lr=arguments.first_lr, settings=own)
-        train_all([before], arguments.out, 1)
-        settings["checkpoint"] = before.path(arguments.out).with_suffix(".pt").name
-    return settings
 
 
 def main() -> None:
@@ -626,23 +433,14 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     chosen = configurations(arguments.only)
-    rows: list[list[Any]] = [["program", "configuration", "lr", "seed", "step", "loss", "other", "seconds per step"]]
     for program in arguments.program:
-        settings = settings_of(program, arguments)
-        runs = {
-            name: Run(program=program, name=name, options=options, lr=arguments.lr, settings=settings)
-            for name, options in chosen.items()
-            if program == "lora" or "lora" not in (options or {})  # All weights have no factors.
-        }
+        settings = {name: getattr(arguments, name) for name in _SETTINGS}
+        common = {"program": program, "lr": arguments.lr, "settings": settings}
+        runs = {name: Run(name=name, options=options, **common) for name, options in chosen.items()}
         runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
-        train_all(wanted, arguments.out, arguments.workers)
-        rows += [[program, run.name, run.lr, run.seed, *row] for run in wanted for row in curve(run, arguments.out)]
+        train_all(wanted, arguments.out)
         print(f"\n{program}\n\n{table(runs, arguments)}\n", flush=True)
-        if arguments.picture:
-            draw(runs, arguments, arguments.picture)
-    with (arguments.out / "losses.csv").open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
 
 
 if __name__ == "__main__":

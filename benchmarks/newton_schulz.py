@@ -1,15 +1,12 @@
 """Rate of Newton-Schulz by shape and dtype, against torch's own and against a plain matrix product, in one run.
 
-    python benchmarks/newton_schulz.py                                     # three minutes
-    python benchmarks/newton_schulz.py --all --no-rates                    # three minutes on one core
-    python benchmarks/newton_schulz.py --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
-    python benchmarks/newton_schulz.py --coefficients                      # those of math/coefficients.py
+    python -m benchmarks.newton_schulz                                     # three minutes
+    python -m benchmarks.newton_schulz --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
 GFLOP/s are textbook FLOPs (``NewtonSchulz.flops``) per second: what is computed by half counts in full, so the rate
 may exceed that of a product. "torch" is the function that torch.optim.Muon calls, which knows bfloat16 only; for other
 dtypes the same products by torch. "ceiling" is the rate of the product of two square matrices with the short side. The
-candidates take turns and the fastest of each counts, since other work on the machine only ever adds. A second table
-compares batches with one matrix after the other.
+candidates take turns and the fastest of each counts, since other work on the machine only ever adds.
 
 Then all methods: their time beside that of torch's products, and in brackets their FLOPs, halves counted as such; and
 how far singular values of at least 0.01 of the norm are from 1, for sides of at most 512. Matrices that the optimizer
@@ -39,9 +36,6 @@ SHAPES = {
     "cpu": ["128x128", "256x256", "512x512", "512x2048", "2048x512", "768x3072", "1024x1024", "2048x2048"],
     "cuda": ["512x512", "1024x1024", "2048x2048", "4096x4096", "4096x14336", "14336x4096", "8192x8192"],
 }
-BATCHED = {"cpu": ["64x64", "64x256", "128x128", "256x256", "512x512"], "cuda": ["256x256", "512x512", "1024x1024"]}
-BATCH = 8
-SIDES = (256, 512, 1024, 2048)
 DEFAULT = ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"]
 PRESETS = {"jordan 5": steps_of("jordan", 5), "polar_express 5": steps_of("polar_express", 5), "fast 3": FAST}
 METHODS: tuple[NsMethod, ...] = ("plain", "gram")
@@ -63,16 +57,12 @@ Ways = Mapping[str, NewtonSchulz]
 
 def main() -> None:
     arguments = parse_arguments()
-    if arguments.coefficients:
-        for name, steps in {"POLAR_EXPRESS": polar_express(10, 1e-3), "FAST": polar_express(3, 0.01)}.items():
-            print(name, *steps, sep="\n")
-        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtypes: list[torch.dtype] = [getattr(torch, name) for name in arguments.dtypes]
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}")
     if arguments.rates:
         print_rates(arguments, device, dtypes)
-    texts = arguments.shapes or (all_shapes(device) if arguments.all else DEFAULT)
+    texts = arguments.shapes or DEFAULT
     ways = {dtype: ways_of(PRESETS, dtype) for dtype in dtypes}
     names = list(ways[dtypes[0]])
     found: dict[tuple[torch.dtype, str], dict[str, Found]] = {}
@@ -91,13 +81,6 @@ def main() -> None:
         print(f"| {name_of(dtype)} | {' | '.join(f'{error:.3f}' for error in errors)} |")
 
 
-def all_shapes(device: str) -> list[str]:
-    """256 to 2048, 1:1 and 1:4, alone and where it makes a difference in batches."""
-    shapes = [(side, ratio * side) for side in SIDES for ratio in (1, 4)]
-    alone = [f"{rows}x{cols}" for rows, cols in shapes]
-    return [*alone, *(f"{BATCH}x{rows}x{cols}" for rows, cols in shapes if worth_batching(rows, cols, device))]
-
-
 def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> Ways:
     return {
         f"{name}, {method}": NewtonSchulz(steps, dtype, method) for name, steps in presets.items() for method in METHODS
@@ -105,31 +88,24 @@ def ways_of(presets: Mapping[str, tuple[Quintic, ...]], dtype: torch.dtype) -> W
 
 
 def print_rates(arguments: argparse.Namespace, device: str, dtypes: Sequence[torch.dtype]) -> None:
-    """The tables of the default method, alone and in batches."""
+    """The table of the default method."""
     shapes = [text for text in arguments.shapes or SHAPES[device] if text.count("x") == 1]
     print("| shape | dtype | GFLOP/s | of torch's time | ceiling GFLOP/s | of the ceiling |")
     print("| --- | --- | --- | --- | --- | --- |")
     for dtype in dtypes:
         for shape in map(parse_shape, shapes):
             print(row(torch.randn(shape, device=device), dtype, arguments.seconds), flush=True)
-    print(f"\n| shape | dtype | {BATCH} as a batch, of one after the other | worth_batching |")
-    print("| --- | --- | --- | --- |")
-    for dtype in dtypes:
-        for shape in map(parse_shape, BATCHED[device]):
-            print(batch_row(torch.randn(BATCH, *shape, device=device), dtype, arguments.seconds), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", metavar="[BATCHx]ROWSxCOLS")
-    parser.add_argument("--all", action="store_true", help="256 to 2048, 1:1 and 1:4, one and 8")
-    parser.add_argument("--coefficients", action="store_true", help="compute those of Polar Express")
     # Without units for bfloat16 it is a hundred times as slow, and nobody would take it.
     is_fast = torch.cuda.is_available() or cpu_multiplies_bfloat16_fast()
     default = ["bfloat16", "float32"] if is_fast else ["float32"]
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=default)
     parser.add_argument("--seconds", type=float, default=2.0, help="for each row")
-    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first two tables")
+    parser.add_argument("--rates", action=argparse.BooleanOptionalAction, default=True, help="the first table")
     return parser.parse_args()
 
 
@@ -153,15 +129,6 @@ def row(matrix: Tensor, dtype: torch.dtype, seconds: float) -> str:
         f"| {rows} x {cols} | {name_of(dtype)} | {rate / 1e9:.0f} | {best['ours'] / best['torch']:.2f} | "
         f"{ceiling / 1e9:.0f} | {rate / ceiling:.2f} |"
     )
-
-
-def batch_row(batch: Tensor, dtype: torch.dtype, seconds: float) -> str:
-    best = fastest(
-        {"batch": lambda: ours(batch, dtype), "single": lambda: [ours(matrix, dtype) for matrix in batch]}, seconds
-    )
-    rows, cols = batch.shape[1:]
-    worth = worth_batching(rows, cols, batch.device.type)
-    return f"| {rows} x {cols} | {name_of(dtype)} | {best['batch'] / best['single']:.2f} | {worth} |"
 
 
 def measure(matrix: Tensor, dtype: torch.dtype, ways: Ways, seconds: float) -> dict[str, Found]:
@@ -243,50 +210,6 @@ def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> d
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def polar_express(num_steps: int, least: float) -> list[Quintic]:
-    """Steps each of which is the best for what the steps before it have left of the singular values in [least, 1].
-
-    The first seven are scaled so that values up to 1.01 stay in the interval, since rounding to bfloat16 carries values
-    above it. Source: Amsel et al. 2025, arXiv:2505.16932, Algorithm 1, section 3.4 and its listing.
-    """
-    steps: list[Quintic] = []
-    lower, upper, cushion = least, 1.0, 0.02407327424182761  # Least quotient of an interval's ends.
-    for index in range(num_steps):
-        a, b, c = best_quintic(max(lower, cushion * upper), upper)
-        if lower < cushion * upper:  # Centered around 1 on the whole interval again.
-            scale = 2 / (value_of((a, b, c), lower) + value_of((a, b, c), upper))
-            a, b, c = scale * a, scale * b, scale * c
-        lower = value_of((a, b, c), lower)
-        upper = 2 - lower
-        safety = 1.01 if index < 7 else 1.0
-        steps.append((a / safety, b / safety**3, c / safety**5))
-    return steps
-
-
-def best_quintic(lower: float, upper: float) -> Quintic:
-    """The odd polynomial of degree 5 that is nearest to 1 on an interval, by the Remez algorithm.
-
-    It errs by as much, and in turn, at four points: both ends and its two extrema between them.
-    """
-    if lower > (1 - 5e-6) * upper:  # The limit, a Pade approximation; the equations below are singular.
-        return 15 / 8 / upper, -10 / 8 / upper**3, 3 / 8 / upper**5
-    inner = [(3 * lower + upper) / 4, (lower + 3 * upper) / 4]
-    a, b, c, error, last = 0.0, 0.0, 0.0, 1.0, math.inf
-    while abs(last - error) > 1e-15:
-        last = error
-        rows = [[x, x**3, x**5, (-1.0) ** index] for index, x in enumerate([lower, *inner, upper])]
-        equations, ones = torch.tensor(rows, dtype=torch.float64), torch.ones(4, dtype=torch.float64)
-        a, b, c, error = torch.linalg.solve(equations, ones).tolist()
-        root = math.sqrt(9 * b * b - 20 * a * c)
-        inner = [math.sqrt((-3 * b - root) / (10 * c)), math.sqrt((-3 * b + root) / (10 * c))]
-    return a, b, c
-
-
-def value_of(step: Quintic, x: float) -> float:
-    a, b, c = step
-    return x * (a + x * x * (b + c * x * x))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -1,48 +1,39 @@
 """Time of one optimizer step on the same FSDP2-sharded matrices, as ratios in one run.
 
-    python benchmarks/optimizer_step.py --meshes 2 4 2x2 --ns-quality fast
+    python -m benchmarks.optimizer_step --meshes 2 4 2x2 --ns-quality fast
 
-Starts gloo processes on this machine (one thread each) and takes turns between
+Takes turns between ParallelMuon (with ``--ns-quality fast`` also with that option, on a grid of replicas x shards also
+with an owner in each replica); torch.optim.Muon on the same DTensors; the redundant algorithm, in which every rank
+gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3); with ``--dion FOLDER``, a clone of
+https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as it compiles itself; AdamW; and the
+floor, Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update.
 
-- ParallelMuon,
-- with ``--ns-quality fast`` ParallelMuon with that option,
-- on a grid of replicas x shards also ParallelMuon with an owner in each replica (``dedupe="never"``),
-- torch.optim.Muon on the same DTensors,
-- the redundant algorithm: every rank gathers every matrix and repeats Newton-Schulz (Liu et al. 2025, section 2.3),
-- with ``--dion FOLDER``, a clone of https://github.com/microsoft/dion, its Muon with our hyper-parameters, compiled as
-  it compiles itself (which needs a C++ compiler),
-- AdamW, which has no matrices to orthogonalize,
-- the floor: Newton-Schulz of the matrices that each rank owns, with no momentum, no traffic and no update; the same
-  for ``--ns-quality``.
-
-The rounds are interleaved and the median is reported, so that a busy machine disturbs all of them alike; beside it
-processor seconds of rank 0, median as well, which a busy machine disturbs less. The first round warms up and also
-checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's Muon those weights but for its
-sums in bfloat16.
+The median of the rounds is reported, and beside it processor seconds of rank 0, which a busy machine disturbs less. The
+first round warms up and also checks that ParallelMuon and the redundant algorithm give the same weights, and Dion's
+Muon those weights but for its sums in bfloat16.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from lightning_muon import MuonConfig, ParallelMuon
+from benchmarks.ranks import run_on_ranks
+from lightning_muon import ParallelMuon
 from lightning_muon.config import NsQuality
 from lightning_muon.math.coefficients import steps_of
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions, lr_scale, orthogonalize
@@ -52,50 +43,40 @@ from lightning_muon.schedule.assign import longest_first
 SHAPES = {
     # Attention and feed-forward matrices of T5 with 6 + 6 layers; (rows, cols, count).
     "t5-small": [(512, 512, 72), (2048, 512, 12), (512, 2048, 12)],
-    "t5-mini": [(384, 384, 48), (1536, 384, 8), (384, 1536, 8)],
-    "tiny": [(128, 128, 24), (512, 128, 4), (128, 512, 4)],
+    "tiny": [(128, 128, 4), (512, 128, 2), (128, 512, 2)],
 }
 LR, WEIGHT_DECAY, MOMENTUM = 1e-3, 0.1, 0.95
 Step = Callable[[], None]
+Row = dict[str, tuple[float, ...]]  # Contender -> seconds, and seconds of the processor.
 
 
 def main() -> None:
     arguments = parse_arguments()
-    rows = []
-    for mesh_shape in arguments.meshes:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, args=(mesh_shape, arguments, folder), nprocs=math.prod(mesh_shape))
-            rows.append(json.loads(Path(folder, "result.json").read_text()))
+    rows: dict[str, Row] = {}
+    for mesh in arguments.meshes:
+        shape = tuple(map(int, mesh.split("x")))
+        rows[mesh] = run_on_ranks(worker, shape, arguments, num_ranks=math.prod(shape))
     print(table(rows, arguments.shapes))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--meshes", type=parse_mesh, nargs="+", default=[(2,), (4,), (2, 2)], help="ranks, or replicas x shards: 4 2x2"
-    )
+    parser.add_argument("--meshes", nargs="+", default=["2", "4", "2x2"], help="ranks, or replicas x shards: 4 2x2")
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--ns-quality", choices=("fast",), help="measure ParallelMuon with this option, too")
     parser.add_argument("--dion", type=Path, help="folder of microsoft/dion, to measure its Muon too")
-    parser.add_argument("--chunk-bytes", type=int, default=MuonConfig.chunk_bytes)
     return parser.parse_args()
 
 
-def parse_mesh(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split("x"))
-
-
-def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace, folder: str) -> None:
+def worker(mesh_shape: tuple[int, ...], arguments: argparse.Namespace) -> Row:
+    """Medians. Collective; every rank must call it."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    num_ranks = math.prod(mesh_shape)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks)
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
     contenders, weights = make_contenders(mesh, arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    processor: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for round_ in range(arguments.rounds + 1):
         for name, step in contenders.items():
             dist.barrier()
@@ -103,22 +84,14 @@ def worker(rank: int, mesh_shape: tuple[int, ...], arguments: argparse.Namespace
             step()
             used = time.process_time() - began
             dist.barrier()
-            if round_:
-                seconds[name].append(time.perf_counter() - started)
-                processor[name].append(used)
+            times[name].append((time.perf_counter() - started, used))
         if round_ == 0:
             check_equal(weights["ParallelMuon"], weights["redundant all-gather"], atol=1e-6)
             if arguments.dion:
                 # An update of LR * 0.2 * sqrt(2048) times entries of about 1 / sqrt(512), with 8 bits of mantissa.
                 check_equal(weights["ParallelMuon"], weights["microsoft/dion's Muon"], atol=5e-5)
-    if rank == 0:
-        result = {
-            "mesh": "x".join(map(str, mesh_shape)),
-            "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-            "processor": {name: statistics.median(values) for name, values in processor.items()},
-        }
-        Path(folder, "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    kept = {name: zip(*each[1:], strict=True) for name, each in times.items()}
+    return {name: tuple(map(statistics.median, each)) for name, each in kept.items()}
 
 
 def make_contenders(
@@ -126,26 +99,23 @@ def make_contenders(
 ) -> tuple[dict[str, Step], dict[str, list[nn.Parameter]]]:
     """One optimizer step per name, each with its own copy of the same weights and gradients."""
     dtype = resolve_compute_dtype(arguments.compute_dtype, torch.device("cpu"))
-    options = {"compute_dtype": arguments.compute_dtype, "chunk_bytes": arguments.chunk_bytes}
-    makers: dict[str, Callable[[list[nn.Parameter]], Step]] = {
-        "ParallelMuon": lambda params: ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, **options).step,
-        "torch.optim.Muon": lambda params: (
-            torch.optim.Muon(params, LR, WEIGHT_DECAY, MOMENTUM, adjust_lr_fn="match_rms_adamw").step
+    muon = partial(ParallelMuon, lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM)
+    muon = partial(muon, compute_dtype=arguments.compute_dtype)
+    makers: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+        "ParallelMuon": muon,
+        "torch.optim.Muon": partial(
+            torch.optim.Muon, lr=LR, weight_decay=WEIGHT_DECAY, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"
         ),
-        "redundant all-gather": lambda params: RedundantMuon(params, dtype).step,
-        "AdamW": lambda params: torch.optim.AdamW(params, LR, fused=True).step,
+        "redundant all-gather": partial(RedundantMuon, dtype=dtype),
+        "AdamW": partial(torch.optim.AdamW, lr=LR, fused=True),
     }
     if arguments.dion:
         makers["microsoft/dion's Muon"] = partial(make_dion, mesh=mesh, folder=arguments.dion)
     if mesh.ndim == 2:
-        makers['ParallelMuon, dedupe="never"'] = lambda params: (
-            ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, dedupe="never", **options).step
-        )
+        makers['ParallelMuon, dedupe="never"'] = partial(muon, dedupe="never")
     if arguments.ns_quality:
-        quality = {"ns_quality": arguments.ns_quality}
-        makers[f'ParallelMuon, ns_quality="{arguments.ns_quality}"'] = lambda params: (
-            ParallelMuon(params, LR, WEIGHT_DECAY, MOMENTUM, **options, **quality).step
-        )
+        name = f'ParallelMuon, ns_quality="{arguments.ns_quality}"'
+        makers[name] = partial(muon, ns_quality=arguments.ns_quality)
     placements = [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     weights: dict[str, list[nn.Parameter]] = {}
     steps: dict[str, Step] = {}
@@ -159,13 +129,13 @@ def make_contenders(
         ]
         for parameter in weights[name]:
             parameter.grad = distribute_tensor(draw(*parameter.shape), mesh, placements)
-        steps[name] = make(weights[name])
+        steps[name] = make(weights[name]).step
     for quality in filter(None, ("reference", arguments.ns_quality)):
         steps[f"floor: Newton-Schulz alone, {quality}"] = make_floor(mesh, arguments.shapes, dtype, quality)
     return steps, weights
 
 
-def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> Step:
+def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> Any:
     sys.path.insert(0, str(folder.resolve()))
     from dion.muon import Muon
 
@@ -181,7 +151,7 @@ def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> 
         newton_schulz_func=lambda matrix, epsilon: orthogonalize(
             matrix, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=torch.bfloat16
         ),
-    ).step
+    )
 
 
 def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype, quality: NsQuality) -> Step:
@@ -208,7 +178,6 @@ class RedundantMuon:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take one step; every rank must call it."""
         ahead: list[DTensor] = []
         for param, buffer in zip(self.params, self.buffers, strict=True):
             buffer.to_local().lerp_(param.grad.to_local(), 1 - MOMENTUM)
@@ -236,21 +205,19 @@ def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter], *, atol: f
         torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=atol)
 
 
-def table(rows: list[dict], shapes: str) -> str:
-    default = NewtonSchulz(steps_of("jordan", 5), torch.bfloat16)
-    flops = sum(default.flops(r, c) * n for r, c, n in SHAPES[shapes])
+def table(rows: dict[str, Row], shapes: str) -> str:
+    newton_schulz = NewtonSchulz(steps_of("jordan", 5), torch.float32)
+    flops = sum(newton_schulz.flops(r, c) * n for r, c, n in SHAPES[shapes])
     lines = [
         f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
         "| mesh | optimizer | ms per step | of torch.optim.Muon | processor ms | of torch.optim.Muon |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
-    for row in rows:
-        for name in row["seconds"]:
-            cells = [row["mesh"], name]
-            for kind in ("seconds", "processor"):
-                value, base = row[kind][name], row[kind]["torch.optim.Muon"]
-                cells += [f"{1e3 * value:.0f}", f"{value / base:.3f}"]
-            lines.append(f"| {' | '.join(cells)} |")
+    for mesh, row in rows.items():
+        for name, values in row.items():
+            pairs = zip(values, row["torch.optim.Muon"], strict=True)
+            cells = [f"{1e3 * value:.0f} | {value / base:.3f}" for value, base in pairs]
+            lines.append(f"| {mesh} | {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Time of training steps with each pipeline schedule, measured and predicted, and of Muon's step in the bubble.
+"""Time of training steps with each pipeline schedule, measured and predicted.
 
     python -m benchmarks.pipeline                         # 4 ranks, whose arithmetic is a wait
     python -m benchmarks.pipeline --compute real          # 2 ranks
@@ -37,8 +37,6 @@ from lightning_muon.schedule.program import Op, Program
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 SCHEDULES = ("1f1b", "gpipe", "zb_h1", "zb_1p", "zb_2p", "interleaved_1f1b", "zb_v", "v_half", "v_min")
-MUON_SCHEDULES = ("1f1b", "zb_2p")
-WAYS = {"at once": "in the bubble", "barrier": "behind a barrier", "norm": "behind one norm"}
 MESSAGES = (PipelineKind.ACTIVATION, PipelineKind.GRADIENT, PipelineKind.LOSS)
 COMPUTE = (PipelineKind.FORWARD, PipelineKind.BACKWARD, PipelineKind.BACKWARD_INPUT, PipelineKind.BACKWARD_WEIGHT)
 PREFIX = "lightning_muon::"
@@ -70,7 +68,6 @@ class Wait(nn.Module):
         self.seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
         # In the first layer nothing asks for the gradient of the input; it shall take as long as the others.
         backward_weight = self.seconds if x.requires_grad else 2 * self.seconds
         return nn.functional.linear(
@@ -86,7 +83,6 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the same shape."""
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
@@ -94,7 +90,6 @@ class Stack(nn.Sequential):
     """All layers."""
 
     def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-        """Squared errors."""
         return (output - target).square().sum(), target.numel()
 
 
@@ -139,8 +134,7 @@ class Contender:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.name, self.way = name, "at once"
-        self.optimizer_wait = 0.0  # Seconds, for what a larger stage would take.
+        self.name = name
         size = dist.get_world_size()
         options = Options(
             pipeline_size=size, pipeline_schedule=name, pipeline_microbatches=arguments.microbatches, sharding="none"
@@ -161,14 +155,7 @@ class Contender:
         self.program = add_reduce_grad(build_program(make_order(name, problem), problem, tells_loss=True))
 
     def step(self, batch: Batch) -> None:
-        """Of training."""
         self.engine.run_pipeline(batch)
-        if self.way == "barrier":
-            dist.barrier()
-        elif self.way == "norm":
-            self.engine.clip_by_norm(list(self.engine.module.parameters()), 1e9)
-        # Takes the time of a larger stage, if one is set.
-        time.sleep(self.optimizer_wait)
         self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
         self.optimizer.zero_grad()
 
@@ -185,8 +172,8 @@ class Contender:
         dist.barrier()
         ranges, own = Ranges(lambda: self.step(batch)), self.program[dist.get_rank()]
         assert ranges.step is not None
-        seconds = ranges.step[1] - ranges.step[0] + self.optimizer_wait
-        found: dict[Key, list[float]] = {(PipelineKind.OPTIMIZER, dist.get_rank()): [seconds]}
+        step_seconds = ranges.step[1] - ranges.step[0]
+        found: dict[Key, list[float]] = {(PipelineKind.OPTIMIZER, dist.get_rank()): [step_seconds]}
         host_seconds = ranges.host_seconds(own)
         for op in own:
             if op.kind in COMPUTE:
@@ -195,9 +182,8 @@ class Contender:
         found["host", dist.get_rank()] = [host_seconds]
         return {key: statistics.median(values) for key, values in found.items()}, ranges
 
-    def predicted(self, costs: Measured, num_steps: int, way: str = "at once") -> Timeline:
-        """So many steps in a row."""
-        return simulate(host_order(in_a_row(self.program, num_steps, way)), costs)
+    def predicted(self, costs: Measured, num_steps: int) -> Timeline:
+        return simulate(host_order(in_a_row(self.program, num_steps)), costs)
 
     def measured(self, ranges: Ranges) -> Timeline:
         """The step of all ranks; a message ends when its receiver has waited for it. Collective; all must call it."""
@@ -230,21 +216,16 @@ class Measured:
     agreement: float  # Of all ranks.
 
     def seconds(self, op: Op) -> float:
-        """Once it has begun."""
         if op.kind in MESSAGES:
             return self.message
         return self.agreement if op.group else self.seconds_of.get((op.kind, op.items[0] if op.items else op.rank), 0.0)
 
-    def __str__(self) -> str:
-        """The means of all ranks."""
-        found: dict[str, list[float]] = {"message": [self.message], "agreement": [self.agreement]}
-        for (kind, _), value in sorted(self.seconds_of.items()):
-            found.setdefault(kind, []).append(value)
-        return ", ".join(f"{kind} {1e3 * statistics.fmean(values):.2f} ms" for kind, values in found.items())
 
+def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> Program:
+    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it.
 
-def in_a_row(program: Program, num_steps: int, way: str) -> Program:
-    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it."""
+    With ``is_together`` ranks wait for each other before they step, as for the norm of all gradients.
+    """
     rows: Program = {rank: [] for rank in program}
     for rank, ops in program.items():
         before: tuple[str, ...] = ()  # The optimizer's step.
@@ -258,8 +239,8 @@ def in_a_row(program: Program, num_steps: int, way: str) -> Program:
                 deps = tuple(name.replace("[", f"[{step} ") for name in op.deps)
                 rows[rank].append(replace(op, key=f"{step} {op.key}", deps=(*deps, *before)))
             before = tuple(op.name for op in rows[rank][-len(ops) :] if op.kind == PipelineKind.REDUCE_GRAD)
-            if way != "at once":
-                rows[rank].append(replace(whole, kind=way, lane="agreement", deps=before))
+            if is_together:
+                rows[rank].append(replace(whole, kind="norm", lane="agreement", deps=before))
                 before = (rows[rank][-1].name,)
             rows[rank].append(replace(whole, kind=PipelineKind.OPTIMIZER, deps=before, group=()))
             before = (rows[rank][-1].name,)
@@ -267,7 +248,6 @@ def in_a_row(program: Program, num_steps: int, way: str) -> Program:
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--compute", choices=("wait", "real"), default="wait")
     parser.add_argument("--ranks", type=int, help="default: 4, and 2 with --compute real")
@@ -294,9 +274,7 @@ def worker(arguments: argparse.Namespace) -> str:
     size = arguments.rows * arguments.microbatches, arguments.width
     batch = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
     contenders = [Contender(name, arguments) for name in dict.fromkeys(("1f1b", *arguments.schedules))]
-    lines = [*compare_schedules(contenders, batch, arguments), ""]
-    if arguments.compute == "wait":
-        lines += compare_ways([each for each in contenders if each.name in MUON_SCHEDULES], batch, arguments)
+    lines = compare_schedules(contenders, batch, arguments)
     for contender in contenders:
         contender.engine.close()
     return "\n".join(lines)
@@ -349,8 +327,6 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
     median = {key: statistics.median(values) for key, values in seconds.items()}
     lines = [
         f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches",
-        *(f"{name}: {known[name]}" for name in ("1f1b", "zb_h1") if name in known),
-        "",
         "| schedule | one step, ms | of 1f1b | measured / predicted "
         f"| {arguments.steps} steps in a row, ms each | of 1f1b | measured / predicted |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -368,33 +344,6 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
             timelines = {"measured": fastest, "planned": each.predicted(known[each.name], 1)}
             title = f"{each.name} on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
             draw_timelines(timelines, arguments.draw / f"pipeline-{each.name}.svg", title=title)
-    return lines
-
-
-def compare_ways(contenders: Sequence[Contender], batch: Batch, arguments: argparse.Namespace) -> list[str]:
-    """A table: when the optimizer steps, with equal optimizers and with some that take longer in later stages."""
-    stage_seconds = 2e-3 * arguments.milliseconds
-    cases = {"equal": stage_seconds, "longer in later stages": 2 * dist.get_rank() * stage_seconds}
-    lines = [
-        f"| schedule | optimizer | {' | '.join(f'{label}, ms' for label in WAYS.values())} "
-        "| in the bubble / behind a barrier | predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for each in contenders:
-        for title, each.optimizer_wait in cases.items():
-            costs: list[dict[Key, float]] = []
-            seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-            for _ in range(arguments.rounds):
-                for each.way, values in seconds.items():
-                    values.append(each.timed(batch, arguments.steps))
-                each.way = "at once"
-                costs.append(each.measure_ops(batch)[0])
-            known = medians(costs, arguments)
-            measured = {way: statistics.median(values) for way, values in seconds.items()}
-            predicted = {way: each.predicted(known, arguments.steps, way).makespan for way in WAYS}
-            cells = [each.name, title, *(f"{1e3 * value:.1f}" for value in measured.values())]
-            cells += [f"{times['at once'] / times['barrier']:.3f}" for times in (measured, predicted)]
-            lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""How well a calibrated plan predicts a real optimizer step, on gloo processes of this machine, or under torchrun.
+"""How well a calibrated plan predicts a real optimizer step, on gloo processes, or under torchrun, of one machine.
 
     python -m benchmarks.plan_accuracy --ranks 2 4
     python -m benchmarks.plan_accuracy --ranks 2 --shapes t5-small --rounds 1 --out trace
@@ -21,18 +21,15 @@ import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, empty
 
-from benchmarks.ranks import run_on_ranks, this_device
+from benchmarks.ranks import mesh_of, run_on_ranks, sharded_muon, this_device
 from benchmarks.timelines import Recording, predict, record_step, write
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
@@ -40,7 +37,6 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.coefficients import JORDAN
 from lightning_muon.math.newton_schulz import NewtonSchulz
-from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import OpKind
@@ -48,17 +44,6 @@ from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_sha
 from lightning_muon.schedule.simulate import Span, Timeline
 
 SCHEDULES = {"serial": {"overlap": "off"}, "overlapped": {"overlap": "step"}}
-# Matrices of a transformer with 8 layers of width 384 and a gated feed-forward part, as a contrast to T5's equal sides.
-_GATED = {"qkv": (1152, 384), "out": (384, 384), "gate": (1024, 384), "up": (1024, 384), "down": (384, 1024)}
-GATED = ModelShapes(
-    name="gated-384",
-    source="",
-    parameters=tuple(
-        ParameterShape(name=f"{layer}.{name}", shape=shape, kind="matrix")
-        for layer in range(8)
-        for name, shape in _GATED.items()
-    ),
-)
 # Larger sides are cut to this: smaller products already reach the full rate, and the measurement stays short.
 _LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
 _MOST_SHAPES, _MOST_PER_RANK = 4, 32
@@ -77,9 +62,7 @@ def main() -> None:
         print("| shapes | ranks | schedule | measured ms | predicted ms | predicted / measured, rounds | median |")
         print("| --- | --- | --- | --- | --- | --- | --- |")
     for name in arguments.shapes:
-        model = GATED if name == GATED.name else read_shapes(name)
-        if not arguments.adamw:
-            model = replace(model, parameters=tuple(p for p in model.parameters if p.kind != "elementwise"))
+        model = read_shapes(name)
         for num_ranks in arguments.ranks:
             rounds = run_on_ranks(measure, model, arguments, num_ranks=num_ranks)
             for schedule in SCHEDULES if is_first else ():
@@ -92,8 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--replicas", type=int, default=1, help="replicas among them")
-    parser.add_argument("--shapes", nargs="+", default=["t5-small", GATED.name], help="shape files, or gated-384")
-    parser.add_argument("--adamw", action="store_true", help="with the parameters that are no matrices")
+    parser.add_argument("--shapes", nargs="+", default=["t5-small"], help="names that plan --shapes takes, or files")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=5, help="recorded steps per schedule and round")
     parser.add_argument("--compute-dtype", default="auto", choices=("auto", "float32", "bfloat16"))
@@ -101,13 +83,8 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One measured step and its prediction."""
-
-    recording: Recording  # The fastest of the recorded steps.
-    cost: CostModel  # The model that was measured just before.
-    predicted: Timeline  # The same ops in the same order, simulated.
+# The fastest of the recorded steps, the cost model that was measured just before, and the same ops simulated.
+Comparison = tuple[Recording, CostModel, Timeline]
 
 
 def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str, Comparison]]:
@@ -120,12 +97,12 @@ def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str,
         for schedule, options in SCHEDULES.items():
             recording = fastest_step(model, arguments.replicas, arguments.steps, arithmetic | options)
             predicted = predict(recording, cost, device_type=this_device().type)
-            rounds[-1][schedule] = Comparison(recording=recording, cost=cost, predicted=predicted)
+            rounds[-1][schedule] = recording, cost, predicted
     return rounds
 
 
 def row(name: str, num_ranks: int, schedule: str, found: Sequence[Comparison]) -> str:
-    measured, predicted = ([each.recording.seconds for each in found], [each.predicted.makespan for each in found])
+    measured, predicted = [each[0].seconds for each in found], [each[2].makespan for each in found]
     ratios = [one / other for one, other in zip(predicted, measured, strict=True)]
     times = f"{1e3 * median(measured):.0f} | {1e3 * median(predicted):.0f}"
     listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
@@ -134,8 +111,9 @@ def row(name: str, num_ranks: int, schedule: str, found: Sequence[Comparison]) -
 
 def write_last(arguments: argparse.Namespace, model: ModelShapes, num_ranks: int, found: Comparison) -> None:
     shape = f"{arguments.replicas} x {num_ranks // arguments.replicas}"
-    write(arguments.out, found.recording, found.predicted, f"{model.name} on {shape} ranks")
-    (arguments.out / "cost.json").write_text(json.dumps(asdict(found.cost)) + "\n", encoding="utf-8")
+    recording, cost, predicted = found
+    write(arguments.out, recording, predicted, f"{model.name} on {shape} ranks")
+    (arguments.out / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     print(f"wrote cost.json (for plan --cost), trace.json, timeline.png and timeline.svg to {arguments.out}")
 
 
@@ -159,7 +137,7 @@ def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, An
     )
     spans = [span for step in (serial, pieces) for each in step.timeline.spans.values() for span in each]
     latencies, bandwidths = [], []
-    mesh = _mesh(num_replicas)
+    mesh = mesh_of(num_replicas, device_type)
     groups = [axis_group(mesh, (axis,)) for axis in (1, 0) if mesh.size(axis) > 1]
     # Without links, a link that costs nothing.
     links = [[_time_message(group, size) for size in _MESSAGE_BYTES] for group in groups] or [[(1.0, 1e-12)]]
@@ -193,38 +171,10 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
 
 def fastest_step(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> Recording:
     """The fastest of so many steps after a first one. Collective; every rank must call it."""
-    optimizer = make_optimizer(model, num_replicas, dedupe="never", error_if_nonfinite=False, **options)
+    fixed = {"dedupe": "never", "error_if_nonfinite": False}
+    optimizer = sharded_muon(model.parameters, num_replicas, this_device().type, **options, **fixed)
     optimizer.step()
     return min((record_step(optimizer) for _ in range(num_steps)), key=lambda each: each.seconds)
-
-
-def make_optimizer(model: ModelShapes, num_replicas: int, **options: Any) -> ParallelMuon:
-    """ParallelMuon on random weights of these shapes, sharded as by FSDP2. Collective; every rank must call it."""
-    mesh = _mesh(num_replicas)
-    torch.manual_seed(mesh.get_local_rank("shard"))  # Replicas hold equal weights.
-    trained = [parameter for parameter in model.parameters if not parameter.frozen]
-    groups: list[dict[str, Any]] = []
-    for algorithm in ("muon", "adamw"):
-        chosen = [each for each in trained if (each.kind == "elementwise") == (algorithm == "adamw")]
-        if chosen:
-            groups.append({"params": [(each.name, _weight(each, mesh)) for each in chosen], "algorithm": algorithm})
-    parts = [{each.name: each.splits for each in trained if each.splits and each.split_dim == dim} for dim in (0, 1)]
-    return ParallelMuon(groups, fused=parts[0], fused_inputs=parts[1], **options)
-
-
-def _mesh(num_replicas: int) -> DeviceMesh:
-    shape = num_replicas, dist.get_world_size() // num_replicas
-    return init_device_mesh(this_device().type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _weight(parameter: ParameterShape, mesh: DeviceMesh) -> nn.Parameter:
-    placements = (Replicate(), Shard(parameter.shard_dim) if parameter.shape else Replicate())
-    weight, gradient = (empty(parameter.shape, device_mesh=mesh, placements=placements) for _ in range(2))
-    for tensor in (weight, gradient):
-        tensor.to_local().normal_()
-    weight = nn.Parameter(weight)
-    weight.grad = gradient
-    return weight
 
 
 def fit_compute(spans: Sequence[Span]) -> dict[str, float]:

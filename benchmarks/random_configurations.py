@@ -1,6 +1,6 @@
 """Trains in configurations drawn at random: each has the weights of one process, or is refused before it trains.
 
-    python benchmarks/random_configurations.py --number 500
+    python -m benchmarks.random_configurations --number 500
 
 Options, model and number of ranks (1 to 4) are drawn. A run must end with the weights of one process that computes the
 losses of all ranks one after the other, or raise ``ValueError`` on all ranks before the first step. Anything else is
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from benchmarks.ranks import run_on_ranks
 from lightning_muon import FlexDeMoConfig, Full, MuonConfig, Options, ParallelMuon, full_state_dict
+from lightning_muon.comm.agreement import gather
 from lightning_muon.engine.training import TrainingEngine, parameters_of
 
 NUM_STEPS = 3
@@ -33,10 +34,8 @@ NUM_STEPS = 3
 TOLERANCE = 1e-4
 _LR, _EPS = 1e-2, 1e-3  # An eps that keeps AdamW from making whole steps of rounding errors.
 _EXACT: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
-_HYPERPARAMETERS = (
-    *("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn", "muon_lr_factor", "betas"),
-    "adamw_eps",
-)
+_HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn", "muon_lr_factor")
+_HYPERPARAMETERS += ("betas", "adamw_eps")
 
 
 class Block(nn.Module):
@@ -49,7 +48,6 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x`` and a change of it; collective with FSDP2, as every forward is."""
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
@@ -76,7 +74,6 @@ class Net(nn.Module):
             self.double()
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits; collective with FSDP2, as every forward is."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
@@ -101,12 +98,10 @@ class Configuration:
     max_norm: float | None
 
     def module(self) -> Net:
-        """The model, the same each time; local."""
         torch.manual_seed(self.seed)
         return Net(random.Random(self.seed))
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
-        """That of the program; local."""
         if self.kind == "SGD":
             return torch.optim.SGD(module.parameters(), lr=_LR, momentum=0.9, weight_decay=self.weight_decay)
         return torch.optim.AdamW(module.parameters(), lr=_LR, eps=_EPS, weight_decay=self.weight_decay)
@@ -264,9 +259,8 @@ def run(seeds: Sequence[int]) -> list[tuple[int, str]]:
     """Outcome of each seed, until the first defect. Collective over all ranks; every rank must call it."""
     found: list[tuple[int, str]] = []
     for seed in seeds:
-        outcomes: list[Any] = [None] * dist.get_world_size()
         own = outcome(draw_configuration(seed))
-        dist.all_gather_object(outcomes, own)
+        outcomes = gather(own, None)
         if len({each.partition(":")[0] for each in outcomes}) > 1:
             own = f"DEFECT: ranks differ: {outcomes}"
         found.append((seed, own))
@@ -276,7 +270,6 @@ def run(seeds: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def main() -> None:
-    """Run configurations, and print what became of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--number", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)

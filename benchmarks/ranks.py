@@ -1,11 +1,11 @@
-"""Runs a function on several ranks: on processes that it starts, or on those of torchrun."""
+"""Runs a function on several ranks, and makes optimizers there."""
 
 from __future__ import annotations
 
 import os
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, empty
 
+from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
+from lightning_muon.schedule.shapes import ParameterShape
 
 _TIMEOUT = timedelta(minutes=10)
 
@@ -57,3 +62,32 @@ def this_device() -> torch.device:
     if dist.get_backend() != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def mesh_of(num_replicas: int, device_type: str) -> DeviceMesh:
+    """Replicas x shards of all ranks. Collective; every rank must call it."""
+    shape = num_replicas, dist.get_world_size() // num_replicas
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded_muon(shapes: Sequence[ParameterShape], num_replicas: int, device_type: str, **options: Any) -> ParallelMuon:
+    """ParallelMuon on random weights, sharded as by FSDP2, with gradients. Collective; every rank must call it."""
+    mesh = mesh_of(num_replicas, device_type)
+    torch.manual_seed(mesh.get_local_rank("shard"))  # Replicas hold equal weights.
+    groups: dict[str, list[tuple[str, nn.Parameter]]] = {"muon": [], "adamw": []}
+    trained = [each for each in shapes if not each.frozen]
+    for each in trained:
+        placements = (Replicate(), Shard(each.shard_dim) if each.shape else Replicate())
+        weight = nn.Parameter(empty(each.shape, device_mesh=mesh, placements=placements))
+        weight.detach().to_local().normal_()
+        groups["adamw" if each.kind == "elementwise" else "muon"].append((each.name, weight))
+        new_gradient_(weight)
+    parts = [{each.name: each.splits for each in trained if each.splits and each.split_dim == dim} for dim in (0, 1)]
+    given = [{"params": params, "algorithm": algorithm} for algorithm, params in groups.items() if params]
+    return ParallelMuon(given, fused=parts[0], fused_inputs=parts[1], **options)
+
+
+def new_gradient_(weight: nn.Parameter) -> None:
+    """Give a DTensor another random gradient; local."""
+    weight.grad = torch.empty_like(weight)
+    weight.grad.to_local().normal_()

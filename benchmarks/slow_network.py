@@ -4,26 +4,17 @@
 
 Two network namespaces are the nodes, a veth pair is the link, and a token bucket of the kernel (``tbf``) at both ends
 limits each direction to the rate; it adds no delay. torchrun starts the ranks, one thread each, which train a T5 of 10
-million parameters from random weights on generated text (forward, backward, optimizer). One contender at a time:
-
-- HSDP (FSDP2 on a 2-D mesh) with AdamW, gradients in fp32 or bf16 on the wire, and with ParallelMuon,
-- FlexDeMo with its base optimizers and two numbers of components (FSDP2 within the node),
-- DeToNATION, the code of the FlexDeMo paper's authors, with ``--detonation FOLDER``: it is installed there from PyPI,
-  with nothing but what it imports, and used from there as it is,
-- *no exchange*: nodes that do not talk to each other, which no exchange can beat in time.
-
-For each number of ranks and contender:
+million parameters from random weights on generated text. One contender at a time: HSDP (FSDP2 on a 2-D mesh) with AdamW
+and with ParallelMuon, FlexDeMo (FSDP2 within the node), and *no exchange*, nodes that do not talk to each other.
 
 - *loss*: of held-out text after ``--loss-steps`` steps without limit, for the best of ``--lrs``, which is named. The
-  data are the same for all contenders, but not for other numbers of ranks. Contenders without exchange have a loss too:
-  the mean of two models, each trained on its own half of the data.
+  data are the same for all contenders, but not for other numbers of ranks.
 - *s per step*: median of the steps after ``--warmup`` ones, slowest rank; in parentheses how many times faster than
   HSDP + AdamW. Steps are measured for about ``--seconds``, at least 2 and at most ``--steps``.
-- *MB sent*: bytes that leave a node in a step (one direction; as many arrive), from the counters of its device, so with
-  headers and acknowledgements; mean over both nodes, the largest of all rates. 1 MB = 10^6 bytes.
+- *MB sent*: bytes that leave a node in a step, from the counters of its device, so with headers and acknowledgements;
+  mean over both nodes, the largest of all rates.
 
-The namespaces are removed with all that runs in them however this script ends. Where there can be none (no root, no
-``ip`` or ``tc``) it says so and ends.
+The namespaces are removed with all that runs in them however this script ends. Where there can be none it says so.
 """
 
 from __future__ import annotations
@@ -39,7 +30,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -50,19 +40,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5Block
 
 import lightning_muon
 from benchmarks.namespaces import TwoNodes, sent_bytes, set_rate, why_not
+from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 ROOT = Path(__file__).resolve().parent.parent
-PEER = ("detonation==0.5.2", "einops==0.8.2", "mltiming==0.0.5")
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-Rows = dict[str, dict[str, Any]]
 NUM_NODES = 2
 NUM_HELD_OUT = 8
 BASELINE = "HSDP + AdamW"
@@ -74,23 +62,14 @@ REPETITION = 0.75
 
 @dataclass(kw_only=True)
 class Contender:
-    """A model on its ranks, and its optimizer.
-
-    Attributes:
-        net: What is called.
-        optimizer: Of all of its parameters.
-        around_backward: A context for forward and backward.
-    """
+    """A model on its ranks, and its optimizer."""
 
     net: nn.Module
     optimizer: torch.optim.Optimizer
-    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def step(self, batch: dict[str, Tensor]) -> None:
-        """One whole training step."""
         self.optimizer.zero_grad()
-        with self.around_backward():
-            self.net(**batch).loss.backward()
+        self.net(**batch).loss.backward()
         self.optimizer.step()
 
 
@@ -120,76 +99,47 @@ def make_batch(generator: torch.Generator, samples: int, *, source: int = 16, ta
     return {"input_ids": words[:, :source].contiguous(), "labels": words[:, source:].contiguous()}
 
 
-def sharded(mesh: DeviceMesh, job: argparse.Namespace, *, reduce_dtype: torch.dtype | None = None) -> nn.Module:
-    """FSDP2 for each block and for the rest; on a 2-D mesh that is HSDP, which averages gradients over the nodes."""
-    net = new_net(job.layers)
-    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
-    for block in [module for module in net.modules() if isinstance(module, T5Block)]:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(net, mesh=mesh, mp_policy=policy)
+Maker = Callable[[DeviceMesh, float, argparse.Namespace], Contender]
 
 
-def alone(mesh: DeviceMesh, lr: float, job: argparse.Namespace) -> Contender:
-    net = sharded(mesh["shard"], job)
-    return Contender(net=net, optimizer=torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0))
-
-
-def adamw(
-    mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, reduce_dtype: torch.dtype | None = None
+def fsdp(
+    make: Callable[..., torch.optim.Optimizer],
+    mesh: DeviceMesh,
+    lr: float,
+    job: argparse.Namespace,
+    *,
+    in_node: bool = False,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Contender:
-    net = sharded(mesh, job, reduce_dtype=reduce_dtype)
-    return Contender(net=net, optimizer=torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0))
-
-
-def parallel_muon(mesh: DeviceMesh, lr: float, job: argparse.Namespace) -> Contender:
-    net = sharded(mesh, job)
-    return Contender(net=net, optimizer=lightning_muon.ParallelMuon(net, lr, weight_decay=0.0))
+    """FSDP2 for each block and for the rest, in each node, or as HSDP, which averages gradients over the nodes."""
+    net, on = new_net(job.layers), mesh["shard"] if in_node else mesh
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+    for unit in [*(module for module in net.modules() if isinstance(module, T5Block)), net]:
+        fully_shard(unit, mesh=on, mp_policy=policy)
+    return Contender(net=net, optimizer=make(net, lr))
 
 
 def flexdemo(mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, top_k: int, **options: Any) -> Contender:
     """Chunks of 64; ``top_k=0``: no replication."""
     replicator = lightning_muon.DCTTopK(chunk_size=64, top_k=top_k) if top_k else lightning_muon.NoReplication()
-    net = sharded(mesh["shard"], job)
-    return Contender(net=net, optimizer=lightning_muon.FlexDeMo(net, lr, mesh=mesh, replicator=replicator, **options))
+    make = partial(lightning_muon.FlexDeMo, mesh=mesh, replicator=replicator, **options)
+    return fsdp(make, mesh, lr, job, in_node=True)
 
 
-def detonation(mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, top_k: int) -> Contender:
-    """As its README says under "Usage": FSDP1, gradients not synchronized in backward, the step does it."""
-    # Last, so that it cannot hide anything else. It is no dependency of this package.
-    sys.path.append(job.detonation)
-    from detonation import DeMoReplicator, DeToSGD
-
-    groups = (mesh.get_group("shard"), mesh.get_group("replicate"))
-    net = FullyShardedDataParallel(
-        new_net(job.layers),
-        process_group=groups,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        device_id=torch.device("cpu"),
-        auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls={T5Block}),
-    )
-    optimizer = DeToSGD(
-        net.parameters(),
-        lr=lr,
-        replicator=DeMoReplicator(compression_topk=top_k),
-        sharding_parallel_group=groups[0],
-        replication_parallel_group=groups[1],
-    )
-    return Contender(net=net, optimizer=optimizer, around_backward=net.no_sync)
+def adamw(net: nn.Module, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr, weight_decay=0.0)
 
 
-Maker = Callable[[DeviceMesh, float, argparse.Namespace], Contender]
 CONTENDERS: dict[str, Maker] = {
-    "no exchange: FSDP2 + AdamW": alone,
+    "no exchange: FSDP2 + AdamW": partial(fsdp, adamw, in_node=True),
     "no exchange: FlexDeMo sgd, NoReplication": partial(flexdemo, top_k=0),
-    BASELINE: adamw,
-    "HSDP + AdamW, gradients reduced in bf16": partial(adamw, reduce_dtype=torch.bfloat16),
-    "HSDP + ParallelMuon": parallel_muon,
+    BASELINE: partial(fsdp, adamw),
+    "HSDP + AdamW, gradients reduced in bf16": partial(fsdp, adamw, reduce_dtype=torch.bfloat16),
+    "HSDP + ParallelMuon": partial(fsdp, partial(lightning_muon.ParallelMuon, weight_decay=0.0)),
     "FlexDeMo sgd, k=32": partial(flexdemo, top_k=32),
     "FlexDeMo sgd, k=8": partial(flexdemo, top_k=8),
     "FlexDeMo adamw, k=32": partial(flexdemo, top_k=32, base="adamw"),
     "FlexDeMo muon, k=32": partial(flexdemo, top_k=32, base="muon"),
-    "DeToNATION 0.5.2 sgd, k=4": partial(detonation, top_k=4),
-    "DeToNATION 0.5.2 sgd, k=32": partial(detonation, top_k=32),
 }
 
 
@@ -202,35 +152,21 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    names = chosen(arguments.contenders, with_peer=bool(arguments.detonation))
-    if arguments.detonation:
-        install(Path(arguments.detonation))
+    names = chosen(arguments.contenders)
     for ranks_per_node in arguments.ranks_per_node:
-        rows: Rows = {}
+        rows: dict[str, dict[str, Any]] = {}
         for name in names:
             rows[name] = run(name, ranks_per_node, arguments.timeout)
             print(f"2 x {ranks_per_node}, {name}: {rows[name]}", file=sys.stderr, flush=True)
         print(f"\n2 nodes x {ranks_per_node}\n\n{table(rows, arguments.rates, arguments.loss_steps)}", flush=True)
 
 
-def chosen(words: Sequence[str], *, with_peer: bool) -> list[str]:
+def chosen(words: Sequence[str]) -> list[str]:
     """Names of the contenders that contain one of ``words``, in their order."""
     names = [name for name in CONTENDERS if any(word.lower() in name.lower() for word in words)]
     if not names:
-        raise SystemExit(
-            f"--contenders {' '.join(words)}: none of these has such a word in it: {', '.join(CONTENDERS)}"
-        )
-    left_out = [name for name in names if name.startswith("DeToNATION") and not with_peer]
-    if left_out:
-        print(f"left out, since there is no --detonation FOLDER: {', '.join(left_out)}", file=sys.stderr)
-    return [name for name in names if name not in left_out]
-
-
-def install(folder: Path) -> None:
-    """Without what they depend on: torch and numpy of this environment are what all contenders use."""
-    if not (folder / "detonation").is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PEER]
-        subprocess.run(command, check=True)
+        raise SystemExit(f"--contenders {' '.join(words)}: none of {', '.join(CONTENDERS)} has such a word in it")
+    return names
 
 
 def run(name: str, ranks_per_node: int, timeout: float) -> dict[str, Any]:
@@ -294,7 +230,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "100mbit", "10mbit"])
     parser.add_argument("--contenders", nargs="+", default=[""], help="parts of their names; default: all")
-    parser.add_argument("--detonation", metavar="FOLDER", help="install DeToNATION there, if it is not, and measure it")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="to try for the loss")
     parser.add_argument("--loss-steps", type=int, default=60, help="0: no loss, and the first of --lrs for the times")
     parser.add_argument("--steps", type=int, default=20, help="measured at each rate, at most")
@@ -303,12 +238,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=8, help="samples per rank and step")
     parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one contender")
-    parser.add_argument("--quick", action="store_true", help="few steps, no loss, 100 Mbit/s, one rank per node")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.quick:
-        quick = {"ranks_per_node": [1], "rates": ["100mbit"], "loss_steps": 0, "steps": 4, "seconds": 5, "warmup": 1}
-        vars(arguments).update(quick)
     for rate in arguments.rates:
         parse_rate(rate)
     return arguments
@@ -360,12 +291,12 @@ def measure_rate(contender: Contender, job: argparse.Namespace, rate: float | No
     """Median seconds of a step on the slowest rank, and bytes that a node sends in a step, mean over both nodes."""
     set_rate_of_node(rate)
     warmup = time_steps(contender, job, job.warmup)
-    longest = everywhere(warmup[-1])
+    longest = gather(warmup[-1], None)
     num_steps = max(2, min(job.steps, int(job.seconds / max(longest))))
     before = counted()
     seconds = time_steps(contender, job, num_steps)
-    sent = everywhere(counted() - before)
-    medians = everywhere(statistics.median(seconds))
+    sent = gather(counted() - before, None)
+    medians = gather(statistics.median(seconds), None)
     return {"seconds": max(medians), "sent": statistics.mean(sent) / num_steps, "steps": num_steps}
 
 
@@ -398,13 +329,6 @@ def set_rate_of_node(rate: float | None) -> None:
     if os.environ["LOCAL_RANK"] == "0":
         set_rate(rate)
     dist.barrier()
-
-
-def everywhere(value: float) -> list[float]:
-    """The value of each rank. Collective; every rank must call it."""
-    values = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(values, torch.tensor([value], dtype=torch.float64))
-    return [each.item() for each in values]
 
 
 if __name__ == "__main__":

@@ -200,7 +200,6 @@ def run_series(pool: ProcessPool, folder: Path, mode: str, *, kills: int, num_st
 
 
 def main() -> None:
-    """Run series of kills until there are enough."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--per-series", type=int, default=10)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from lightning_muon.monitor.recorder import TimelineRecorder
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedStep
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program, without_absent
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program, without_absent
 from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
 
 
@@ -29,7 +28,6 @@ class Recording:
     # group have reached it, as in `simulate`.
     timeline: Timeline
     program: Program  # The ops in the order in which they were issued; ranks are global ranks.
-    matrices: dict[int, dict[str, list[str]]]  # Rank -> name of an op -> names of the matrices that it works on.
 
     @property
     def seconds(self) -> float:
@@ -38,7 +36,7 @@ class Recording:
 
 
 def record_step(optimizer: ParallelMuon) -> Recording:
-    """Take one step and record it; it must not be the first. Collective over the default group."""
+    """Take one step and record it; it must not be the first. Collective over all ranks, which are on one machine."""
     planned = optimizer._planned
     if planned is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
@@ -48,18 +46,11 @@ def record_step(optimizer: ParallelMuon) -> Recording:
     executor.recorder = recorder
     optimizer.step()
     executor.recorder = None
-    shift = clock_shift()
     spans = [
-        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start + shift, end + shift)
+        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start, end)
         for op, start, end in recorder.spans()
     ]
-    buckets = planned.plan.buckets
-    matrices = {
-        span.op.name: [buckets[span.op.key].group.jobs[index].matrix.name for index in span.op.items]
-        for span in spans
-        if span.op.key in buckets
-    }
-    return merge(gather((begun + shift, spans, matrices), None))
+    return merge(gather((begun, spans), None))
 
 
 def _world_ranks(op: Op, planned: PlannedStep) -> tuple[int, ...]:
@@ -71,24 +62,16 @@ def _world_ranks(op: Op, planned: PlannedStep) -> tuple[int, ...]:
     return tuple(members[member] for member in op.group)
 
 
-def clock_shift() -> float:
-    """Seconds from this rank's clock to rank 0's, 0 on one machine. Collective over the default group."""
-    dist.barrier()  # Its end counts as one moment on all machines, with an error of less than its duration.
-    moments = gather((socket.gethostname(), time.monotonic()), None)
-    here, now = moments[dist.get_rank()]
-    return 0.0 if here == moments[0][0] else moments[0][1] - now
-
-
-def merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) -> Recording:
-    """Merge the data of all ranks (begin, spans, and matrices of each op) into one recording."""
-    begun = max(start for start, _, _ in everyone)
+def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Recording:
+    """Merge the data of all ranks, begin and spans, into one recording."""
+    begun = max(start for start, _ in everyone)
     reached: dict[tuple[str, tuple[int, ...]], float] = {}
-    for _, spans, _ in everyone:
+    for _, spans in everyone:
         for op, start, _ in spans:
             key = op.name, op.group
             reached[key] = max(start, reached.get(key, start))
     timeline: dict[int, list[Span]] = {}
-    for rank, (_, spans, _) in enumerate(everyone):
+    for rank, (_, spans) in enumerate(everyone):
         timeline[rank] = []
         for op, start, end in spans:
             start = min(end, reached[op.name, op.group]) if op.group else start
@@ -96,7 +79,6 @@ def merge(everyone: Sequence[tuple[float, list[Span], dict[str, list[str]]]]) ->
     return Recording(
         timeline=Timeline(timeline),
         program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
-        matrices={rank: named for rank, (_, _, named) in enumerate(everyone)},
     )
 
 
@@ -127,12 +109,12 @@ def write(folder: Path, recording: Recording, predicted: Timeline, title: str) -
     """Write ``trace.json`` for https://ui.perfetto.dev, and a picture of what was measured above what was predicted."""
     folder.mkdir(parents=True, exist_ok=True)
     timelines = {"measured": recording.timeline, "predicted": predicted}
-    (folder / "trace.json").write_text(json.dumps(trace_events(recording, timelines)), encoding="utf-8")
+    (folder / "trace.json").write_text(json.dumps(trace_events(timelines)), encoding="utf-8")
     for suffix in (".png", ".svg"):
         draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
 
 
-def trace_events(recording: Recording, timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+def trace_events(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     """Timelines in the format of Chrome's tracing: a process per rank and timeline, a thread per lane."""
     events: list[dict[str, Any]] = []
     for number, (title, timeline) in enumerate(timelines.items()):
@@ -146,9 +128,7 @@ def trace_events(recording: Recording, timelines: Mapping[str, Timeline]) -> dic
                 for thread, name in enumerate(named)
             ]
             for op, start, end in spans:
-                arguments: dict[str, Any] = {"bytes": op.bytes, "matrices": recording.matrices[rank].get(op.name, [])}
-                if op.kind == OpKind.NEWTON_SCHULZ:
-                    arguments["gflop"] = op.cost / 1e9
+                arguments = {"bytes": op.bytes, "gflop": op.cost / 1e9}
                 event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": process, "tid": lanes.index(op.lane)}
                 events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})
     return {"traceEvents": events, "displayTimeUnit": "ms"}

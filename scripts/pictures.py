@@ -85,7 +85,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_singular_values(out / "singular-values.svg")
     with tempfile.TemporaryDirectory() as folder:
-        run("plan_accuracy", *f"--shapes t5-small --adamw --ranks 2 --rounds 1 --out {folder}".split())
+        run("plan_accuracy", *f"--shapes t5-small --ranks 2 --rounds 1 --out {folder}".split())
         shutil.copyfile(Path(folder, "timeline.svg"), out / "step.svg")
     words = "--compute real --schedules 1f1b zb_h1 --microbatches 6"
     run("pipeline", *words.split(), "--draw", str(out.resolve()))

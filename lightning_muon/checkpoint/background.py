@@ -66,9 +66,9 @@ def _empty_like(tensor: Tensor, *, pin_memory: bool) -> Tensor:
 class BackgroundSaves:
     """Writes checkpoints in a thread, one at a time, which communicates with other ranks' threads over ``ranks``.
 
-    ``ranks`` are all ranks with a private process group, since the training goes on over its own. An error of a thread
-    is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once. The thread keeps the process
-    alive until its checkpoint is written.
+    ``ranks`` are all ranks with a process group of its own, since the training goes on over others. An error
+    of a thread is raised on all ranks by the next :meth:`start` or :meth:`finish`, and logged at once. The thread keeps
+    the process alive until its checkpoint is written.
     """
 
     def __init__(self, ranks: AxisGroup) -> None:
@@ -82,7 +82,7 @@ class BackgroundSaves:
         """Call ``write`` in a thread with a copy of ``state``, after the save that runs; ``path`` is for errors.
 
         ``write`` is collective over the ranks that it is given, and fails on all of them or on none. Collective over
-        all ranks; every rank must call it.
+        all ranks.
         """
         self.finish()
         is_agreed = threading.Event()
@@ -109,7 +109,7 @@ class BackgroundSaves:
             action()
 
     def finish(self) -> None:
-        """Wait until all is written; raise if it has failed. Collective over all ranks; every rank must call it."""
+        """Wait until all is written; raise if it has failed. Collective over all ranks."""
         if self._thread is None:
             return
         self.wait()

@@ -14,7 +14,7 @@ import re
 import time
 import zipfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -74,6 +74,10 @@ class HashedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.error is not None:
+            with suppress(OSError):
+                self._file.close()
+            raise self.error from None
         self.close()
 
     def write(self, data: Any) -> int:
@@ -166,10 +170,7 @@ class _HashingFileSystem(FileSystem):
 def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
     """``torch.save`` to one file that ends with ``about`` and its hash; local."""
     with _Archive(path) as file:
-        try:
-            torch.save(content, cast("IO[bytes]", file))
-        except RuntimeError as problem:
-            raise file.error or problem from None
+        torch.save(content, cast("IO[bytes]", file))
         file.finish(about)
 
 

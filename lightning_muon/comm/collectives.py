@@ -64,14 +64,14 @@ def start_all_to_all(
     """Begin an uneven all-to-all; wait for the handles before the 1-D buffers are read or filled again.
 
     ``to`` and ``source`` are the elements for and from each rank, which lie in this order at the beginning of the
-    buffers. Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
+    buffers. Collective over ``group``, also one that sends and receives nothing.
     """
     let_gloo_finish_at_exit()
     out, into = send[: sum(to)], receive[: sum(source)]
     if observers:
         _tell(group, {rank: numel * send.element_size() for rank, numel in enumerate(to) if rank != group.rank})
     work = dist.all_to_all_single(into, out, list(source), list(to), group=group.group, async_op=True)
-    return group.track([work])
+    return [] if work is None else [work]
 
 
 def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
@@ -86,7 +86,7 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
         *(dist.P2POp(dist.irecv, tensor, group=group.group, group_peer=rank) for rank, tensor in receive.items()),
         *(dist.P2POp(dist.isend, tensor, group=group.group, group_peer=rank) for rank, tensor in send.items()),
     ]
-    return group.track(dist.batch_isend_irecv(messages) if messages else [])
+    return dist.batch_isend_irecv(messages) if messages else []
 
 
 def _tell(group: AxisGroup, sent: Mapping[int, int]) -> None:
@@ -95,19 +95,21 @@ def _tell(group: AxisGroup, sent: Mapping[int, int]) -> None:
 
 
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise sum, in place. Collective over ``group``; every rank of it must call it."""
+    """Begin the elementwise sum, in place. Collective over ``group``."""
     let_gloo_finish_at_exit()
     if observers:  # As a ring moves them: each rank sends to the next one.
         num_bytes = 2 * (group.size - 1) * values.nbytes // group.size
         _tell(group, {(group.rank + 1) % group.size: num_bytes})
-    (work,) = group.track([dist.all_reduce(values, group=group.group, async_op=True)])
+    work = dist.all_reduce(values, group=group.group, async_op=True)
+    assert work is not None
     return work
 
 
 def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise maximum, in place. Collective over ``group``; every rank of it must call it."""
+    """Begin the elementwise maximum, in place. Collective over ``group``."""
     let_gloo_finish_at_exit()
-    (work,) = group.track([dist.all_reduce(values, dist.ReduceOp.MAX, group=group.group, async_op=True)])
+    work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group.group, async_op=True)
+    assert work is not None
     return work
 
 

@@ -290,8 +290,8 @@ class TrainingEngine:
     def run_pipeline(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
 
-        The mean is that over the losses of the batch of this rank. Collective over all ranks; every rank must call it.
-        Gradients of the step before must be gone.
+        The mean is that over the losses of the batch of this rank. Collective over all ranks. Gradients of the step
+        before must be gone.
         """
         assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
@@ -339,8 +339,7 @@ class TrainingEngine:
 
     def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         """The ``parameters`` that are clipped; local."""
-        # Muon orthogonalizes, so the size of a gradient matters little to it, and gathers of matrices that started
-        # during backward need not wait for the norm.
+        # Muon orthogonalizes, so the size of a gradient matters little to it.
         is_all = self.options.clip_groups == "all"
         return parameters if is_all else without_matrices(parameters, self.optimizers)
 

@@ -312,8 +312,8 @@ class FlexDeMo(PlannedOptimizer):
     def _elementwise(self) -> Elementwise:
         return sgd_step_ if self.config.base == "sgd" else super()._elementwise
 
-    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
-        super()._end_step(planned, agreed)
+    def _end_step(self, planned: PlannedStep) -> None:
+        super()._end_step(planned)
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.comm.collectives import start_messages
-from lightning_muon.comm.groups import AxisGroup, PrivateGroups
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
@@ -28,8 +28,7 @@ class ParameterAllGather:
     training step that uses a weight without a call of its module, must call :meth:`wait` or :meth:`wait_all` first.
 
     ``buckets`` have one dtype and device each, and are sent in order; ``units`` has for each unit the parameters that
-    its forward may use outside of the units inside it. Collective over the shard axis to construct; every rank must do
-    so.
+    its forward may use outside of the units inside it; ``group`` is the shard axis. Local to construct.
     """
 
     def __init__(
@@ -37,8 +36,9 @@ class ParameterAllGather:
         shard_map: ShardMap,
         buckets: Sequence[Sequence[Tensor]],
         units: Mapping[nn.Module, Collection[Tensor]],
+        group: AxisGroup,
     ) -> None:
-        (self._group,) = PrivateGroups().of([shard_map.shard])
+        self._group = group
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
@@ -60,13 +60,13 @@ class ParameterAllGather:
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
 
     def send(self, index: int) -> None:
-        """Send a bucket, if it takes part and was not sent. Collective over the shard axis; every rank must call it."""
+        """Send a bucket, if it takes part and was not sent. Collective over the shard axis."""
         members = self._to_leave.pop(index, None)
         if members is not None and self._group.size > 1:
             self.travelling[index] = _Travelling(members, self._parts(tuple(members)), self._group)
 
     def finish_updates(self) -> None:
-        """Send the remaining buckets. Collective over the shard axis; every rank must call it once in a step."""
+        """Send the remaining buckets. Collective over the shard axis once in a step."""
         for index in list(self._to_leave):
             self.send(index)
 

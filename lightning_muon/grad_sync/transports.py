@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.comm.groups import ALONE, AxisGroup, PrivateGroups
+from lightning_muon.comm.groups import ALONE, AxisGroup, own_group
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from lightning_muon.compat.torch import version
 from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
@@ -49,12 +49,12 @@ class AllReduce:
 
     def __init__(self, group: AxisGroup) -> None:
         self.results = Results()  # Sums that are in `p.grad`.
-        (self._group,) = PrivateGroups().of([group])
+        self._group = own_group(group)
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _AllReduced:
         """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
 
-        Collective over a private group of all ranks; every rank must call it in the same order.
+        Collective over the group in the same order.
         """
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
@@ -103,7 +103,7 @@ class ReduceScatterToOwners:
 
     def __init__(self, shard_map: ShardMap) -> None:
         self.results = Results()  # Stays empty: `p.grad` is never a sum.
-        self._shard, self._replicate = PrivateGroups().of([shard_map.shard, shard_map.replicate or ALONE])
+        self.shard, self._replicate = own_group(shard_map.shard), own_group(shard_map.replicate or ALONE)
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map))
         self._side = cache(SideStream)
         # Parameters for which any rank has computed a gradient since the last `forget`; the same on all ranks.
@@ -112,18 +112,18 @@ class ReduceScatterToOwners:
         self._reduced: dict[Tensor, Tensor] = {}
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Scattered:
-        """See :meth:`AllReduce.start`. Collective over the axes of the mesh; every rank must call it in this order."""
+        """See :meth:`AllReduce.start`. Collective over the axes of the mesh in this order."""
         parameters = tuple(gradients)
         parts = self._parts(parameters)
         pieces = parts.cut([flat_gradient(p, gradient) for p, gradient in gradients.items()])
-        to, rank = parts.of_rank, self._shard.rank
+        to, rank = parts.of_rank, self.shard.rank
         others = [pieces[index] for other, indices in enumerate(to) for index in indices if other != rank]
         empty = pieces[0].new_empty(0)
         pending = PendingSum(
             torch.cat([pieces[index] for index in to[rank]] or [empty]),
             torch.cat(others or [empty]),
             [sum(parts.sizes[index] for index in indices) for indices in to],
-            self._shard,
+            self.shard,
             replicate=self._replicate,
             side=self._side(empty.device),
         )

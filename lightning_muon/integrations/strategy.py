@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.comm.groups import PrivateGroups
+from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
@@ -100,7 +100,7 @@ class MuonStrategy:
         return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
 
     def _start_processes(self) -> Meshes:
-        """Start the process group and make the meshes. Collective over all ranks; every rank must call it."""
+        """Start the process group and make the meshes. Collective over all ranks."""
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         store = None
         if is_in_shared_store() and not dist.is_initialized():
@@ -111,14 +111,14 @@ class MuonStrategy:
             by_nodes = self.options.has_nodes
             self._meshes = self.options.make(self.root_device.type, by_nodes=by_nodes, **layout)
             if self.options.async_save:
-                self._saves = BackgroundSaves(PrivateGroups().of_everyone())
+                self._saves = BackgroundSaves(own_gloo_group_of_all())
         if self._watchdog is None:
             drain = None if self._saves is None else self._saves.wait
             self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)
         return self._meshes
 
     def finish_saving(self) -> None:
-        """Wait until what ``async_save=True`` writes is written. Collective over all ranks; every rank must call it.
+        """Wait until what ``async_save=True`` writes is written. Collective over all ranks.
 
         The end of ``Trainer.fit`` does it. In a Fabric program call it before anything reads the checkpoint, before a
         save that came earlier is removed, and at the end, where it raises if the last save has failed.

@@ -34,10 +34,6 @@ class Executor(ABC):
         """Run one op after the ops that it depends on."""
 
     @abstractmethod
-    def wait(self, name: str) -> None:
-        """Wait until the op called ``name`` has ended, if it was run in this step."""
-
-    @abstractmethod
     def finish(self) -> None:
         """Wait for all ops that still run, and forget the step."""
 
@@ -68,8 +64,8 @@ class HostExecutor(Executor):
         for name in list(self._pending):
             self.wait(name)
 
-    @override
     def wait(self, name: str) -> None:
+        """Wait until the op called ``name`` has ended, if it was run in this step."""
         for work in self._pending.pop(name, ()):
             work.wait()
         if name in self._to_record:
@@ -96,9 +92,7 @@ class StreamExecutor(Executor):
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
-        self._device = device
         self._transfer = torch.cuda.Stream(device)
-        self._compute = torch.cuda.current_stream()
         self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
 
     @override
@@ -106,8 +100,9 @@ class StreamExecutor(Executor):
         stream = self._transfer if op.lane == TRANSFER else torch.cuda.current_stream()
         with torch.cuda.stream(stream), profiled(op.kind, op.key):
             for name in op.deps:
-                # An op of this step only: buffers of an earlier step are free, because finish() waited for them.
-                self.wait(name)
+                # Not of an earlier step, for which finish() has waited.
+                if name in self._ended:
+                    stream.wait_event(self._ended[name])
             if self.recorder is not None:
                 self.recorder.started(op)
             for work in self._actions[op.kind](op):
@@ -117,19 +112,10 @@ class StreamExecutor(Executor):
             self._ended[op.name] = stream.record_event()
 
     @override
-    def wait(self, name: str) -> None:
-        if name in self._ended:
-            torch.cuda.current_stream().wait_event(self._ended[name])
-
-    @override
     def finish(self) -> None:
-        current = torch.cuda.current_stream()
         for event in self._ended.values():
-            current.wait_event(event)
+            torch.cuda.current_stream().wait_event(event)
         self._ended.clear()
-        if current != self._compute:
-            self._compute.wait_stream(current)  # Its memory may be used again.
-            self._compute = current
 
 
 def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:

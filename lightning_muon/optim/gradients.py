@@ -142,9 +142,8 @@ def agree_on_gradients(
 
     Returns ``None`` on all ranks if any needs a new plan (``is_stale``). Where the ranks have agreed before
     (``Layout.agreed``) they send no message: later changes are found out together with NaN and Inf.
-    ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one.
-
-    Collective over every mesh of the parameters, the smallest first; every rank of it must call it.
+    ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one. Collective over every
+    mesh of the parameters, the smallest first.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
@@ -186,7 +185,7 @@ def _with_known_gradients(
     has_changed = findings.is_stale or findings.backward_has_failed
     for tensor in plan.meshes[0].tensors:
         has = tensor.requires_grad and layout.has_gradient(tensor)
-        is_wrong = has and (is_unusable(tensor.grad) or is_unreduced(tensor, tensor.grad))
+        is_wrong = has and (_is_unusable(tensor.grad) or _is_unreduced(tensor))
         is_expected = tensor in expected
         has_changed = has_changed or is_wrong or has is not is_expected
         if is_expected and has and not is_wrong:
@@ -221,7 +220,7 @@ def _local_flags(
     tensors = members.tensors
     has = [tensor.requires_grad and plan.layout.has_gradient(tensor) for tensor in tensors]
     present = list(compress(tensors, has))
-    unusable = {tensor for tensor in present if is_unusable(tensor.grad)}
+    unusable = {tensor for tensor in present if _is_unusable(tensor.grad)}
     found.add_unread(tensor for tensor in present if tensor not in unusable)
     nonfinite: list[int] = [False] * len(tensors)
     if checks:
@@ -230,7 +229,7 @@ def _local_flags(
         has=[*has],
         lacks=[not each for each in has],
         is_unusable=[tensor in unusable for tensor in tensors],
-        is_unreduced=[each and is_unreduced(tensor, tensor.grad) for tensor, each in zip(tensors, has, strict=True)],
+        is_unreduced=[each and _is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
         is_nonfinite=nonfinite,
         is_stale=findings.is_stale,
         must_stop=findings.must_stop,
@@ -243,7 +242,7 @@ def _local_flags(
 def _of_all_ranks(own: _Flags, members: MeshMembers, step: StepAgreement | None) -> tuple[_Flags, Collection[Tensor]]:
     """Maxima of the flags over the ranks of a mesh, and parameters that no rank uses, if ``step`` shares its message.
 
-    Collective over the mesh; every rank must call it.
+    Collective over the mesh.
     """
     if step is not None and step.is_over(members.host):
         maxima, unused = step.reduce(own.pack())
@@ -287,7 +286,7 @@ class _DeferredCheck:
         """Return what :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to check.
 
         Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
-        called; every rank must call it.
+        called.
         """
         if not (self.checks or self._unknown):
             return None
@@ -296,7 +295,7 @@ class _DeferredCheck:
         return self.conclude
 
     def start(self) -> None:
-        """Count over the ranks. Collective over every mesh of the parameters; every rank must call it."""
+        """Count over the ranks. Collective over every mesh of the parameters."""
         stop = torch.zeros(1, dtype=torch.int32, device=self.plan.device)
         changed = torch.ones_like(stop) if self.has_changed else stop
         if self.nonfinite_elsewhere is not None:
@@ -313,7 +312,7 @@ class _DeferredCheck:
                 return
             if work is not None:
                 work.wait()
-            stop = torch.cat([flags[: len(members.tensors)], flags[-1:]]).any().int().reshape(1)
+            stop = torch.cat([flags[:-2], flags[-1:]]).any().int().reshape(1)
         self._read = start_reading([*self._counts, *self._unknown])
 
     def conclude(self) -> None:
@@ -335,6 +334,17 @@ class _DeferredCheck:
         _raise_if_needed(findings)
 
 
+def _is_unusable(grad: Tensor | None) -> bool:
+    """Whether a gradient is of a kind that no step takes."""
+    return grad is not None and (grad.is_complex() or grad.is_sparse)
+
+
+def _is_unreduced(tensor: Tensor) -> bool:
+    """Whether the gradient has other placements than its parameter (a partial sum): all ranks must reduce it."""
+    grad = tensor.grad
+    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
+
+
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
     """The ranks with the same part of a parameter, if several; collective the first time, every rank must call it."""
     mesh, placements = layout.mesh_and_placements(tensor)
@@ -352,7 +362,7 @@ def _reduced(tensor: Tensor) -> Tensor:
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
-    """Put zeros for a missing gradient; then average over replicas. Collective over these; every rank must call it."""
+    """Put zeros for a missing gradient; then average over replicas. Collective over these."""
     if tensor not in found:
         found[tensor] = torch.zeros_like(layout.local(tensor))
     replicas = _replicas(layout, tensor)

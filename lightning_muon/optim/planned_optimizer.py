@@ -140,7 +140,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective over the meshes of the parameters; every rank of them must call it."""
+        """Take one step. Collective over the meshes of the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -148,15 +148,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         has_loss = closure is None or loss is not None
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
-            is_done = False
-            while not is_done:
-                try:
-                    planned.matrix_step.run(self._received(agreed), self.state)
-                    is_done = True
-                except gradients.GradientsHaveChanged:
-                    # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
-                    planned, agreed = self._begin_step(has_loss=has_loss)
-            self._end_step(planned, agreed)
+            try:
+                planned.matrix_step.run(self._received(agreed), self.state)
+            except gradients.GradientsHaveChanged:
+                # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
+                planned, agreed = self._begin_step(has_loss=has_loss)
+                planned.matrix_step.run(self._received(agreed), self.state)
+            self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
@@ -188,10 +186,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         drop_unreduced_gradients_of(parameters_of(self))
 
     def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
-        """Return the plan, a new one if any rank needs it, and gradients.
-
-        Collective as :meth:`step` is; every rank must call it.
-        """
+        """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
         planned = self._planned or self._make_plan()
         with profiled("agree", "gradients"):
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)
@@ -202,11 +197,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.is_fresh = False
         return planned, agreed
 
-    def _end_step(self, planned: PlannedStep, agreed: AgreedGradients) -> None:
-        """End a step that has updated the parameters. Collective as :meth:`step` is; every rank must call it."""
+    def _end_step(self, planned: PlannedStep) -> None:
+        """End a step that has updated the parameters. Collective as :meth:`step` is."""
         self._layout.end_step()
-        if self._is_reached:
-            self._is_reached = False
+        self._is_reached = False
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -299,14 +293,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return ""
 
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
-        """Prepare a plan for these parameters. Collective as :meth:`step` is; every rank must call it."""
+        """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
         return self._layout.step_part(done)
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
-        """The gradients that the update uses. Collective as :meth:`step` is; every rank must call it."""
+        """The gradients that the update uses. Collective as :meth:`step` is."""
         return agreed
 
     def _complete_state(self) -> None:
@@ -354,7 +348,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return id(self._module), *kinds, *params
 
     def _make_plan(self) -> PlannedStep:
-        """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
+        """Make the plan. Collective over the meshes of the parameters."""
         meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)

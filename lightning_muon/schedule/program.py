@@ -18,7 +18,7 @@ class Condition:
     """Conditions of ops: each holds for some keys in a step, the same on all ranks that share an op."""
 
     GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
-    SENT = "sent"  # The bucket was sent during backward.
+    SENT = "sent"  # The gradients of the bucket were sent, during backward or behind it.
     # Only after `check` has waited, for a device for example, it is known whether the step may change anything.
     DEFERRED = "deferred"
 
@@ -31,8 +31,7 @@ class OpKind:
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    # Wait until it is known whether all gradients are finite.
-    CHECK = "check"
+    CHECK = "check"  # Wait until it is known whether all gradients are finite.
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
     # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
     REDUCE_SCATTER = "reduce_scatter"

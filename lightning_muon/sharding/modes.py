@@ -112,7 +112,7 @@ class Ddp(ShardingMode):
         broadcast_initial_state(module, self.mesh)
 
     def _watch_gradients(self, module: nn.Module, transport: Transport) -> GradientReducer:
-        """Make the reducer that sums gradients. Collective over the mesh; every rank must call it."""
+        """Make the reducer that sums gradients. Collective over the mesh."""
         chosen = self.options.bucket_bytes
         bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
         names = {parameter: name for name, parameter in names_of(module).items()}
@@ -190,7 +190,7 @@ class Zero2(Ddp):
         self._root_parameters = units[module]
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
-        self._all_gather = ParameterAllGather(shard_map, buckets, units)
+        self._all_gather = ParameterAllGather(shard_map, buckets, units, transport.shard)
         self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
         attach_optimizers(module, used, self.layout, step=reducer.step)
 

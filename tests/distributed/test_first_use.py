@@ -90,7 +90,7 @@ def _train_hybrid() -> None:
 
 
 _CASES = [
-    *((_train, ("zero2", (2,), first_skip), 2) for first_skip in (0, 1)),
+    *((_train, ("zero2", (3,), first_skip), 3) for first_skip in (0, 1)),
     *((_train, ("zero2", (2, 2), first_skip), 4) for first_skip in (0, 1)),
     *((_train, ("ddp", (2,), first_skip), 2) for first_skip in (0, 1)),
     (_train_on_more_layers, (), 2),

@@ -1,11 +1,8 @@
-"""Process groups over axes and private ones; messages, sums and questions between ranks; buffers."""
+"""Process groups over axes and of one owner; messages, sums and questions between ranks; buffers."""
 
 import datetime
-import gc
 import math
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -17,14 +14,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
-from lightning_muon.comm.collectives import BufferPool, start_all_reduce_sum, start_messages, start_reading
+from lightning_muon.comm.collectives import BufferPool, start_messages, start_reading
 from lightning_muon.comm.groups import (
     ALONE,
     AxisGroup,
-    PrivateGroups,
     axis_group,
     backends,
     host_group,
+    own_group,
 )
 from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from tests.support.lazy_connections import nccl_like_mesh
@@ -44,9 +41,10 @@ def _with_unequal_numbers_of_groups() -> tuple[list[int], list[str]]:
     # Of the rows only the first is used, as a pipeline does whose stages have different parameters.
     groups = [axis_group(mesh, (0, 1)), axis_group(mesh, (1,)), axis_group(mesh, (0,))]
     if dist.get_rank() < 2:
-        groups += PrivateGroups().of([groups[1]])
-    groups += [host_group(group) for group in groups[:3]] + PrivateGroups().of(groups[:3])
-    return [_sum_of_ranks(group) for group in groups], [group.group.group_name for group in groups if group.lease]
+        groups.append(own_group(groups[1]))
+    groups += [host_group(group) for group in groups[:3]] + [own_group(group) for group in groups[:3]]
+    names = [group.group.group_name for group in groups if group.group is not None]
+    return [_sum_of_ranks(group) for group in groups], [name for name in names if "lightning_muon" in name]
 
 
 def test_ranks_of_different_numbers_of_groups_find_each_other(gloo: ProcessPool) -> None:
@@ -72,84 +70,15 @@ def test_making_a_group_waits_no_longer_than_the_default_group(gloo: ProcessPool
     assert gloo.run_fresh(_nobody_else_comes, world_size=2)[0] < 20.0
 
 
-Leave = Callable[[AxisGroup], Any]
-
-
-def _leave_nothing(group: AxisGroup) -> None:
-    start_all_reduce_sum(torch.ones(3), group).wait()
-
-
-def _leave_messages(group: AxisGroup) -> None:
-    """Not waited for; rank 1 sends two elements."""
-    other = 1 - group.rank
-    start_messages({other: torch.ones(1 + group.rank)}, {other: torch.zeros(1 + other)}, group)
-    start_messages(*(({1: torch.ones(2)}, {}) if group.rank == 0 else ({}, {0: torch.zeros(2)})), group)
-    start_messages({}, {}, group)
-
-
-def _leave_unequally(group: AxisGroup) -> None:
-    if group.rank == 0:
-        start_all_reduce_sum(torch.ones(3), group)
-
-
-def _use_after(leave: Leave, num_owners: int) -> tuple[int, list[float]]:
-    """The number of groups that owners have together which come and go."""
-    axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
-    groups: list[dist.ProcessGroup] = []
-    received: list[float] = []
-    for number in range(num_owners):
-        owner = PrivateGroups()
-        (group,) = owner.of([axes])
-        assert group.group is not None
-        groups.append(group.group)
-        message = torch.zeros(4)
-        for work in start_messages({1 - group.rank: torch.full((4,), float(number))}, {1 - group.rank: message}, group):
-            work.wait()
-        received += message.tolist()
-        leave(group)
-        del owner, group
-        gc.collect()
-    if leave is _leave_unequally and dist.get_rank() == 1:
-        for left in groups:  # So that gloo's threads come to an end.
-            dist.all_reduce(torch.ones(3), group=left)
-    return len(set(groups)), received
-
-
-@pytest.mark.parametrize(("leave", "num_groups"), [(_leave_nothing, 1), (_leave_messages, 1), (_leave_unequally, 3)])
-def test_a_group_is_reused_once_all_has_arrived(gloo: ProcessPool, leave: Leave, num_groups: int) -> None:
-    for found, received in gloo.run(_use_after, leave, 3, world_size=2):
-        assert found == num_groups
-        assert received == [float(number) for number in range(3) for _ in range(4)]
-
-
-def _owners() -> tuple[bool, bool, bool]:
-    axes = axis_group(init_device_mesh("cpu", (2,)), (0,))
-    mine, others = PrivateGroups(), PrivateGroups()
-    first, second = mine.of([axes, axes])
-    (other,) = others.of([axes])
-    again, _ = mine.of([axes, axes])
-    are_different = len({axes.group, first.group, second.group, other.group}) == 4
-    if dist.get_rank() == 0:
-        del others, other
-    (group,) = PrivateGroups().of([axes])
-    is_given_away = dist.get_rank() == 1 and group.group is other.group
-    assert first.coordinates == axes.coordinates and _sum_of_ranks(group) == 1
-    return are_different, again.group is first.group, is_given_away
-
-
-def test_a_group_has_one_owner_on_all_ranks_which_keeps_it(gloo: ProcessPool) -> None:
-    assert gloo.run(_owners, world_size=2) == [(True, True, False)] * 2
-
-
 def _backends_follow_the_mesh() -> list[dict[str, str]]:
     whole = axis_group(nccl_like_mesh(1, 2), (0, 1))
-    groups = [whole, *PrivateGroups().of([whole]), host_group(whole)]
+    groups = [whole, own_group(whole), host_group(whole)]
     return [backends(group.group) for group in groups if group.group is not None]
 
 
 def test_groups_take_the_backend_of_their_mesh(gloo: ProcessPool) -> None:
-    for of_mesh, private, of_host in gloo.run(_backends_follow_the_mesh, world_size=2):
-        assert of_mesh == private == {"cpu": "lazy"}
+    for of_mesh, own, of_host in gloo.run(_backends_follow_the_mesh, world_size=2):
+        assert of_mesh == own == {"cpu": "lazy"}
         assert of_host["cpu"] == "gloo"
 
 

@@ -96,7 +96,6 @@ MESHES = zip([(2, 1), (2, 2), (4, 1), (3, 1), (1, 2), (1, 1)], cycle(["contribut
         ((3, 1), {"value_format": "bf16", "replicator": Full(), "decay": 1.0}),
         ((2, 2), {"dtype": torch.bfloat16, "lr": 1.0}),
     ],
-    ids=str,
 )
 def test_nodes_train_as_in_one_process(gloo: ProcessPool, mesh_shape: tuple[int, int], options: dict[str, Any]) -> None:
     """Weights, which are equal on all nodes after each step, and every node's residuals."""

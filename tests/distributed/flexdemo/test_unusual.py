@@ -127,25 +127,6 @@ def test_a_weight_not_sharded_inside_a_node_is_an_error(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(_forgotten_root, match=r"shape \(4, 4\) is not sharded", world_size=2)
 
 
-def _with_default_dtype() -> list[torch.dtype]:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        parameters = [nn.Parameter(torch.ones(9, 8)), nn.Parameter(torch.ones(4))]
-        optimizer = FlexDeMo(
-            parameters, lr=0.01, mesh=_mesh(), dense_below=16, replicator=DCTTopK(chunk_size=4, top_k=2)
-        )
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer.step()
-        return [optimizer.state[parameter]["residual"].dtype for parameter in parameters]
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_residuals_are_float32_whatever_torchs_default_is(gloo: ProcessPool) -> None:
-    assert gloo.run(_with_default_dtype, world_size=2) == [[torch.float32] * 2] * 2
-
-
 @dataclass(frozen=True)
 class _OnlyEven(Replicator):
     """Two elements of each block; of blocks with an odd number of elements one, which it does not say."""

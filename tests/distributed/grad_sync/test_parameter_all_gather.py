@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -71,7 +70,7 @@ def _setup(
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
     shard_map = shard_map_of(parameters, costs, mesh_shape or (dist.get_world_size(),))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    return parameters, shard_map, ParameterAllGather(shard_map, buckets, units_of(model, units))
+    return parameters, shard_map, ParameterAllGather(shard_map, buckets, units_of(model, units), shard_map.shard)
 
 
 def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None) -> dict[Tensor, Tensor]:
@@ -115,30 +114,6 @@ def _steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.dtype) 
 def test_new_values_arrive_on_all_ranks(gloo: ProcessPool, mesh_shape: tuple[int, ...], num_in_bucket: int) -> None:
     dtype = torch.bfloat16 if mesh_shape == (3,) else torch.float32
     gloo.run(_steps, mesh_shape, num_in_bucket, dtype, world_size=int(torch.tensor(mesh_shape).prod()))
-
-
-def _forward_after_a_step() -> dict[str, Any]:
-    model, tokens = Model(), torch.arange(11)
-    parameters, _, all_gather = setup = _setup(model, list(model.blocks), num_in_bucket=4)
-    for block in model.blocks:
-        block.all_gather = all_gather  # type: ignore[assignment]
-    expected = _step(setup)
-    left = sorted(all_gather.travelling)
-    logits = model(tokens)
-    reference = Model()
-    for parameter, other in zip(parameters, list(reference.parameters())[::-1], strict=True):
-        other.data = expected[parameter]
-    assert torch.equal(logits, reference(tokens))
-    return {"left": left, "seen": [block.seen for block in model.blocks], "after": list(all_gather.travelling)}
-
-
-def test_a_forward_waits_only_for_the_buckets_of_its_own_unit(gloo: ProcessPool) -> None:
-    # Bucket 0: norm and half of block 2; 1: the rest of it and half of block 1; 2: half of 1 and of 0; 3: the rest.
-    for result in gloo.run(_forward_after_a_step, world_size=3):
-        assert result["left"] == [0, 1, 2, 3]
-        # The root uses norm and embedding: buckets 0 and 3. Block 0 is in 2 and 3.
-        assert result["seen"] == [[1], [], []]
-        assert result["after"] == []
 
 
 def _inner_modules() -> None:
@@ -287,30 +262,3 @@ def test_whoever_reads_parameters_gets_new_values(
     gloo: ProcessPool, steps: Callable[[], None], world_size: int
 ) -> None:
     gloo.run(steps, world_size=world_size)
-
-
-def _model() -> nn.ModuleDict:
-    """Three blocks, the first two of which share a weight, and an embedding tied to a head."""
-    blocks = [nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5, bias=False)) for _ in range(3)]
-    blocks[1][0].weight = blocks[0][0].weight
-    model = nn.ModuleDict({"embedding": nn.Embedding(7, 5), "norm": nn.LayerNorm(5), "head": nn.Linear(5, 7)})
-    model["head"].weight = model["embedding"].weight
-    model["blocks"] = nn.ModuleList(blocks)
-    return model
-
-
-def test_a_parameter_belongs_to_the_innermost_units() -> None:
-    model = _model()
-    first, second, third = model["blocks"].children()
-    inner = third.get_submodule("1")
-    units = units_of(model, [first, second, third, inner, model["head"]])
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    assert {unit: [names[parameter] for parameter in parameters] for unit, parameters in units.items()} == {
-        model: ["embedding.weight", "norm.weight", "norm.bias", "blocks.0.0.weight"],
-        model["head"]: ["embedding.weight", "head.bias"],
-        first: ["blocks.0.0.weight", "blocks.0.0.bias", "blocks.0.1.weight"],
-        second: ["blocks.0.0.weight", "blocks.1.0.bias", "blocks.1.1.weight"],
-        third: ["blocks.2.0.weight", "blocks.2.0.bias"],
-        inner: ["blocks.2.1.weight"],
-    }
-    assert units_of(model, []) == {model: list(model.parameters())}

@@ -1,6 +1,4 @@
-"""Sums of a bucket to owners: their order and rounding, and who waits; test_reducer.py has the rest."""
-
-import time
+"""Sums of a bucket to owners: their order and rounding; test_reducer.py has the rest."""
 
 import pytest
 import torch
@@ -73,38 +71,3 @@ def _overflow() -> Tensor:
 def test_a_float16_sum_of_a_replica_does_not_overflow_on_its_way(gloo: ProcessPool) -> None:
     for reduced in gloo.run(_overflow):
         assert torch.equal(reduced, torch.zeros(4, dtype=torch.float16))
-
-
-def _read_one() -> tuple[bool, bool]:
-    parameters, shard_map = _setup((dist.get_world_size(),))
-    transport, own = ReduceScatterToOwners(shard_map), _gradients(dist.get_rank())
-    first, second = (transport.start({parameters[index]: own[index]}) for index in range(2))
-    assert transport.reduced(parameters[0]) is None, "the divisor is not known yet"
-    for pending in (first, second):
-        pending.finish(1.0, set(parameters))
-    assert transport.reduced(parameters[0]) is not None
-    return first.sum is None, second.sum is None
-
-
-def test_only_the_bucket_that_is_asked_for_is_waited_for(gloo: ProcessPool) -> None:
-    assert gloo.run(_read_one, world_size=2) == [(True, False)] * 2
-
-
-def _advance_without_waiting() -> None:
-    """On a 2 x 2 mesh the sum over the replicas starts by polling; nobody asks for a result."""
-    parameters, shard_map = _setup((2, 2))
-    transport = ReduceScatterToOwners(shard_map)
-    pending = transport.start(dict(zip(parameters, _gradients(dist.get_rank()), strict=True)))
-    deadline = time.monotonic() + 10
-    while not pending.advance():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    pending.finish(4.0, set(parameters))
-    reduced = transport.reduced(parameters[0])
-    assert reduced is not None
-    mean = sum(_gradients(rank)[0] for rank in range(4)) / 4
-    torch.testing.assert_close(reduced, shard_map.local(parameters[0], mean), rtol=0, atol=1e-6)
-
-
-def test_the_sum_over_the_replicas_starts_early(gloo: ProcessPool) -> None:
-    gloo.run(_advance_without_waiting, world_size=4)

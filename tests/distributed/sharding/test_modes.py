@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon import ParallelMuon, ParallelMuonStrategy
-from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.base import ModeOptions, attach_optimizers, is_attachable
-from lightning_muon.sharding.modes import MODES, SingleProcess, make_mode
+from lightning_muon import ParallelMuon
+from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import (
     OddNet,
     Run,
@@ -133,29 +132,6 @@ def test_state_that_is_lost_on_any_rank_begins_with_zeros_on_all(
             assert largest_difference(found, expected)[0] < 1e-6
 
 
-def _train_with_a_default_device(mode: str) -> bool:
-    results: list[dict[str, Tensor]] = []
-    for device in ("cpu", "meta"):
-        training = Training.start(mode, mesh_of((2,)))
-        for step in range(2):
-            training.optimizer.zero_grad()
-            loss(training.net, Run(), step, 0, dist.get_rank()).backward()
-            torch.set_default_device(device)
-            try:
-                training.mode.finish_gradients()
-                training.optimizer.step()
-                training.optimizer.load_state_dict(training.optimizer.state_dict())
-            finally:
-                torch.set_default_device(None)
-        results.append(training.weights())
-    return all(torch.equal(results[0][name], weight) for name, weight in results[1].items())
-
-
-@pytest.mark.parametrize("mode", ["fsdp", "zero2", "ddp"])
-def test_the_default_device_does_not_matter(gloo: ProcessPool, mode: str) -> None:
-    assert gloo.run(_train_with_a_default_device, mode, world_size=2, timeout=30) == [True, True]
-
-
 def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]:
     """Elements of state and of gradients, which ``p.grad`` exist after backward, elements of the largest tensor.
 
@@ -237,31 +213,10 @@ def test_a_nan_on_the_owner_skips_the_step_everywhere(gloo: ProcessPool) -> None
     assert all(torch.equal(first[name], second[name]) and first[name].isfinite().all() for name in first)
 
 
-class _Fourth(SingleProcess):
-    name = "fourth"
-    takes = frozenset({"wrap_policy"})
-
-
-def test_another_mode_needs_no_change_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(MODES, "fourth", _Fourth)
-    ParallelMuonStrategy(sharding="fourth", wrap_policy=())  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="bucket_bytes=5 means nothing with sharding='fourth'"):
-        ParallelMuonStrategy(sharding="fourth", bucket_bytes=5)  # type: ignore[arg-type]
-
-
 def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
     mesh: Any = None
     with pytest.raises(ValueError, match=r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'"):
         make_mode("zero3", mesh, ModeOptions())
-
-
-def test_only_optimizers_that_can_be_attached_are() -> None:
-    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
-    ours, theirs = ParallelMuon(net[0].parameters()), torch.optim.SGD(net[1].parameters(), momentum=0.9)
-    assert is_attachable(ours) and not is_attachable(theirs)
-    attach_optimizers(net, [ours, theirs], Layout())
-    assert [route.name for route in ours.routes] == ["0.weight", "0.bias"]
-    assert len(ours.state) == 2 and not theirs.state
 
 
 def _gradient(divisor: float | None, *, is_finished_between: bool = False) -> float:
@@ -279,11 +234,6 @@ def _gradient(divisor: float | None, *, is_finished_between: bool = False) -> fl
     mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
     assert net.weight.grad is not None
     return net.weight.grad.item()
-
-
-def test_one_process_divides_by_what_it_is_told(gloo: ProcessPool) -> None:
-    assert gloo.run(_gradient, None, world_size=1) == [2.0]
-    assert gloo.run(_gradient, 8.0, world_size=1) == [0.25]
 
 
 @pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import resource
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -174,6 +175,30 @@ def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(
     first_intact(newest_first(tmp_path))
     write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": clock.now()})
     assert [path.name for path in newest_first(tmp_path)] == ["step=2.ckpt", "step=1.ckpt"]
+
+
+def _save_on_a_full_disk(path: str, *, whole: bool) -> None:
+    """Rank 1, or rank 0 which writes whole files, can write no more than some bytes to a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == int(not whole):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+    try:
+        _save(path, whole=whole, step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_full_disk_is_one_error_and_leaves_the_old_one(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    path = tmp_path / "last.ckpt"
+    gloo.run(_save, str(path), whole=whole, world_size=2)
+    with pytest.raises(Exception, match="File too large") as failed:
+        gloo.run(_save_on_a_full_disk, str(path), whole=whole, world_size=2)
+    assert sorted(failed.value.failures) == [0, 1]
+    assert damages(path) == [] and (describe(path) or {})["step"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+    gloo.run(_save, str(path), whole=whole, step=3, world_size=2)
+    assert damages(path) == [] and (describe(path) or {})["step"] == 3
 
 
 def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> None:

@@ -1,48 +1,98 @@
-"""Benchmarks that are commands: what they take, and that they run."""
+"""Each benchmark runs, with the fewest steps, and prints its table."""
 
+import importlib
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests.support.programs import ROOT, run_program
+from benchmarks import slow_network
+from benchmarks.gpu import __main__ as gpu
+from tests.support.processes import ProcessPool
+from tests.support.programs import ROOT, program_environment
 from tests.support.warm_python import warm_python
 
-# All in one process, since importing takes longer than what they do.
-PROGRAM = """
-import runpy, sys
-from pathlib import Path
-for path in sys.argv[1:]:
-    sys.argv, sys.path[0] = [path, "--help"], str(Path(path).parent)
-    try:
-        runpy.run_path(path, run_name="__main__")
-    except SystemExit as end:
-        assert not end.code, path
-"""
+SHAPES = {
+    "name": "tiny",
+    "source": "",
+    "parameters": [
+        *({"name": f"{number}.up", "shape": [48, 32], "kind": "matrix"} for number in range(4)),
+        {"name": "norm", "shape": [32], "kind": "elementwise"},
+    ],
+}
+LOSS = "--width 32 --layers 1 --context 16 --batch 2 --steps 3 --evaluations 3 --megabytes 0.05 --seeds 0 1 --only muon"
+# Name, arguments, and a part of what it prints.
+COMMANDS = [
+    ("optimizer_step", "--meshes 2 --shapes tiny --rounds 1", "| 2 | floor: Newton-Schulz alone, reference |"),
+    ("gradient_sync", "--ranks 2 --rounds 1 --steps 1 --layers 1 --width 32 --words 50 --only zero2", "| 2 | zero2 +"),
+    ("pipeline", "--ranks 2 --microbatches 2 --milliseconds 1 --rounds 1 --steps 1 --schedules zb_h1", "| zb_h1 |"),
+    (
+        "loss",
+        f"--text TMP/words.txt {LOSS} --tune adamw muon --rates 1e-3 1e-2 --factors 1 3 --out TMP",
+        "",
+    ),
+    ("plan_accuracy", "--ranks 2 --rounds 1 --steps 1 --shapes TMP/tiny.json --out TMP", "| overlapped |"),
+    ("newton_schulz", "--shapes 64x96 2x32x48 --dtypes float32 --seconds 0.01", "| 2x32x48 | float32 |"),
+]
+SLOW = "--ranks-per-node 1 --rates 1gbit --loss-steps 0 --steps 2 --layers 1 --contenders sgd"
+PROCESSES = [
+    ("slow_network", SLOW, "| FlexDeMo sgd, k=8 |"),
+    ("gpu", "--device cpu --small --out TMP", "| trainer | same bits after a resume | True | kept |"),
+]
 
 
-def test_commands_explain_themselves(tmp_path: Path) -> None:
-    paths = [path for path in (ROOT / "benchmarks").glob("*.py") if "ArgumentParser(" in path.read_text()]
-    (tmp_path / "program.py").write_text(PROGRAM)
-    said = run_program(tmp_path / "program.py", *paths, directory=ROOT)
-    assert all(f"usage: {path.name}" in said for path in paths)
+@pytest.mark.parametrize(("name", "words", "said"), COMMANDS, ids=[name for name, *_ in COMMANDS])
+def test_a_program_runs(
+    gloo: ProcessPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    words: str,
+    said: str,
+) -> None:
+    (tmp_path / "words.txt").write_text("all work and no play makes jack a dull boy\n" * 400)
+    (tmp_path / "tiny.json").write_text(json.dumps(SHAPES))
+    program = importlib.import_module(f"benchmarks.{name}")
+
+    def run(function: Callable[..., Any], *arguments: Any, num_ranks: int) -> Any:
+        return gloo.run(function, *arguments, world_size=num_ranks)[0]
+
+    monkeypatch.setattr(program, "run_on_ranks", run, raising=False)
+    monkeypatch.setattr("sys.argv", [name, *words.replace("TMP", str(tmp_path)).split()])
+    program.main()
+    assert said in capsys.readouterr().out
+    if name == "loss":  # Two rates, two factors, and two seeds of both.
+        assert len(list(tmp_path.glob("gpt-*.csv"))) == 4 + 4
+    if name == "plan_accuracy":
+        assert json.loads((tmp_path / "cost.json").read_text())["flops_per_second"] > 0
+        events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+        kinds = {event["cat"] for event in events if event["ph"] == "X"}
+        assert kinds == {"momentum", "gather", "newton_schulz", "scatter", "update", "adamw"}
 
 
-@pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        import gpu
-    return gpu
+@pytest.mark.parametrize(("name", "words", "said"), PROCESSES, ids=[name for name, *_ in PROCESSES])
+def test_a_program_starts_processes(tmp_path: Path, name: str, words: str, said: str) -> None:
+    command = [warm_python(), "-m", f"benchmarks.{name}", *words.replace("TMP", str(tmp_path)).split()]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 150, "check": False}
+    ended = subprocess.run(command, cwd=ROOT, env=program_environment(), **options)
+    # The one for cards ends with 1 if a promise is broken or a part fails.
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert said in ended.stdout or ended.stdout.startswith("skipped: "), ended.stdout
 
 
-def test_all_parts_run_on_a_cpu_and_keep_promises(gpu: ModuleType, tmp_path: Path) -> None:
-    command = [warm_python(), "benchmarks/gpu.py", "--device", "cpu", "--small", "--out", str(tmp_path)]
-    ended = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300)
-    # It ends with 1 if a promise is broken or a part fails.
-    assert ended.returncode == 0, ended.stdout
-    result = json.loads((tmp_path / "cpu.json").read_text())
-    assert list(result["parts"]) == list(gpu.PARTS)
-    assert all(part["rows"] for part in result["parts"].values())
+def test_broken_promises_and_parts_without_an_end_are_named() -> None:
+    rows = [{"what": "bits", "figure": "True", "held": True}, {"what": "waits", "figure": "a.py:3", "held": False}]
+    parts = {"waiting": {"rows": rows}, "steps": {"rows": [], "error": "not done after 60 s"}}
+    assert gpu.broken({"parts": parts}) == ["waiting: waits", "steps: not done after 60 s"]
+    assert "| waiting | waits | a.py:3 | **broken** |" in gpu.table({"parts": parts})
+
+
+def test_rates_are_bits_per_second() -> None:
+    assert [slow_network.parse_rate(text) for text in ("unlimited", "10mbit", "2.5gbit")] == [None, 1e7, 2.5e9]
+    for text in ("100", "fast", "-1mbit", "0mbit", "mbit"):
+        with pytest.raises(ValueError, match=r"a rate is .* got"):
+            slow_network.parse_rate(text)

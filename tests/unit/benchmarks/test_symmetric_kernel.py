@@ -13,7 +13,7 @@ from tests.support.programs import ROOT
 # In a process of its own: Triton reads the variable when the kernel is defined, and its interpreter uses numpy.
 AGREES = """
 import torch
-from benchmarks.symmetric_kernel import symmetric_addmm
+from benchmarks.gpu.symmetric_kernel import symmetric_addmm
 
 torch.manual_seed(0)
 # The interpreter truncates where a card rounds: an error of twice the size.

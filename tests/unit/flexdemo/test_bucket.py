@@ -18,33 +18,6 @@ STEP = ExchangeStep(3, 1)
 
 
 @pytest.mark.parametrize(
-    ("whole", "local", "expected"),
-    [
-        ((6, 4, 3, 3), (6, 4, 3, 3), (24, 9)),
-        ((64, 3, 7, 7), (16, 3, 7, 7), (16, 147)),
-        ((8, 512, 2048), (2, 512, 2048), (1024, 2048)),
-        ((300, 2, 40), (75, 2, 40), (75, 80)),
-        ((13, 7), (4, 7), (4, 7)),
-        ((5,), (2,), (2, 1)),
-        ((5,), (0,), (0, 1)),
-        ((), (), (1, 1)),
-        ((3, 0), (3, 0), (3, 0)),
-    ],
-)
-def test_a_tensor_is_the_matrix_nearest_to_a_square(
-    whole: tuple[int, ...], local: tuple[int, ...], expected: tuple[int, int]
-) -> None:
-    assert Shape(whole, local).as_matrix() == expected
-
-
-def test_buckets_begin_with_the_last_parameters() -> None:
-    shapes = [Shape((size, 10), (size, 10)) for size in (5, 100, 3, 4, 2, 1)]
-    plans = plan_buckets(shapes, FlexDeMoConfig(replicator=Full(), dense_below=0, bucket_bytes=280))
-    # 40, 80, 160 bytes fill the first one; what is larger than a bucket has one of its own.
-    assert [plan.members for plan in plans] == [(5, 4, 3), (2,), (1,), (0,)]
-
-
-@pytest.mark.parametrize(
     ("replicator", "value_format", "bits"),
     [
         (DCTTopK(), "bf16", 32 * 32 / 4096),
@@ -106,16 +79,6 @@ def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator) ->
         bucket.decode(merged, STEP, set(tensors), sign=True)
 
 
-def test_what_is_on_its_way_does_not_change_with_the_blocks() -> None:
-    bucket, tensors, _ = _bucket(Full())
-    bucket.accumulate({}, 1.0)
-    sent = bucket.encode(STEP)
-    before = [part.values.clone() for part in sent]
-    bucket.subtract_sent(sent, STEP, set(tensors))
-    bucket.accumulate({}, 0.5)
-    assert all(torch.equal(part.values, values) for part, values in zip(sent, before, strict=True))
-
-
 def test_signs_are_those_of_the_update_and_keep_a_nan() -> None:
     bucket, tensors, residuals = _bucket(REPLICATORS[0])
     bucket.accumulate({}, 1.0)
@@ -125,15 +88,6 @@ def test_signs_are_those_of_the_update_and_keep_a_nan() -> None:
     residuals[tensors[6]][1] = torch.nan  # Which travels dense.
     bucket.accumulate({}, 1.0)
     assert bucket.decode(bucket.encode(STEP), STEP, set(tensors), sign=True)[tensors[6]].isnan().any()
-
-
-def test_a_zero_is_no_contribution() -> None:
-    nodes = [
-        Components(torch.tensor([[1.0, 0.0, 4.0]]), torch.tensor([[6, 3, 1]])),
-        Components(torch.tensor([[8.0, 16.0, 0.0]]), torch.tensor([[2, 6, 1]])),
-    ]
-    assert merge(nodes, "contributors", 7).values.tolist() == [[8.5, 0.0, 4.0, 8.0, 0.0, 0.0]]
-    assert merge(nodes, "mean", 7).values.tolist() == [[8.5, 0.0, 2.0, 4.0, 0.0, 0.0]]
 
 
 @pytest.mark.parametrize("rule", ["contributors", "mean"])

@@ -6,17 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.agreement import checksums
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, local_of_nodes
-from lightning_muon.params.layout import Decoupled
 from tests.support.processes import ProcessPool
 
 # Rows that do not divide, fewer rows than ranks, a stack.
 SHAPES = [(13, 7), (1, 5), (3, 4, 2), (6,)]
-MESHES = [(2, 2), (3, 1), (1, 3), (4, 1)]
 
 
 def _mesh(shape: tuple[int, int]) -> DeviceMesh:
@@ -37,32 +35,6 @@ def _rows(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
     pieces = list(torch.chunk(whole, mesh.size(1), dim))
     rank = mesh.get_local_rank("shard")
     return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
-
-
-def _put_together(mesh_shape: tuple[int, int]) -> None:
-    mesh = _mesh(mesh_shape)
-    layout, node = NodeLayout(mesh), mesh.get_local_rank("replicate")
-    for shape in SHAPES:
-        for dim in range(min(2, len(shape))):
-            parameter, whole = _parameter(shape, mesh, dim), _saved(shape, mesh_shape[0])
-            local = _rows(whole[node], mesh, dim).clone()
-            found = layout.of_all_nodes(parameter, local)
-            assert isinstance(found, DTensor)
-            assert found.placements == (Shard(0), Shard(1 + dim))
-            assert found.device_mesh == mesh
-            assert torch.equal(found.full_tensor(), whole)
-            local.fill_(3)
-            assert (found.to_local() == 3).all(), "memory is not shared"
-            assert layout.mesh_and_placements(parameter) == (mesh, (Decoupled(), Shard(dim)))
-    plain = torch.zeros(3, 2)
-    assert layout.mesh_and_placements(plain) == (mesh, (Decoupled(), Replicate()))
-    found = layout.of_all_nodes(plain, torch.full((3, 2), float(node)))
-    assert torch.equal(found.full_tensor(), torch.arange(float(mesh_shape[0]))[:, None, None].expand(-1, 3, 2))  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_the_parts_of_all_nodes_are_one_tensor(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
-    gloo.run(_put_together, mesh_shape, world_size=mesh_shape[0] * mesh_shape[1])
 
 
 def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum", "mean"], is_dtensor: bool) -> None:
@@ -151,11 +123,6 @@ def _check(mesh_shape: tuple[int, int], changed: dict[int, str]) -> None:
             local = weights[name].to_local()  # type: ignore[attr-defined]
             local.view(-1)[-1] += 1e-3
     check_equal(list(weights.items()), axis_group(mesh, (0, 1)))
-
-
-@pytest.mark.parametrize("mesh_shape", [(2, 2), (3, 1), (4, 1), (1, 2)], ids=str)
-def test_equal_weights_are_no_error(gloo: ProcessPool, mesh_shape: tuple[int, int]) -> None:
-    gloo.run(_check, mesh_shape, {}, world_size=mesh_shape[0] * mesh_shape[1])
 
 
 @pytest.mark.parametrize(

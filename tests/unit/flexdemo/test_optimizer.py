@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon, Random
-from lightning_muon.config import MuonConfig
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon
 from lightning_muon.params.layout import Layout
 from lightning_muon.sharding.modes import ModeOptions, make_mode
 from tests.support.processes import ProcessPool
@@ -42,14 +40,6 @@ def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], ste
 def _assert_equal(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other), one.shape
-
-
-def test_a_config_is_another_way_to_say_the_same() -> None:
-    config = FlexDeMoConfig(lr=0.5, base="adamw", replicator=Random(rate=0.1), weight_decay=0.2, betas=(0.5, 0.6))
-    optimizer = FlexDeMo.from_config(_parameters(), config, weight_decay=0.3)
-    assert vars(optimizer.config) == vars(config) | {"weight_decay": 0.3}
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.3, (0.5, 0.6))
 
 
 class _SignSGD(torch.optim.SGD):
@@ -136,32 +126,10 @@ def test_one_node_applies_residuals_it_takes_over_once() -> None:
     assert optimizer.sent_bytes_per_step == 0
 
 
-def test_routes_are_those_of_the_base() -> None:
-    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6))
-    assert [route.algorithm for route in FlexDeMo(model, base="muon").routes] == ["adamw", "muon", "adamw"]
-    assert {route.algorithm for route in FlexDeMo(model, base="sgd").routes} == {"adamw"}
-    patterns = FlexDeMo(model, base="muon", adamw_patterns=("1.*",), muon_patterns=("0.weight",)).routes
-    assert [route.algorithm for route in patterns] == ["muon", "adamw", "adamw"]
-    optimizer = FlexDeMo(model.parameters(), base="muon")
-    optimizer.attach(model)
-    assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon", "adamw"]
-    assert all("residual" in optimizer.state[parameter] for parameter in model.parameters())
-
-
 def test_another_layout_is_refused() -> None:
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="takes gradients that FSDP2 has averaged inside of a node"):
         FlexDeMo(model).attach(model, Layout())
-
-
-def test_the_summary_says_what_runs_and_what_travels() -> None:
-    model = nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 6))
-    summary = FlexDeMo(model, base="muon", replicator=Random(rate=0.5), value_format="fp32").summary()
-    assert summary.startswith("FlexDeMo: base muon, Random(rate=0.5, seed=0), fp32, 1 nodes, 0 bytes")
-    assert "1.weight" in summary
-    groups = [{"params": [model[0].weight]}, {"params": list(model[1].parameters()), "lr": 0.5}]
-    assert "sign SGD with lr 0.02, 0.5: each step changes each weight by lr" in FlexDeMo(groups, lr=0.02).summary()
-    assert FlexDeMo(model, sign=False).summary().count("\n") == 0
 
 
 def _first_call(call: str, replicates: bool = False) -> None:
@@ -248,26 +216,6 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         _assert_equal(parameters[:2], expected[:2])
 
 
-@pytest.mark.parametrize("replicator", [DCTTopK(), NoReplication()], ids=["momenta", "alone"])
-def test_an_unchecked_nan_reaches_the_weights_despite_signs(replicator: Any) -> None:
-    parameters = _parameters()
-    optimizer = FlexDeMo(parameters, lr=0.02, sign=True, replicator=replicator, error_if_nonfinite=False)
-    _set_grads(parameters, 0)
-    assert parameters[0].grad is not None
-    parameters[0].grad[1, 2] = torch.nan
-    optimizer.step()
-    assert parameters[0].isnan().sum() == 1
-    assert not parameters[1].isnan().any()
-
-
-def test_options_of_muon_have_its_names_and_defaults() -> None:
-    ours, muon = FlexDeMoConfig(), MuonConfig()
-    shared = {field.name for field in fields(FlexDeMoConfig)} & {field.name for field in fields(MuonConfig)}
-    # Plain SGD decays nothing.
-    assert {name for name in shared if getattr(ours, name) != getattr(muon, name)} == {"weight_decay"}
-    assert {"ns_steps", "betas", "fused", "max_skipped_steps"} <= shared
-
-
 @pytest.mark.parametrize(
     ("options", "match"),
     [
@@ -295,11 +243,6 @@ def test_options_of_muon_have_its_names_and_defaults() -> None:
 def test_values_out_of_range_are_refused_with_the_range(options: dict[str, Any], match: str) -> None:
     with pytest.raises((ValueError, TypeError), match=match):
         FlexDeMoConfig(**options)
-
-
-def test_signs_are_taken_for_sgd_unless_said_otherwise() -> None:
-    assert [FlexDeMoConfig(base=base).takes_sign for base in ("sgd", "adamw", "muon")] == [True, False, False]
-    assert not FlexDeMoConfig(base="sgd", sign=False).takes_sign and FlexDeMoConfig(base="adamw", sign=True).takes_sign
 
 
 @pytest.mark.parametrize("replicator", [DiLoCo(period=4), NoReplication()], ids=lambda r: type(r).__name__)

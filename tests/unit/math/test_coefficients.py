@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.newton_schulz import best_quintic, polar_express
 from lightning_muon.math.coefficients import FAST, POLAR_EXPRESS, steps_of
 from lightning_muon.math.newton_schulz import orthogonalize
+from tests.reference.polar_express import best_quintic, polar_express
 
 # From the listing in arXiv:2505.16932, before the division by powers of 1.01.
 _PUBLISHED = [

@@ -1,4 +1,4 @@
-"""The plan of a step: each matrix arrives, loads are within a bound, a rank has its part of the whole plan."""
+"""The plan of a step: buckets, owners and what travels, against a count of every piece."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,12 +9,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import (
-    longest_first,
-)
-from lightning_muon.schedule.muon import plan_step
+from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, even_out, longest_first
+from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.validate import check_step
-from tests.unit.schedule.specs import plan_of, sharded
+from tests.unit.schedule.specs import grid, plan_of, sharded
+
+
+@pytest.mark.parametrize(
+    ("sizes", "holders", "num_owners", "chunk_bytes", "expected"),
+    [
+        # A bucket is closed when every owner has a matrix and its bytes are reached.
+        ([10] * 7, [None] * 7, 2, 15, [(6, 5, 4), (3, 2, 1), (0,)]),
+        ([10] * 7, [None] * 7, 3, 1, [(6, 5, 4), (3, 2, 1), (0,)]),
+        # Where every rank owns all, a bucket has at most its bytes or one matrix.
+        ([10, 10, 99, 10], [None] * 4, 1, 20, [(3,), (2,), (1, 0)]),
+        # Matrices on one rank come first, in buckets of their own.
+        ([10] * 6, [None, 0, 1, 0, 1, None], 2, 20, [(4, 3, 2, 1), (5, 0)]),
+        ([10] * 6, [None, 0, 1, 0, 1, None], 2, 5, [(4, 3), (2, 1), (5, 0)]),
+        # Ranks fill their buckets side by side, whatever the order of their matrices.
+        ([10] * 6, [0, 0, 0, 1, 1, 1], 2, 10, [(5, 2), (4, 1), (3, 0)]),
+        ([], [], 2, 1, []),
+    ],
+)
+def test_buckets_are_filled_from_the_last_matrix(
+    sizes: list[int], holders: list[int | None], num_owners: int, chunk_bytes: int, expected: list[tuple[int, ...]]
+) -> None:
+    assert fill_buckets(sizes, holders, num_owners=num_owners, chunk_bytes=chunk_bytes) == expected
 
 
 @settings(deadline=None)
@@ -58,6 +78,63 @@ def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: 
         check_step(own.program, [own], is_whole=False)
 
 
+def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec], replica_of: list[int]) -> Traffic:
+    held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
+    sent, received = (([0] * len(replica_of), [0] * len(replica_of)) for _ in range(2))
+    for matrix, chosen in owners.items():
+        for rank, elements in enumerate(specs[matrix].shards.held):
+            held[rank] += elements
+            owned[rank] += specs[matrix].numel if rank in chosen else 0
+            for owner in chosen:
+                if owner != rank and replica_of[owner] == replica_of[rank]:
+                    gather_sent[rank] += elements
+                    gather_received[owner] += elements
+            if rank not in chosen:
+                axis = int(replica_of[chosen[0]] != replica_of[rank])
+                sent[axis][chosen[0]] += elements
+                received[axis][rank] += elements
+    return Traffic(
+        held=held,
+        owned=owned,
+        gather_sent=gather_sent,
+        gather_received=gather_received,
+        scatter_sent=sent,
+        scatter_received=received,
+    )
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1)]),
+    st.data(),
+)
+def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int], data: st.DataObject) -> None:
+    num_ranks = mesh[0] * mesh[1]
+    specs, replica_of = sharded(numels, num_ranks, mesh[0]), grid(*mesh)
+    ranks = range(num_ranks)
+    chosen = st.sampled_from([*((rank,) for rank in ranks), tuple(ranks)])
+    owners = {matrix: data.draw(chosen) for matrix in range(len(numels))}
+    assert count_elements(owners, specs) == _piece_by_piece(owners, specs, replica_of)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=20),
+    st.sampled_from([(1, 2), (1, 5), (2, 2), (3, 2), (4, 1)]),
+    st.sampled_from(["lpt", "round_robin"]),
+)
+def test_one_owner_moves_no_more_than_it_must(numels: list[int], mesh: tuple[int, int], strategy: str) -> None:
+    specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
+    owners = plan_of(specs, chunk_bytes=100, strategy=strategy).owners
+    found = count_elements(dict(enumerate(owners)), specs)
+    within = sum(spec.numel - spec.shards.held[owner] for spec, (owner,) in zip(specs, owners, strict=True))
+    between = (mesh[0] - 1) * sum(numels)
+    assert sum(found.gather_sent) == sum(found.gather_received) == within
+    assert [sum(axis) for axis in found.scatter_sent] == [within, between]
+    assert [sum(axis) for axis in found.scatter_received] == [within, between]
+
+
 def _loads(costs: list[int], owners: Sequence[int], num_ranks: int) -> list[int]:
     return [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(num_ranks)]
 
@@ -70,3 +147,34 @@ def test_the_largest_load_is_within_grahams_bound(costs: list[int], num_ranks: i
     assert [load for load, _ in loads] == _loads(costs, [owners[job] for job in range(len(costs))], num_ranks)
     optimum = min(max(_loads(costs, choice, num_ranks)) for choice in product(range(num_ranks), repeat=len(costs)))
     assert max(load for load, _ in loads) * 3 * num_ranks <= (4 * num_ranks - 1) * optimum
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=8), min_size=1, max_size=4), st.integers(1, 4), st.data()
+)
+def test_the_busiest_gets_less_until_no_exchange_is_left(
+    bucket_costs: list[list[int]], num_ranks: int, data: st.DataObject
+) -> None:
+    costs = [cost for bucket in bucket_costs for cost in bucket]
+    matrices = iter(range(len(costs)))
+    buckets = [{next(matrices): data.draw(st.integers(0, num_ranks - 1)) for _ in bucket} for bucket in bucket_costs]
+    members = [set(bucket) for bucket in buckets]
+
+    def loads_now() -> list[tuple[int, int]]:
+        owner_of = {matrix: owner for bucket in buckets for matrix, owner in bucket.items()}
+        return [(load, 2 * load) for load in _loads(costs, [owner_of[i] for i in range(len(costs))], num_ranks)]
+
+    loads = loads_now()
+    most = max(loads)
+    even_out(buckets, costs, [2 * cost for cost in costs], loads)
+    assert [set(bucket) for bucket in buckets] == members
+    assert loads == loads_now()
+    assert max(loads) <= most
+    busiest = max(range(num_ranks), key=lambda rank: loads[rank][0])
+    for bucket in buckets:
+        for matrix in (matrix for matrix, owner in bucket.items() if owner == busiest):
+            assert all(costs[matrix] >= loads[busiest][0] - load for load, _ in loads)
+            for other, owner in bucket.items():
+                relief = costs[matrix] - costs[other]
+                assert relief <= 0 or relief >= loads[busiest][0] - loads[owner][0]

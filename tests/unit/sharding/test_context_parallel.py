@@ -40,14 +40,6 @@ def _parts(batch: Any, size: int, **options: Any) -> list[Any]:
     return [split_sequence(batch, OneAxis(size, rank), **options) for rank in range(size)]  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("size", "dim"), [(1, 1), (2, -1), (3, 1)])
-def test_the_parts_in_order_are_the_whole(size: int, dim: int) -> None:
-    tokens = torch.randint(99, (5, 6))
-    parts = _parts(tokens, size, dim=dim)
-    assert torch.equal(torch.cat(parts, 1), tokens)
-    assert all(part.shape == (5, 6 // size) and part.is_contiguous() for part in parts)
-
-
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])
 def test_tensors_in_any_container_are_split(kind: Any) -> None:
     tokens, mask, lengths = torch.randint(99, (3, 4)), torch.rand(3, 4, 2), torch.tensor([4, 3, 4])
@@ -96,9 +88,3 @@ def _with_two_axes() -> Any:
 def test_what_cannot_work_is_an_error(call: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         call(torch.zeros(2, 8))
-
-
-def test_without_a_context_mesh_nothing_changes() -> None:
-    tokens = torch.zeros(2, 3)
-    assert split_sequence(tokens, None) is tokens
-    assert gather_sequence(tokens, None) is tokens

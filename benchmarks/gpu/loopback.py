@@ -38,22 +38,18 @@ class LoopbackWork(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait, and let go of the tensors."""
-        del timeout
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         self._kept = ()
         return True
 
     def is_completed(self) -> bool:
-        """Whether the copies are done."""
         return self._event is None or self._event.query()
 
     def is_success(self) -> bool:
-        """Copies do not fail."""
         return True
 
     def get_future(self) -> Future[list[Tensor]]:
-        """Completed at once."""
         return self._future
 
 
@@ -67,7 +63,6 @@ class LoopbackGroup(dist.ProcessGroup):
         self._stream: torch.cuda.Stream | None = None
 
     def getBackendName(self) -> str:  # noqa: N802
-        """Name of the backend."""
         return NAME
 
     def _set_group_name(self, name: str) -> None:
@@ -75,12 +70,10 @@ class LoopbackGroup(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> LoopbackGroup:
         """Torch 2.14 asks it whether messages are sent together."""
-        del device
         return self
 
     @property
     def group_name(self) -> str:
-        """Name of the group."""
         return self._name
 
     @contextmanager
@@ -109,36 +102,25 @@ class LoopbackGroup(dist.ProcessGroup):
         return LoopbackWork(events[0] if events else None, tensors)
 
     def _scale(self, op: Any) -> int:
-        """What the reduction makes of equal numbers."""
         return self._count if op == dist.ReduceOp.SUM else 1
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> LoopbackWork:
-        """Equal numbers on all ranks."""
         return self._copied([(tensor, tensor) for tensor in tensors], self._scale(opts.reduceOp))
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> LoopbackWork:
-        """What rank 0 has stays."""
-        del opts
         return self._copied([(tensor, tensor) for tensor in tensors])
 
     def barrier(self, opts: Any = None) -> LoopbackWork:
-        """Everybody is here."""
-        del opts
         return LoopbackWork(None, ())
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> LoopbackWork:
-        """Copies of the own tensor."""
-        del opts
         pairs = [(output, source) for each, source in zip(outputs, inputs, strict=True) for output in each]
         return self._copied(pairs)
 
     def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = None) -> LoopbackWork:
-        """Copies of the own tensor, one after the other."""
-        del opts
         return self._copied([(part, source) for part in output.view(self._count, -1)])
 
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = None) -> LoopbackWork:
-        """The own part, as if all ranks had the same."""
         part = source.view(self._count, -1)[0]
         return self._copied([(output, part)], self._scale(opts.reduceOp))
 
@@ -146,7 +128,6 @@ class LoopbackGroup(dist.ProcessGroup):
         self, output: Tensor, source: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> LoopbackWork:
         """Small random numbers, and zeros for integers; the own part is copied by the package itself."""
-        del output_sizes, input_sizes, opts
         with torch.no_grad(), self._on_stream(output.device) as events:
             if output.is_floating_point():
                 output.normal_(std=1e-3)
@@ -155,13 +136,9 @@ class LoopbackGroup(dist.ProcessGroup):
         return LoopbackWork(events[0] if events else None, (output, source))
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> LoopbackWork:
-        """Nothing comes of it."""
-        del target, tag
         return self._copied([(tensor, tensor) for tensor in tensors])
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> LoopbackWork:
-        """Zeros."""
-        del source, tag
         with torch.no_grad(), self._on_stream(tensors[0].device) as events:
             for tensor in tensors:
                 tensor.zero_()

@@ -1,4 +1,4 @@
-"""The parts of ``benchmarks/gpu.py``: each looks at one promise on the device and returns rows for the table."""
+"""The parts of ``make gpu``: each looks at one promise on the device and returns rows for the table."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from gpu_steps import backward_on_streams, one_rank_of, one_rank_of_mode, train_two_ranks
-from torch import Tensor, nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mode, train_two_ranks
 from lightning_muon import FlexDeMoConfig, ParallelMuon
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
@@ -58,11 +55,9 @@ class Device:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether this is a card."""
         return self.name == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all that the device has been given."""
         if self.is_cuda:
             torch.cuda.synchronize()
 
@@ -132,17 +127,6 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             whole = torch.linalg.svdvals(ours.float())
             held = bool(((whole > 0.3) & (whole < 1.3)).all())
             yield Row("singular values", f"{whole.min().item():.2f} to {whole.max().item():.2f}", held)
-    for shape in [(16, 32)] if device.is_small else [(128, 128), (576, 1024), (1024, 4096)]:
-        many = torch.randn(8, *shape, device=device.name)
-        alone = [ns.orthogonalize(x, **options) for x in many]
-        same = all(torch.equal(x, y) for x, y in zip(ns.orthogonalize(many, **options), alone, strict=True))
-        at_once = device.seconds(lambda many=many: ns.orthogonalize(many, **options))
-        in_turn = device.seconds(lambda many=many: [ns.orthogonalize(x, **options) for x in many])
-        yield Row(
-            f"8 of {shape[0]} x {shape[1]} at once",
-            f"{at_once / in_turn:.2f} of the time of one by one; bits of single ones: {same}",
-            None if device.is_cuda else same,
-        )
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
@@ -150,7 +134,7 @@ def symmetric_kernel(device: Device) -> Iterator[Row]:
     if not device.is_cuda or find_spec("triton") is None:
         yield Row("symmetric products by a kernel", "needs a card and triton")
         return
-    from symmetric_kernel import symmetric_addmm
+    from benchmarks.gpu.symmetric_kernel import symmetric_addmm
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
@@ -173,14 +157,9 @@ def merging(device: Device) -> Iterator[Row]:
     for num_nodes in (3, 5, 8):
         generator = torch.Generator(device.name).manual_seed(0)
         blocks = 64 if device.is_small else 16384
-        positions = torch.cat(
-            [
-                torch.rand(blocks, 256, generator=generator, device=device.name).argsort(1)[:, :32]
-                for _ in range(num_nodes)
-            ],
-            dim=1,
-        )
-        values = torch.randn(blocks, 32 * num_nodes, generator=generator, device=device.name)
+        random: Any = {"generator": generator, "device": device.name}
+        positions = torch.cat([torch.rand(blocks, 256, **random).argsort(1)[:, :32] for _ in range(num_nodes)], dim=1)
+        values = torch.randn(blocks, 32 * num_nodes, **random)
         first, *others = [values.new_zeros(blocks, 64, 64) for _ in range(21)]
         for each in (first, *others):
             add_sparse_inverse_dct_(each, values, positions)
@@ -205,11 +184,11 @@ def waiting(device: Device) -> Iterator[Row]:
                 rank.step()
             rank.backward()
             yield _waits(label, device, rank.step)
-    with one_rank_of(8, "small", device=device.name, replicas=2) as (optimizer, parameters):
+    with one_rank_of(8, "t5-small", device=device.name, replicas=2) as optimizer:
         for _ in range(3):
-            backward_on_streams(parameters, device.name)
+            backward_on_stream(optimizer, device.name)
             optimizer.step()
-        backward_on_streams(parameters, device.name)
+        backward_on_stream(optimizer, device.name)
         yield _waits("2 replicas", device, optimizer.step)
 
 
@@ -239,51 +218,41 @@ def _sync_warnings(device: Device) -> Iterator[None]:
 
 
 def two_ranks(device: Device) -> Iterator[Row]:
-    """Two processes on one device over gloo: equal bits with every overlap, and the weights of one process to 1e-5."""
-    found = train_two_ranks(device.name)
-    for overlap, same in found["same_bits"].items():
-        yield Row(f"bits of overlap={overlap!r} against 'off'", str(same), same)
-    yield Row("difference to one process", f"{found['difference']:.1e}", found["difference"] < 1e-5)
+    """Two processes on one device over gloo: equal bits with and without overlap, and the weights of one process."""
+    is_same, difference = train_two_ranks(device.name)
+    yield Row("bits of overlap='step' against 'off'", str(is_same), is_same)
+    yield Row("difference to one process", f"{difference:.1e}", difference < 1e-5)
 
 
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
-    for shapes in ["small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
-        yield _step_of(device, shapes)
+    for shapes in ["t5-small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
+        if device.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        with one_rank_of(8, shapes, device=device.name) as optimizer:
+            held = sum(each.to_local().numel() for group in optimizer.param_groups for each in group["params"])
+            times: list[tuple[float, float]] = []
+            for _ in range(7):
+                backward_on_stream(optimizer, device.name)
+                device.synchronize()
+                start = time.perf_counter()
+                optimizer.step()
+                middle = time.perf_counter()
+                device.synchronize()
+                times.append((time.perf_counter() - start, middle - start))
+                optimizer.zero_grad()
+            total, host = (1e3 * statistics.median(each) for each in zip(*times[2:], strict=True))
+            launches = _launches(device, optimizer)
+        peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
+        figure = f"{total:.1f} ms, host {host:.1f} ms, {launches} launches, {held / 1e9:.2f} billion parameters here"
+        yield Row(f"{shapes} on 8 ranks", figure + peak)
 
 
-def _step_of(device: Device, shapes: str) -> Row:
-    if device.is_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with one_rank_of(8, shapes, device=device.name) as (optimizer, parameters):
-        held = sum(parameter.to_local().numel() for _, parameter in parameters)
-        host: list[float] = []
-        total: list[float] = []
-        for round_ in range(7):
-            backward_on_streams(parameters, device.name)
-            device.synchronize()
-            start = time.perf_counter()
-            optimizer.step()
-            middle = time.perf_counter()
-            device.synchronize()
-            optimizer.zero_grad()
-            if round_ >= 2:
-                host.append(middle - start)
-                total.append(time.perf_counter() - start)
-        launches = _launches(device, optimizer, parameters)
-    peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
-    return Row(
-        f"{shapes} on 8 ranks",
-        f"{statistics.median(total) * 1e3:.1f} ms, host {statistics.median(host) * 1e3:.1f} ms, {launches} launches, "
-        f"{held / 1e9:.2f} billion parameters here{peak}",
-    )
-
-
-def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequence[tuple[Any, Tensor]]) -> str:
+def _launches(device: Device, optimizer: ParallelMuon) -> str:
     if not device.is_cuda:
         return "no"
-    backward_on_streams(parameters, device.name)
+    backward_on_stream(optimizer, device.name)
     device.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         optimizer.step()
@@ -292,28 +261,9 @@ def _launches(device: Device, optimizer: torch.optim.Optimizer, parameters: Sequ
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
 
 
-def one_card(device: Device) -> Iterator[Row]:
-    """ParallelMuon against torch.optim.Muon on plain weights of one process."""
-    layers, width = (2, 64) if device.is_small else (16, 2048)
-    torch.manual_seed(0)
-    shapes = [(width, width), (width, 4 * width), (4 * width, width)] * layers
-    weights = [[nn.Parameter(torch.randn(shape, device=device.name)) for shape in shapes] for _ in range(2)]
-    ours = ParallelMuon([("w" + str(i), w) for i, w in enumerate(weights[0])], lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    theirs = torch.optim.Muon(weights[1], lr=1e-3, adjust_lr_fn="match_rms_adamw")
-    for one, other in zip(*weights, strict=True):
-        other.data.copy_(one.data)
-        one.grad = torch.randn_like(one)
-        other.grad = one.grad.clone()
-    seconds = [device.seconds(optimizer.step) for optimizer in (ours, theirs)]
-    yield Row(
-        f"{len(shapes)} matrices of width {width}",
-        f"{seconds[0] * 1e3:.1f} ms, {seconds[0] / seconds[1]:.2f} of torch.optim.Muon",
-    )
-
-
 def trainer(device: Device) -> Iterator[Row]:
     """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
-    from gpu_trainer import compare_with_loop
+    from benchmarks.gpu.trainer import compare_with_loop  # Lightning takes seconds to import.
 
     with tempfile.TemporaryDirectory() as folder:
         found = compare_with_loop(device.name, Path(folder))
@@ -330,7 +280,6 @@ PARTS = {
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
-    "one_card": Part(one_card, 60),
     "steps": Part(steps, 150),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

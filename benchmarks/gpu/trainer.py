@@ -1,4 +1,4 @@
-"""The Trainer run of ``benchmarks/gpu.py``: one rank with FSDP2, compared with a loop of plain PyTorch."""
+"""The Trainer run of ``make gpu``: one rank with FSDP2, compared with a loop of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -16,85 +16,61 @@ from lightning_muon import MuonConfig, ParallelMuon, ParallelMuonStrategy, full_
 WORDS, WIDTH, EPOCHS = 101, 64, 2
 
 
-class Network(nn.Module):
-    """Two blocks between an embedding and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(2)
-        )
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of each word."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
-
-
 class Model(L.LightningModule):
     """Predicts its own input."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.network = Network()
+        blocks = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)]
+        layers = [layer for block in blocks for layer in block]
+        self.network = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.Linear(WIDTH, WORDS))
 
-    def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
-        """Loss of the batch."""
-        del batch_idx
+    def training_step(self, tokens: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.network(tokens).flatten(0, 1), tokens.flatten())
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, which the strategy replaces."""
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 def compare_with_loop(device: str, folder: Path) -> dict[str, Any]:
     """Train with a Trainer, resumed after an epoch and not, and with a loop of the same steps."""
     batches = torch.randint(WORDS, (3, 4, 16), generator=torch.Generator().manual_seed(1))
-    trained, backend = _fit(device, folder, batches)
+    trained = _fit(device, folder, batches)
     _fit(device, folder, batches, epochs=EPOCHS // 2)
-    resumed, _ = _fit(device, folder, batches, resume=folder / "middle.ckpt")
+    resumed = _fit(device, folder, batches, resume=str(folder / "middle.ckpt"))
     model = Model().to(device)
     optimizer = ParallelMuon(model, lr=1e-2, weight_decay=1e-2, compute_dtype="float32", wire_dtype="float32")
     for tokens in [*batches] * EPOCHS:
         optimizer.zero_grad()
-        model.training_step(tokens.to(device), 0).backward()
+        model.training_step(tokens.to(device)).backward()
         optimizer.step()
     expected = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     return {
-        "backend": backend,
+        "backend": dist.get_backend(),
         "difference": max((trained[name] - value).abs().max().item() for name, value in expected.items()),
         "resumes": all(torch.equal(trained[name], resumed[name]) for name in trained),
     }
 
 
 def _fit(
-    device: str, folder: Path, batches: Tensor, *, epochs: int = EPOCHS, resume: Path | None = None
-) -> tuple[dict[str, Tensor], str]:
+    device: str, folder: Path, batches: Tensor, *, epochs: int = EPOCHS, resume: str | None = None
+) -> dict[str, Tensor]:
     # The factor of the loop, not the one that replaces AdamW's learning rate.
     config = MuonConfig(compute_dtype="float32", wire_dtype="float32", muon_lr_factor=1.0)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,
         strategy=ParallelMuonStrategy(optimizer=config),
         max_epochs=epochs,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
         use_distributed_sampler=False,
+        **quiet,
     )
     model = Model()
     loader: DataLoader[Tensor] = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
-    trainer.fit(model, loader, ckpt_path=None if resume is None else str(resume), weights_only=False)
+    trainer.fit(model, loader, ckpt_path=resume, weights_only=False)
     if epochs < EPOCHS:
         trainer.save_checkpoint(folder / "middle.ckpt")
-    weights = {name: value.detach().cpu() for name, value in full_state_dict(model).items()}
-    return weights, dist.get_backend()
+    return {name: value.detach().cpu() for name, value in full_state_dict(model).items()}

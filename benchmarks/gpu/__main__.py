@@ -1,12 +1,11 @@
 """The first minutes on a CUDA card: what the package promises there, checked and measured, in at most nine minutes.
 
-    make gpu                                                 # one card, no network
-    python benchmarks/gpu.py --parts newton_schulz,steps     # some parts
-    python benchmarks/gpu.py --device cpu --small            # tries this program itself, without a card
-    python benchmarks/gpu.py --include outputs/gpu/NVIDIA-H200.json    # puts a result into docs/performance.md
+    make gpu                                                       # one card, no network
+    python -m benchmarks.gpu --parts newton_schulz,waiting         # some parts
+    python -m benchmarks.gpu --device cpu --small                  # tries this program itself, without a card
 
 Each part runs in a process of its own with a time limit, so that one that hangs or breaks the device does not end the
-others. Writes ``NAME-OF-CARD.json`` and prints a table; ends with 1 if a promise was not kept.
+others. Writes ``NAME-OF-CARD.json`` and prints a table in Markdown; ends with 1 if a promise was not kept.
 """
 
 from __future__ import annotations
@@ -24,26 +23,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import PARTS, run_part
+from benchmarks.gpu.parts import PARTS, run_part
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
-SECTION = "## On cards"
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
     arguments = parse_arguments()
-    if arguments.include:
-        include(json.loads(arguments.include.read_text()))
-        return 0
     if arguments.part:
         print(json.dumps(run_part(arguments.part, device=arguments.device, is_small=arguments.small)))
         return 0
     result = run_all(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    path = arguments.out / f"{file_name(result['card'])}.json"
+    path = arguments.out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result['card']).strip('-')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{table(result)}\nwritten to {path}")
+    print(f"\n{result['card']}, {result['date']}:\n\n{table(result)}\n\nwritten to {path}")
     return 1 if broken(result) else 0
 
 
@@ -54,7 +48,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas between them")
     parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu", help="folder of the JSON file")
-    parser.add_argument("--include", type=Path, help="a JSON file whose table goes into docs/performance.md")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     unknown = set(arguments.parts.split(",")) - set(PARTS)
@@ -73,15 +66,17 @@ def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
         outcome["seconds"] = round(time.monotonic() - start, 1)
         result["parts"][name] = outcome
         result["card"] = outcome.get("card", result["card"])
-        print(f"== {name} ({outcome['seconds']} s)\n{lines_of(outcome)}", flush=True)
+        print(f"{name}: {outcome['seconds']} s {outcome.get('log', '')}", flush=True)
     return result
 
 
 def run_process(name: str, arguments: argparse.Namespace, limit: float) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--part", name, "--device", arguments.device]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--device", arguments.device]
     command += ["--small"] if arguments.small else []
     with tempfile.TemporaryFile("w+") as log:
-        part = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True)
+        part = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, start_new_session=True
+        )
         try:
             said, _ = part.communicate(timeout=limit)
             return json.loads(said.splitlines()[-1])
@@ -98,17 +93,6 @@ def run_process(name: str, arguments: argparse.Namespace, limit: float) -> dict[
         return {"error": problem, "log": log.read()[-3000:]}
 
 
-def lines_of(outcome: dict[str, Any]) -> str:
-    lines = [f"  {_mark(row['held'])} {row['what']}: {row['figure']}" for row in outcome.get("rows", [])]
-    if "error" in outcome:
-        lines.append(f"  ERROR {outcome['error']}\n{outcome.get('log', '')}")
-    return "\n".join(lines)
-
-
-def _mark(held: bool | None) -> str:
-    return {True: "held  ", False: "BROKEN", None: "      "}[held]
-
-
 def broken(result: dict[str, Any]) -> list[str]:
     """What was promised and did not hold, and the parts that did not end."""
     found: list[str] = []
@@ -120,33 +104,14 @@ def broken(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
+    promises = {True: "kept", False: "**broken**", None: ""}
     rows = ["| part | what | measured | promise |", "| --- | --- | --- | --- |"]
     for name, outcome in result["parts"].items():
-        for row in outcome.get("rows", []):
-            promise = {True: "kept", False: "**broken**", None: ""}[row["held"]]
-            rows.append(f"| {name} | {row['what']} | {row['figure']} | {promise} |")
-        if "error" in outcome:
-            rows.append(f"| {name} | | {outcome['error']} | **not done** |")
+        rows += [
+            f"| {name} | {row['what']} | {row['figure']} | {promises[row['held']]} |" for row in outcome.get("rows", [])
+        ]
+        rows += [f"| {name} | | {outcome['error']} | **not done** |"] if "error" in outcome else []
     return "\n".join(rows)
-
-
-def include(result: dict[str, Any]) -> None:
-    """Put the table below the name of its card in docs/performance.md, in place of an older one."""
-    text = PAGE.read_text()
-    if SECTION not in text:
-        raise SystemExit(f"{PAGE.name} has no section {SECTION!r}")
-    heading = f"### {result['card']}"
-    block = f"{heading}\n\n`make gpu`, {result['date']}:\n\n{table(result)}\n"
-    text = re.sub(rf"{re.escape(heading)}\n.*?(?=\n##|\Z)", "", text, flags=re.DOTALL)
-    before, after = text.split(SECTION, 1)
-    end = re.search(r"\n## ", after)
-    at = end.start() if end else len(after)
-    PAGE.write_text(f"{before}{SECTION}{after[:at].rstrip()}\n\n{block}{after[at:]}".rstrip() + "\n")
-    print(f"{PAGE.name}: {heading}")
-
-
-def file_name(card: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.]+", "-", card).strip("-")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,100 @@
+"""Memory for meta tensors, and steps that look to Lightning like the methods that the user wrote."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_muon.engine.forward_methods import STEPS, register_steps
+from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta
+from tests.support.processes import ProcessPool
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+        self.head.weight = self.embedding.weight
+        self.norm = nn.BatchNorm1d(4)
+        self.raw = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("count", torch.ones(2, dtype=torch.long))
+
+
+def test_ties_flags_persistence_and_values_are_right() -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        module = _Net()
+    before = module.state_dict().keys()
+    assert initialize_meta(module, torch.device("cpu"), {}) == {"_Net"}
+    assert not has_meta_tensors(module) and module.state_dict().keys() == before
+    assert module.head.weight is module.embedding.weight and not module.raw.requires_grad
+    assert module.embedding.weight.abs().max() > 1, "normal, as its first holder makes it, not uniform in +- 1/2"
+    assert module.raw.isnan().all() and module.mask.isnan().all(), "what cannot initialize itself"
+    assert torch.equal(module.norm.running_var, torch.ones(4))
+
+
+def test_real_tensors_are_left_alone() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    before = module[0].weight.clone()
+    initialize_meta(module, torch.device("cpu"), {})
+    assert torch.equal(module[0].weight, before) and not has_meta_tensors(module)
+
+
+def test_ties_between_calls_survive() -> None:
+    with torch.device("meta"):
+        module = _Net()
+    replaced: dict[Tensor, Tensor] = {}
+    initialize_meta(module.head, torch.device("cpu"), replaced)
+    assert has_meta_tensors(module)
+    initialize_meta(module, torch.device("cpu"), replaced)
+    assert module.head.weight is module.embedding.weight
+
+
+class _Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int = 4, *, scale: float = 2.0) -> Any:
+        """What the user says."""
+        return batch.dtype, self.layer.weight.dtype, type(self.layer.weight), batch_idx, scale
+
+    def validation_step(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).view(-1)
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def _check_steps() -> None:
+    module = _Module()
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    register_steps(module)
+    step = module.training_step
+    register_steps(module)
+    assert module.training_step is step
+    assert str(inspect.signature(step)) == "(batch: 'Tensor', batch_idx: 'int' = 4, *, scale: 'float' = 2.0) -> 'Any'"
+    assert step.__doc__ == "What the user says."
+    assert step.__wrapped__.__code__ is _Module.training_step.__code__
+    assert step(torch.ones(1, 3), scale=3.0) == (torch.float32, torch.bfloat16, nn.Parameter, 4, 3.0)
+    assert module.validation_step(torch.ones(1, 3).bfloat16())._base is None  # FSDP2's hooks on a view would be lost.
+    module.reshard()
+    assert module.generate(torch.ones(1, 3)).dtype == torch.bfloat16
+
+
+def test_a_step_gathers_weights_and_keeps_its_signature(gloo: ProcessPool) -> None:
+    gloo.run(_check_steps, world_size=2)
+
+
+def test_the_steps_are_those_of_lightning() -> None:
+    pl = pytest.importorskip("lightning.pytorch")
+    assert all(callable(getattr(pl.LightningModule, name)) for name in STEPS)

@@ -1,0 +1,95 @@
+"""Boxes, the matrices inside a parameter, and the shards of every rank against torch.chunk."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from lightning_muon.params.layout import held_boxes, sharded_axes
+from lightning_muon.params.logical import Box, ShardBoxes, cut_of, logical_matrices, tile
+from lightning_muon.params.routing import Route
+
+
+def _route(kind: str, **options: object) -> Route:
+    return Route(name="w", kind=kind, reason="", **options)  # type: ignore[arg-type]
+
+
+def test_matrices_of_a_parameter_follow_its_kind() -> None:
+    found = logical_matrices((2, 3, 4, 5), _route("stack"))
+    assert [matrix.name for matrix in found][:4] == ["w[0, 0]", "w[0, 1]", "w[0, 2]", "w[1, 0]"]
+    assert all((matrix.rows, matrix.cols, matrix.box.numel) == (4, 5, 20) for matrix in found)
+    assert len(found) == 6
+    (convolution,) = logical_matrices((6, 4, 3, 3), _route("convolution"))
+    assert (convolution.rows, convolution.cols) == (6, 36)
+    query, key_value = logical_matrices((12, 5), _route("matrix", splits=(4, 8)))
+    assert (query.rows, query.cols, key_value.box) == (4, 5, Box((4, 0), (12, 5)))
+    parts = logical_matrices((5, 12), _route("matrix", splits=(4, 4, 4), split_dim=1))
+    assert [(part.rows, part.cols, part.box.start) for part in parts] == [(5, 4, (0, 4 * index)) for index in range(3)]
+    assert logical_matrices((4, 5), _route("elementwise")) == ()
+    assert logical_matrices((0, 5), _route("matrix")) == ()
+
+
+def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:
+    box = Box((0, 0), (4, 6))
+    rows = [Box((0, 0), (3, 6)), Box((3, 0), (4, 6)), Box((4, 0), (4, 6))]
+    assert tile(rows, box)
+    assert tile([Box((r, c), (r + 2, c + 3)) for r in (0, 2) for c in (0, 3)], box)
+    assert not tile(rows[:1], box)
+    # A gap as large as an overlap: the sizes alone add up.
+    assert not tile([Box((0, 0), (2, 6)), Box((1, 0), (3, 6))], box)
+    assert not tile([Box((0, 0), (2, 3)), Box((0, 3), (2, 6)), Box((2, 0), (4, 3)), Box((1, 3), (3, 6))], box)
+
+
+@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(1))], ids=str)
+@pytest.mark.parametrize("shape", [(13, 7), (5, 2, 3)], ids=str)
+def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...], placements: tuple) -> None:
+    mesh_shape = (2, 3)
+    held = held_boxes(shape, mesh_shape, placements, list(itertools.product(*map(range, mesh_shape))))
+    shards, generator = ShardBoxes(held), random.Random(0)
+    for _ in range(50):
+        start = [generator.randrange(size) for size in shape]
+        box = Box(tuple(start), tuple(generator.randint(s, size) for s, size in zip(start, shape, strict=True)))
+        wanted = {rank: part.intersect(box) for rank, part in enumerate(held) if part.intersect(box).numel}
+        assert list(shards.pieces(box).items()) == list(wanted.items())
+
+
+def test_overlapping_boxes_are_all_found() -> None:
+    shards = ShardBoxes([Box((0,), (9,)), Box((2,), (3,)), Box((4,), (6,)), Box((0,), (0,))])
+    assert shards.pieces(Box((5,), (8,))) == {0: Box((5,), (8,)), 2: Box((5,), (6,))}
+
+
+def test_only_parts_along_one_dimension_are_a_split() -> None:
+    tensor = torch.arange(42).view(6, 7)
+    for dim, cuts in ((0, (0, 2, 3, 6)), (1, (0, 4, 7)), (0, (0, 6))):
+        stops = list(itertools.pairwise(cuts))
+        parts = [Box((a, 0), (b, 7)) if dim == 0 else Box((0, a), (6, b)) for a, b in stops]
+        found = cut_of([*reversed(parts), parts[0]])
+        assert found == (dim, tuple(b - a for a, b in stops))
+        for view, part in zip(tensor.split(found[1], found[0]), parts, strict=True):
+            assert torch.equal(view, tensor[part.slices_in(Box((0, 0), (6, 7)))])
+    assert cut_of([Box((row, col), (row + 1, col + 1)) for row in range(2) for col in range(2)]) is None
+    assert cut_of([Box((0, 0), (1, 2)), Box((2, 0), (3, 2))]) is None
+
+
+@pytest.mark.parametrize("shape", [(13, 7), (3, 200), (1, 9), (5, 4, 3)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_shards_are_the_chunks_of_torch(shape: tuple[int, ...], dim: int) -> None:
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    for num_ranks in range(1, 5):
+        boxes = held_boxes(shape, (num_ranks,), [Shard(dim)], [(rank,) for rank in range(num_ranks)])
+        chunks = tensor.chunk(num_ranks, dim)
+        for box, chunk in itertools.zip_longest(boxes, chunks):
+            found = tensor[tuple(map(slice, box.start, box.stop))]
+            assert torch.equal(found, chunk) if chunk is not None else box.numel == 0
+        assert sum(box.numel for box in boxes) == tensor.numel()
+
+
+def test_only_axes_of_several_ranks_shard() -> None:
+    assert sharded_axes([Replicate(), Shard(0)], (2, 2), "w") == (1,)
+    assert sharded_axes([Replicate(), Shard(0)], (4, 1), "w") == ()
+    with pytest.raises(ValueError, match=r"layer\.w has the placement"):
+        sharded_axes([Partial()], (2,), "layer.w")
