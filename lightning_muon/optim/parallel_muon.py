@@ -84,7 +84,7 @@ class ParallelMuon(PlannedOptimizer):
         mesh: DeviceMesh | None = None,
         compute_dtype: ComputeDtypeName = MuonConfig.compute_dtype,
         wire_dtype: DtypeName = MuonConfig.wire_dtype,
-        chunk_bytes: int = MuonConfig.chunk_bytes,
+        bucket_bytes: int = MuonConfig.bucket_bytes,
         assignment: Assignment = MuonConfig.assignment,
         dedupe: Dedupe = MuonConfig.dedupe,
         overlap: Overlap = MuonConfig.overlap,
