@@ -103,7 +103,7 @@ class OptimizerFactory:
     def __call__(
         self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
     ) -> PlannedOptimizer:
-        """An optimizer for what trains of ``model``. Collective with DDP; every rank must call it."""
+        """An optimizer for what trains of ``model``. Collective with DDP."""
         config = _with_arguments(config, _arguments_of(calling_trainer()), given, has_config=has_config)
         require_one_sharding(model)
         mesh = _mesh_of_replicas(config)
@@ -214,7 +214,7 @@ def require_one_sharding(model: Any) -> None:
 
 
 def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
-    """All ranks if they divide the work, having averaged gradients (DDP). Then collective; every rank must call it."""
+    """All ranks if they divide the work, having averaged gradients (DDP). Then collective."""
     from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
 
     from lightning_muon.integrations.accelerate.settings import check_kind
@@ -273,7 +273,7 @@ class MuonMonitor(transformers.TrainerCallback):
         self._monitor: StepMonitor | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **of_trainer: Any) -> None:
-        """Begin. Collective over all ranks; every rank must call it."""
+        """Begin. Collective over all ranks."""
         optimizer, first_step = of_trainer["optimizer"], state.global_step
         self._monitor = StepMonitor(optimizer, every_n_steps=self._every_n_steps, first_step=first_step)
 
@@ -345,7 +345,7 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
         cast("Any", self.lr_scheduler).load_state_dict(saved.content[_SCHEDULER])
 
     def _open(self, folder: Path) -> Checkpoint:
-        """Collective; every rank must call it."""
+        """Collective."""
         found = Checkpoint.open(folder / _FOLDER, metadata_name=_METADATA, weights_only=True)
         found.state_advice = "load the weights with from_pretrained, and train without resume_from_checkpoint"
         return found

@@ -82,7 +82,7 @@ class BackgroundSaves:
         """Call ``write`` in a thread with a copy of ``state``, after the save that runs; ``path`` is for errors.
 
         ``write`` is collective over the ranks that it is given, and fails on all of them or on none. Collective over
-        all ranks; every rank must call it.
+        all ranks.
         """
         self.finish()
         is_agreed = threading.Event()
@@ -109,7 +109,7 @@ class BackgroundSaves:
             action()
 
     def finish(self) -> None:
-        """Wait until all is written; raise if it has failed. Collective over all ranks; every rank must call it."""
+        """Wait until all is written; raise if it has failed. Collective over all ranks."""
         if self._thread is None:
             return
         self.wait()

@@ -62,7 +62,7 @@ class Checkpoint:
     def open(cls, *paths: Path, metadata_name: str, weights_only: bool | None) -> Self:
         """Read the first of ``paths`` that is not damaged, but no shards: ``metadata_name`` marks a directory of them.
 
-        Collective; every rank must call it.
+        Collective.
         """
         path = first_intact(paths)
 
@@ -89,7 +89,7 @@ class Checkpoint:
         return self.content[key]
 
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
-        """Fill a module from what was saved under ``key``. Collective over all ranks; every rank must call it."""
+        """Fill a module from what was saved under ``key``. Collective over all ranks."""
         if self.is_sharded:
             state = {key: get_model_state_dict(module)}
             sizes = {clean_name(name): getattr(value, "shape", None) for name, value in state[key].items()}
@@ -111,7 +111,7 @@ class Checkpoint:
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill an optimizer, which steps ``module``, from ``key``. Collective; every rank must call it."""
+        """Fill an optimizer, which steps ``module``, from ``key``. Collective."""
         error: Exception | None = None
         try:
             (self._load_shards if self.is_sharded else self._load_whole)(key, module, optimizer)
@@ -132,7 +132,7 @@ class Checkpoint:
     def load(self, state: State, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load everything that ``state`` names, and return the rest of the checkpoint, without shards.
 
-        Values without ``load_state_dict`` go into ``target``. Collective over all ranks; every rank must call it.
+        Values without ``load_state_dict`` go into ``target``. Collective over all ranks.
         """
         absent = self._absent(state, strict=strict)
         for key, (module, _) in state.modules.items():
@@ -179,7 +179,7 @@ class Checkpoint:
     ) -> None:
         """Raise on all ranks unless the names agree, if ``strict``, and the sizes; the same on all ranks of a stage.
 
-        Collective over the stages of a pipeline; every rank must call it.
+        Collective over the stages of a pipeline.
         """
         stages = group_of(module)
         elsewhere = set[str]().union(*gather(set(own), stages))

@@ -45,7 +45,7 @@ def _time_of(path: Path) -> float:
 def first_intact(paths: Sequence[Path]) -> Path:
     """Where to read the first of ``paths`` that is not damaged; rank 0 warns of those before it.
 
-    Each rank reads a part of the bytes. Rank 0's ``paths`` count. Collective over all ranks; every rank must call it.
+    Each rank reads a part of the bytes. Rank 0's ``paths`` count. Collective over all ranks.
 
     Raises:
         DamagedCheckpointError: On all ranks, if none is left; it names every bad file.

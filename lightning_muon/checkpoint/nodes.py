@@ -72,7 +72,7 @@ def copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
-    """Copies of the weights of the first node of ``mesh``. Collective over the nodes; every rank must call it."""
+    """Copies of the weights of the first node of ``mesh``. Collective over the nodes."""
     nodes = axis_group(mesh, (0,))
     copies = copied(state)
     if nodes.group is not None:

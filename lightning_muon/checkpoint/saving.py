@@ -65,7 +65,7 @@ def save(
     metadata_name: str | None,
     saves: BackgroundSaves | None = None,
 ) -> None:
-    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective; every rank must call it.
+    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective.
 
     Arguments as those of :func:`write_checkpoint`.
     """
@@ -99,7 +99,7 @@ def weights_to_save(
     whole: bool,
     offload: bool = True,
 ) -> dict[str, Any]:
-    """Return weights that all nodes have in common. Collective over all ranks; every rank must call it.
+    """Return weights that all nodes have in common. Collective over all ranks.
 
     Without ``offload`` shards stay on the GPU, for callers that copy them.
     """
@@ -114,7 +114,7 @@ def weights_to_save(
 def optimizer_state_to_save(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
 ) -> dict[str, Any]:
-    """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
+    """State by name in shards, or by number on rank 0. Collective over all ranks."""
     options = StateDictOptions(full_state_dict=whole, cpu_offload=whole or offload)
     state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
     return numbered_optimizer_state(state, names_in_groups(module, optimizer)) if whole and state else state
@@ -182,7 +182,7 @@ def write_checkpoint(
     about: Mapping[str, Any] | None = None,
     saves: BackgroundSaves | None = None,
 ) -> None:
-    """Write a checkpoint instead of what is at ``path``. Collective over all ranks; every rank must call it.
+    """Write a checkpoint instead of what is at ``path``. Collective over all ranks.
 
     The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
     everything. ``about`` goes to the manifest. With ``saves`` all is copied, and written while the program goes on.
@@ -228,7 +228,7 @@ def write_shards(
     """Write the shards of each rank, then files of rank 0 ``beside`` them, and at last the manifest.
 
     ``beside`` maps names of files to functions that write them. A thread gives ``everyone``, all ranks with a process
-    group of its own. Collective over all ranks; every rank must call it.
+    group of its own. Collective over all ranks.
     """
     writer, files = ShardWriter(directory), dict[str, Any]()
 

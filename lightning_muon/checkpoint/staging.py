@@ -50,8 +50,8 @@ def replacing(
     first of them are removed at the same moment. With ``whole`` the block writes files instead of directories of
     shards. Files of others in a directory of shards are moved to its replacement.
 
-    Collective over all ranks; every rank must call it, and the block fails on all of them or on none. A thread gives
-    ``everyone``, all ranks with a process group of its own.
+    Collective over all ranks, and the block fails on all of them or on none. A thread gives ``everyone``, all ranks
+    with a process group of its own.
     """
     targets = [_place_of(path) for path in paths]
     drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]

@@ -134,7 +134,7 @@ def _network(broken: list[str], notes: list[str]) -> Rows:
 def exchange(device_type: str, replicate_size: int) -> list[tuple[Any, ...]]:
     """Exchange known numbers on each axis: (axis, ranks, kind, milliseconds, whether all ranks got the right ones).
 
-    Collective over the default process group; every rank must call it.
+    Collective over the default process group.
     """
     num_shards, rest = divmod(dist.get_world_size(), replicate_size)
     if rest:

@@ -81,7 +81,7 @@ def together(
     """Return what ``action`` returns; if it fails on any rank, or ``then`` after it in any of the groups, all raise.
 
     An error in one group reaches the ranks of the others through the groups that follow. Collective over each of
-    ``groups``; every rank of it must call it.
+    ``groups``.
     """
     error: Exception | None = None
     results: list[_Result] = []
@@ -101,7 +101,7 @@ def together(
 
 
 def on_first_rank(action: Callable[[], Any], everyone: AxisGroup | None = None) -> None:
-    """Run ``action`` on rank 0 and wait for it. Collective over all ranks; every rank must call it.
+    """Run ``action`` on rank 0 and wait for it. Collective over all ranks.
 
     ``everyone`` is a group of all ranks to agree over, in place of the default one.
     """
@@ -165,7 +165,7 @@ class StepAgreement:
     def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
         """Return the maximum over the ranks of each of ``numbers``, and what the posted ``on_maxima`` returns.
 
-        Collective over the ranks; every rank must call it with equally many int32 numbers. The host waits.
+        Collective over the ranks with equally many int32 numbers. The host waits.
         """
         posted, self._posted = self._posted, None
         maxima = maxima_over(self._host, [*numbers, *(posted[0]() if posted else ())])
@@ -237,7 +237,7 @@ def are_equal(maxima: Sequence[int]) -> bool:
 
 
 def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
-    """The maximum over the ranks of each int32 number. Collective over ``host``; every rank must call it."""
+    """The maximum over the ranks of each int32 number. Collective over ``host``."""
     if host.group is None or not numbers:
         return [int(number) for number in numbers]
     let_gloo_finish_at_exit()

@@ -64,7 +64,7 @@ def start_all_to_all(
     """Begin an uneven all-to-all; wait for the handles before the 1-D buffers are read or filled again.
 
     ``to`` and ``source`` are the elements for and from each rank, which lie in this order at the beginning of the
-    buffers. Collective over ``group``; every rank of it must call it, also one that sends and receives nothing.
+    buffers. Collective over ``group``, also one that sends and receives nothing.
     """
     let_gloo_finish_at_exit()
     out, into = send[: sum(to)], receive[: sum(source)]
@@ -95,7 +95,7 @@ def _tell(group: AxisGroup, sent: Mapping[int, int]) -> None:
 
 
 def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise sum, in place. Collective over ``group``; every rank of it must call it."""
+    """Begin the elementwise sum, in place. Collective over ``group``."""
     let_gloo_finish_at_exit()
     if observers:  # As a ring moves them: each rank sends to the next one.
         num_bytes = 2 * (group.size - 1) * values.nbytes // group.size
@@ -106,7 +106,7 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
 
 
 def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise maximum, in place. Collective over ``group``; every rank of it must call it."""
+    """Begin the elementwise maximum, in place. Collective over ``group``."""
     let_gloo_finish_at_exit()
     work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group.group, async_op=True)
     assert work is not None

@@ -133,10 +133,7 @@ def _group_of(ranks: Ranks, backend: str) -> dist.ProcessGroup:
 
 
 def host_group(group: AxisGroup) -> AxisGroup:
-    """The same ranks with a gloo group, for tensors in host memory.
-
-    Collective over ``group`` the first time; every rank of it must call it.
-    """
+    """The same ranks with a gloo group, for tensors in host memory. Collective over ``group`` the first time."""
     if group.group is None:
         return group
     ranks = tuple(dist.get_process_group_ranks(group.group))
@@ -147,7 +144,7 @@ def own_group(group: AxisGroup) -> AxisGroup:
     """The same ranks with a new process group, for what hooks of a backward pass or a thread begin.
 
     It may begin between any two communications of the program, not the same two on all ranks, and ranks must begin what
-    goes over one process group in one order. Collective over ``group``; every rank of it must call it.
+    goes over one process group in one order. Collective over ``group``.
     """
     if group.group is None:
         return group
@@ -156,6 +153,6 @@ def own_group(group: AxisGroup) -> AxisGroup:
 
 
 def own_gloo_group_of_all() -> AxisGroup:
-    """All ranks with a new gloo group, as :func:`own_group`. Collective over all ranks; every rank must call it."""
+    """All ranks with a new gloo group, as :func:`own_group`. Collective over all ranks."""
     ranks = tuple(range(dist.get_world_size()))
     return AxisGroup(_made().make(ranks, "gloo"), dist.get_rank(), tuple((rank,) for rank in ranks))

@@ -44,10 +44,7 @@ class LightningPackage:
 
 
 def start_process_group(strategy: Any, package: LightningPackage, store: dist.Store | None) -> None:
-    """Start the default process group, on a ``store`` if one is given, and set the ranks and the device.
-
-    Collective; every rank must call it.
-    """
+    """Start the default process group, on a ``store`` if one is given, and set the ranks and the device. Collective."""
     if store is not None:
         device, backend = strategy.root_device, strategy._get_process_group_backend()
         dist.init_process_group(

@@ -380,8 +380,8 @@ def accumulate_gradients(root: FSDPModule) -> None:
 def start_reducing(root: FSDPModule) -> None:
     """Begin to reduce what backward passes without reduction have summed in an FSDP2 root; free its whole weights.
 
-    Collective over its mesh; every rank must call it. After a backward in two parts nothing else would do it: FSDP2
-    reduces in hooks of the inputs' gradients, before there are gradients of the weights.
+    Collective over its mesh. After a backward in two parts nothing else would do it: FSDP2 reduces in hooks of the
+    inputs' gradients, before there are gradients of the weights.
     """
     root.set_is_last_backward(True)
     root.set_requires_gradient_sync(True)

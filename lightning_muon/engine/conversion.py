@@ -61,7 +61,7 @@ def convert_optimizers(
 ) -> list[Conversion]:
     """Return what becomes of each optimizer of the sharded ``module``, in their order.
 
-    Collective over the ``stages`` of a pipeline, of which some may have no matrices; every rank must call it.
+    Collective over the ``stages`` of a pipeline, of which some may have no matrices.
     """
     has_several = sum(type(each) in (torch.optim.AdamW, torch.optim.Adam) for each in optimizers) > 1
 

@@ -144,7 +144,7 @@ class MeshSizes:
     def make(self, device_type: str, *, num_nodes: int, num_processes: int, by_nodes: bool = False) -> Meshes:
         """Return the meshes of this rank; ``by_nodes``: replicas are nodes that average gradients by themselves.
 
-        Collective over all ranks; every rank must call it.
+        Collective over all ranks.
         """
         resolve = partial(self.resolve, num_nodes=num_nodes, num_processes=num_processes)
         lines = [(key, str(value)) for key, value in (*self.asked_sizes.items(), ("by_nodes", by_nodes))]

@@ -50,7 +50,7 @@ def has_meta_tensors(module: nn.Module) -> bool:
 
 
 def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, warn: Callable[[str], None]) -> None:
-    """Give meta tensors memory and initial values, unit by unit where weights are sharded; every rank must call it."""
+    """Give meta tensors memory and initial values, unit by unit where weights are sharded."""
     if not has_meta_tensors(module):
         return
     uninitialized = _materialize_user_sharded(module, device) if mode.shards_weights else set[str]()

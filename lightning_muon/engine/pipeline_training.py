@@ -81,7 +81,7 @@ class PipelineTraining:
     def require_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raise ``ValueError`` on all ranks if one of them has an optimizer without parameters.
 
-        Collective over the stages; every rank must call it.
+        Collective over the stages.
         """
 
         def check() -> None:
@@ -119,7 +119,7 @@ class PipelineTraining:
         """Run forward, backward and the sum of gradients of a batch; return its mean loss.
 
         See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Collective over all
-        ranks; every rank must call it.
+        ranks.
         """
         if self._tokens is not None:
             self._tokens.reset()

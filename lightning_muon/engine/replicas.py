@@ -37,7 +37,7 @@ class ReplicaCheck:
 
     @torch.no_grad()
     def step_has_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step, and compare. Collective over all ranks; every rank must call it, and all raise."""
+        """Count a step, and compare. Collective over all ranks, and all raise."""
         self._num_steps[optimizer] += 1
         num_steps = self._num_steps[optimizer]
         if num_steps % self._every:

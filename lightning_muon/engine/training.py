@@ -290,8 +290,8 @@ class TrainingEngine:
     def run_pipeline(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
 
-        The mean is that over the losses of the batch of this rank. Collective over all ranks; every rank must call it.
-        Gradients of the step before must be gone.
+        The mean is that over the losses of the batch of this rank. Collective over all ranks. Gradients of the step
+        before must be gone.
         """
         assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False

@@ -99,7 +99,7 @@ class DiLoCoSync(InterNodeSync):
         return round(2 * (self.num_nodes - 1) * num_bytes / (self.num_nodes * self._options.period))
 
     def _average(self, op: Op) -> Sequence[Work]:
-        """Let all nodes go on from the next common weights. Collective over the nodes; every rank must call it."""
+        """Let all nodes go on from the next common weights. Collective over the nodes."""
         states = self._trained.states
         moved = [parameter for parameter in self._trained.parameters if states[parameter]["has_moved"]]
         drift = {p: (_anchor(states[p]).float() - local_tensor(p).float()).contiguous() for p in moved}

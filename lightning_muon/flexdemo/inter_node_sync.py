@@ -105,7 +105,7 @@ class InterNodeSync(StateCompletion):
         return ()
 
     def plan(self, trained: Trained) -> None:
-        """Prepare for the current parameters. Collective over the nodes; every rank must call it."""
+        """Prepare for the current parameters. Collective over the nodes."""
 
     def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """Ops that the exchange adds; ``reads``: op of the step -> parameters whose updates it reads. Local."""

@@ -116,7 +116,7 @@ class MomentumSync(InterNodeSync):
         return {tensor for tensor in self._buckets[key].parameters if tensor in self._gradients}
 
     def _exchange(self, op: Op) -> Sequence[Work]:
-        """Send a bucket. Collective over the nodes; every rank must call it in the same order of buckets."""
+        """Send a bucket. Collective over the nodes in the same order of buckets."""
         bucket, number = self._buckets[op.key], ExchangeStep(self.num_steps, list(self._buckets).index(op.key))
         bucket.accumulate(self._gradients, self.config.decay)
         self._in_flight[op.key] = Exchange(bucket, number, self.group, self._taking_part(op.key))

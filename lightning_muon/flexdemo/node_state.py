@@ -70,7 +70,7 @@ class NodeLayout(Layout):
 def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:
     """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the current number of nodes.
 
-    Another number is converted by :func:`shared_among`. Collective over the mesh of a DTensor; every rank must call it.
+    Another number is converted by :func:`shared_among`. Collective over the mesh of a DTensor.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
@@ -113,7 +113,7 @@ def _redistributed(value: Tensor, mesh: DeviceMesh, placements: Sequence[Placeme
 def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> None:
     """Raise on all ranks if a DTensor differs between nodes, or a plain tensor between ranks, in any bit.
 
-    Collective over ``everyone``, all ranks of all nodes; every rank must call it with the same names.
+    Collective over ``everyone``, all ranks of all nodes with the same names.
     """
     if everyone.size == 1 or not tensors:
         return

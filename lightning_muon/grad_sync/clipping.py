@@ -38,10 +38,9 @@ def clip_norm_(
 
     Does what ``torch.nn.utils.clip_grad_norm_`` does, for any meshes. An element that several ranks hold counts once;
     ``copies`` of parameters elsewhere are scaled, and do not count. A norm with a NaN or an Inf leaves the gradients as
-    they are, so that the optimizer can still name the parameter.
-    Collective over the meshes of ``parameters`` and over ``across``, whose squares are added up; every rank must call
-    it with the parameters in the same order, also without gradients; ranks that share none may have none. The norm is
-    float32, 0-d, on ``device`` if that is given, and equal on all ranks.
+    they are, so that the optimizer can still name the parameter. Collective over the meshes of ``parameters`` and over
+    ``across``, whose squares are added up with the parameters in the same order, also without gradients; ranks that
+    share none may have none. The norm is float32, 0-d, on ``device`` if that is given, and equal on all ranks.
     """
     if not max_norm >= 0:
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
@@ -72,7 +71,7 @@ def clip_norm_(
 def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layout = _TENSORS) -> None:
     """Clamp every gradient in place; a NaN stays one, and an Inf becomes one.
 
-    Collective over the meshes of gradients that are partial sums, which are reduced first; every rank must call it.
+    Collective over the meshes of gradients that are partial sums, which are reduced first.
     """
     if not max_value >= 0:
         raise ValueError(f"max_value of gradient clipping must be a number of at least 0, got {max_value}")
@@ -97,10 +96,10 @@ def find_nonfinite(
 ) -> list[str]:
     """Find the names of parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
 
-    Collective over the meshes of ``parameters``, and then over ``across``; every rank must call it with the parameters
-    in the same order, also without gradients. The names are equal on all ranks of the largest mesh, and on those of
-    ``across``. The host waits for the device once. ``device`` is that of messages over ``across``. Ranks that share
-    parameters raise if their ``settings`` differ.
+    Collective over the meshes of ``parameters``, and then over ``across`` with the parameters in the same order, also
+    without gradients. The names are equal on all ranks of the largest mesh, and on those of ``across``. The host waits
+    for the device once. ``device`` is that of messages over ``across``. Ranks that share parameters raise if their
+    ``settings`` differ.
     """
     # The smallest sets first, so that the result of one reaches the larger ones.
     sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
@@ -150,7 +149,7 @@ class FiniteCheck:
         self.skipped_steps, self._in_a_row = counts
 
     def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Whether to skip the step; raises after too many. Local; every rank must call it with the same names."""
+        """Whether to skip the step; raises after too many. Local with the same names."""
         if not nonfinite_names:
             self._in_a_row = 0
             return False
@@ -181,7 +180,7 @@ def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> 
     """Group parameters, also frozen ones, by the ranks that share them, in an order in which all can communicate.
 
     ``sharded`` takes only the axes that shard a parameter, instead of all axes of its mesh. Collective over sets of
-    ranks that span several axes the first time; every rank of them must call it.
+    ranks that span several axes the first time.
     """
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):

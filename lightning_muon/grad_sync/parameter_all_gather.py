@@ -60,13 +60,13 @@ class ParameterAllGather:
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
 
     def send(self, index: int) -> None:
-        """Send a bucket, if it takes part and was not sent. Collective over the shard axis; every rank must call it."""
+        """Send a bucket, if it takes part and was not sent. Collective over the shard axis."""
         members = self._to_leave.pop(index, None)
         if members is not None and self._group.size > 1:
             self.travelling[index] = _Travelling(members, self._parts(tuple(members)), self._group)
 
     def finish_updates(self) -> None:
-        """Send the remaining buckets. Collective over the shard axis; every rank must call it once in a step."""
+        """Send the remaining buckets. Collective over the shard axis once in a step."""
         for index in list(self._to_leave):
             self.send(index)
 

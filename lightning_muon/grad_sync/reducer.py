@@ -188,8 +188,7 @@ class GradientReducer:
         """Send what the hooks have not sent; return the parameters that have a gradient on any rank.
 
         ``None`` if a plan of :attr:`step` is out of date on any of them. Collective over the group and the groups of
-        the transport; every rank must call it after the last backward pass of a step, also one that
-        had none. Calling it again changes nothing.
+        the transport after the last backward pass of a step, also one that had none. Calling it again changes nothing.
         """
         agreed = self._agree()
         if agreed.num_given_up:

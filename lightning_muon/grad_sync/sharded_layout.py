@@ -131,7 +131,7 @@ class ShardedLayout(Layout):
 
     @override
     def end_step(self) -> None:
-        """Send remaining buckets and drop used gradients. Collective over the shard axis; every rank must call it."""
+        """Send remaining buckets and drop used gradients. Collective over the shard axis."""
         self._all_gather.finish_updates()
         self.forget(self._updating)
 
@@ -146,7 +146,7 @@ class ShardedLayout(Layout):
 
     @override
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """Owners' states as DTensors sharded by rows. Collective over the shard axis; every rank must call it."""
+        """Owners' states as DTensors sharded by rows. Collective over the shard axis."""
         owned = {index: each for index, each in enumerate(states) if self._owner(each.parameter) is not None}
         self._require_equal({index: each.state for index, each in owned.items()})
         result = [each.state for each in states]
@@ -156,7 +156,7 @@ class ShardedLayout(Layout):
 
     @override
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """The inverse of :meth:`saved`. Collective over the shard axis; every rank must call it."""
+        """The inverse of :meth:`saved`. Collective over the shard axis."""
         rows = {
             index: each.state
             for index, each in enumerate(states)
@@ -183,12 +183,12 @@ class ShardedLayout(Layout):
         return result
 
     def _require_equal(self, states: Mapping[int, Tensor]) -> None:
-        """Raise on all ranks if dtypes or devices differ. Collective over the shard axis; every rank must call it."""
+        """Raise on all ranks if dtypes or devices differ. Collective over the shard axis."""
         lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
         require_equal(lines, self._shard_map.shard, "optimizer state")
 
     def _rows_of_owner(self, each: PlacedState) -> Tensor:
-        """This rank's rows of the owner's state. Collective over the shard axis; every rank must call it."""
+        """This rank's rows of the owner's state. Collective over the shard axis."""
         group, owner, device = self._shard_map.shard, self._owner(each.parameter), each.parameter.device
         box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
         # A state that is kept on the host is sent from device to device, too.

@@ -39,7 +39,7 @@ class TokenCount:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the window after the step. Local; every rank must call it."""
+        """Forget the window after the step. Local."""
         self._reports: list[list[_Report]] = []  # The reports of each micro-batch.
         self._problems, self._late = self._late, []
         self._has_reported = False  # Whether a loop has reported for its next backward pass.
@@ -59,7 +59,7 @@ class TokenCount:
         self.report(num_tokens)
 
     def begin_backward(self) -> None:
-        """Begin such a backward pass; without a report, total raises on all ranks. Local; every rank must call it."""
+        """Begin such a backward pass; without a report, total raises on all ranks. Local."""
         if not self._has_reported:
             self.begin_micro_batch()
         self._has_reported = False
@@ -146,7 +146,7 @@ class SingleReductionGuard:
         self._is_reached = False
 
     def end_backward(self) -> None:
-        """Call after it. Collective over all ranks in the second pass of a step; every rank must call it, all raise."""
+        """Call after it. Collective over all ranks in the second pass of a step, all raise."""
         if self._num_passes:
             error = None
             if self._was_reached and self._is_reached:

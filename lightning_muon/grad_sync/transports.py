@@ -54,7 +54,7 @@ class AllReduce:
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _AllReduced:
         """Begin the sum of gradients of one dtype and device; ``None`` counts as zeros. Keeps no reference to them.
 
-        Collective over the group; every rank must call it in the same order.
+        Collective over the group in the same order.
         """
         buffer = torch.cat([flat_gradient(p, gradient) for p, gradient in gradients.items()])
         work = None if self._group.group is None else start_all_reduce_sum(buffer, self._group)
@@ -112,7 +112,7 @@ class ReduceScatterToOwners:
         self._reduced: dict[Tensor, Tensor] = {}
 
     def start(self, gradients: Mapping[Tensor, Tensor | None]) -> _Scattered:
-        """See :meth:`AllReduce.start`. Collective over the axes of the mesh; every rank must call it in this order."""
+        """See :meth:`AllReduce.start`. Collective over the axes of the mesh in this order."""
         parameters = tuple(gradients)
         parts = self._parts(parameters)
         pieces = parts.cut([flat_gradient(p, gradient) for p, gradient in gradients.items()])

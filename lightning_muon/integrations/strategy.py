@@ -100,7 +100,7 @@ class MuonStrategy:
         return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
 
     def _start_processes(self) -> Meshes:
-        """Start the process group and make the meshes. Collective over all ranks; every rank must call it."""
+        """Start the process group and make the meshes. Collective over all ranks."""
         layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         store = None
         if is_in_shared_store() and not dist.is_initialized():
@@ -118,7 +118,7 @@ class MuonStrategy:
         return self._meshes
 
     def finish_saving(self) -> None:
-        """Wait until what ``async_save=True`` writes is written. Collective over all ranks; every rank must call it.
+        """Wait until what ``async_save=True`` writes is written. Collective over all ranks.
 
         The end of ``Trainer.fit`` does it. In a Fabric program call it before anything reads the checkpoint, before a
         save that came earlier is removed, and at the end, where it raises if the last save has failed.

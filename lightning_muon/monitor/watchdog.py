@@ -356,7 +356,7 @@ class Watchdog:
         self._call_log.barrier = None
 
     def _wait_for_all(self, barrier: Barrier) -> None:
-        """Wait at a barrier of the call log. Collective over ``barrier.ranks``; every rank of them must call it."""
+        """Wait at a barrier of the call log. Collective over ``barrier.ranks``."""
         if self._stopped.is_set():
             raise RuntimeError(self.stop_reason)
         name, arrived, size = barrier.name, f"arrived {barrier.name} {barrier[2:]}", len(barrier.ranks)

@@ -143,7 +143,7 @@ def agree_on_gradients(
     Returns ``None`` on all ranks if any needs a new plan (``is_stale``). Where the ranks have agreed before
     (``Layout.agreed``) they send no message: later changes are found out together with NaN and Inf.
     ``nonfinite_elsewhere``, a bool on the device, says that another stage of a pipeline has one. Collective over every
-    mesh of the parameters, the smallest first; every rank of it must call it.
+    mesh of the parameters, the smallest first.
     """
     layout, found = plan.layout, LocalGradients(plan.layout)
     numbers: dict[Tensor, float] = {}
@@ -232,7 +232,7 @@ def _local_flags(
 def _of_all_ranks(own: _Flags, members: MeshMembers, step: StepAgreement | None) -> tuple[_Flags, Collection[Tensor]]:
     """Maxima of the flags over the ranks of a mesh, and parameters that no rank uses, if ``step`` shares its message.
 
-    Collective over the mesh; every rank must call it.
+    Collective over the mesh.
     """
     if step is not None and step.is_over(members.host):
         maxima, unused = step.reduce(own.pack())
@@ -276,7 +276,7 @@ class _DeferredCheck:
         """Return what :class:`AgreedGradients` waits for; ``None``, on all ranks, if there is nothing to check.
 
         Collective over every mesh of the parameters, now or, where gradients are on their way, when the result is
-        called; every rank must call it.
+        called.
         """
         if not (self.checks or self._unknown):
             return None
@@ -285,7 +285,7 @@ class _DeferredCheck:
         return self.conclude
 
     def start(self) -> None:
-        """Count over the ranks. Collective over every mesh of the parameters; every rank must call it."""
+        """Count over the ranks. Collective over every mesh of the parameters."""
         stop = torch.zeros(1, dtype=torch.int32, device=self.plan.device)
         changed = torch.ones_like(stop) if self.has_changed else stop
         if self.nonfinite_elsewhere is not None:
@@ -352,7 +352,7 @@ def _reduced(tensor: Tensor) -> Tensor:
 
 
 def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
-    """Put zeros for a missing gradient; then average over replicas. Collective over these; every rank must call it."""
+    """Put zeros for a missing gradient; then average over replicas. Collective over these."""
     if tensor not in found:
         found[tensor] = torch.zeros_like(layout.local(tensor))
     replicas = _replicas(layout, tensor)

@@ -86,10 +86,7 @@ class MatrixStep:
         )
 
     def run(self, agreed: AgreedGradients, states: States) -> None:
-        """Update all parameters with gradients.
-
-        Collective over the axes of each exchange group; every rank must call it.
-        """
+        """Update all parameters with gradients. Collective over the axes of each exchange group."""
         self._agreed, self._states = agreed, states
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()

@@ -39,8 +39,8 @@ class ParallelMuon(PlannedOptimizer):
     the shards. Per bucket of matrices: momentum, uneven all-to-all to the owners, Newton-Schulz there, all-to-all back,
     weight decay and update on the shards; the traffic of one bucket hides behind the arithmetic of another.
 
-    ``step()`` is collective over the meshes of the parameters; every rank of them must call it. A gradient that only
-    some ranks have counts as zero on the others; one that no rank has leaves parameter and state as they are.
+    ``step()`` is collective over the meshes of the parameters. A gradient that only some ranks have counts as zero on
+    the others; one that no rank has leaves parameter and state as they are.
 
     Example::
 

@@ -195,7 +195,7 @@ class MeshMembers:
 
 
 def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
-    """Parameters by mesh, the smallest first. Collective over each mesh the first time; every rank must call it."""
+    """Parameters by mesh, the smallest first. Collective over each mesh the first time."""
     found: dict[DeviceMesh | None, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
@@ -363,7 +363,7 @@ class StateCompletion:
         return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
-        """Begin with zeros on all ranks where only some had to make state. Collective; every rank must call it."""
+        """Begin with zeros on all ranks where only some had to make state. Collective."""
         lost: dict[Tensor, None] = {}
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.

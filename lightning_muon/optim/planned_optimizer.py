@@ -140,7 +140,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step. Collective over the meshes of the parameters; every rank of them must call it."""
+        """Take one step. Collective over the meshes of the parameters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -186,10 +186,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         drop_unreduced_gradients_of(parameters_of(self))
 
     def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
-        """Return the plan, a new one if any rank needs it, and gradients.
-
-        Collective as :meth:`step` is; every rank must call it.
-        """
+        """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
         planned = self._planned or self._make_plan()
         with profiled("agree", "gradients"):
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)
@@ -201,7 +198,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return planned, agreed
 
     def _end_step(self, planned: PlannedStep) -> None:
-        """End a step that has updated the parameters. Collective as :meth:`step` is; every rank must call it."""
+        """End a step that has updated the parameters. Collective as :meth:`step` is."""
         self._layout.end_step()
         self._is_reached = False
 
@@ -296,14 +293,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return ""
 
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
-        """Prepare a plan for these parameters. Collective as :meth:`step` is; every rank must call it."""
+        """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
     def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
         return self._layout.step_part(done)
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
-        """The gradients that the update uses. Collective as :meth:`step` is; every rank must call it."""
+        """The gradients that the update uses. Collective as :meth:`step` is."""
         return agreed
 
     def _complete_state(self) -> None:
@@ -351,7 +348,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return id(self._module), *kinds, *params
 
     def _make_plan(self) -> PlannedStep:
-        """Make the plan. Collective over the meshes of the parameters; every rank of them must call it."""
+        """Make the plan. Collective over the meshes of the parameters."""
         meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)

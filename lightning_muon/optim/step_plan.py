@@ -148,7 +148,7 @@ def make_step_plan(
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
     ``make_part`` adds ops to the step; its arguments say which op updates and which op reads which parameters.
-    Collective over ``meshes``; every rank must call it.
+    Collective over ``meshes``.
     """
     layout = parameters[0].layout
     groups = _exchange_groups(parameters, meshes, options)
@@ -190,7 +190,7 @@ def _require_equal_plans(
 ) -> None:
     """Raise on all ranks unless those of each process group have the same owners, buckets and order of communications.
 
-    Collective over the axes of ``groups``; every rank must call it.
+    Collective over the axes of ``groups``.
     """
     for process_group, axes in {group.axes.group: group.axes for group in groups}.items():
         own = [group for group in groups if group.axes.group is process_group]
@@ -227,7 +227,7 @@ def _exchange_groups(
     meshes: Sequence[MeshMembers],
     options: exchange.PlanOptions,
 ) -> tuple[ExchangeGroup, ...]:
-    """Plan the exchange groups. Collective over ``meshes``; every rank of them must call it."""
+    """Plan the exchange groups. Collective over ``meshes``."""
     ranks = {
         members.mesh: exchange.MeshRanks(
             () if members.mesh is None else tuple(members.mesh.shape), members.axes.coordinates, members.axes.rank
@@ -270,7 +270,7 @@ def _exchange_groups(
 def require_equal_parameters(
     parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], settings: str
 ) -> None:
-    """Raise on all ranks if parameters or settings differ. Collective over ``meshes``; every rank must call it."""
+    """Raise on all ranks if parameters or settings differ. Collective over ``meshes``."""
     of_tensor: dict[Tensor, RoutedParameter] = {each.tensor: each for each in parameters}
 
     def lines_of(members: MeshMembers) -> list[tuple[str, str]]:

@@ -54,7 +54,7 @@ class Leg:
             self.start = partial(start_all_to_all, to=self.send_layout.splits, source=self.receive_layout.splits)
 
     def _start_messages(self, send: Tensor, receive: Tensor, group: AxisGroup) -> Sequence[dist.Work]:
-        """Collective over ``group``; every rank of it must call it."""
+        """Collective over ``group``."""
         regions, sources = self.send_layout.by_peer(send), self.receive_layout.by_peer(receive)
         return start_messages(
             {rank: regions[region] for rank, region in self._region_of.items()},

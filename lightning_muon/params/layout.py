@@ -155,12 +155,12 @@ class Layout:
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Return states as a checkpoint has them: DTensors or whole tensors.
 
-        Collective over the mesh of the parameters; every rank must call it.
+        Collective over the mesh of the parameters.
         """
         return [each.state for each in states]
 
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is; every rank must call it."""
+        """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is."""
         return [each.state for each in states]
 
 

@@ -82,7 +82,7 @@ class BatchRun:
         return [root for module in self.runtime.modules_of(stage) for root in fsdp_roots(module)]
 
     def _unshard(self, op: Op) -> None:
-        """Begin to gather the weights of a stage. Collective over their meshes; every rank must call it."""
+        """Begin to gather the weights of a stage. Collective over their meshes."""
         for root in self._roots(op.items[0]):
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 unit.unshard(async_op=True)

@@ -45,7 +45,7 @@ class BatchComparison:
         """Begin to compare the first result of ``cut``, and return the second; ``facts`` are for the ``check``.
 
         An error of ``cut`` is raised on all ranks: here, and by :meth:`finish` on ranks without it. Collective over the
-        pipeline; every rank must call it, and :meth:`finish` before it communicates with others of the pipeline.
+        pipeline, and :meth:`finish` before it communicates with others of the pipeline.
         """
         self._error, self._tensors, results = None, [], []
         try:
@@ -85,7 +85,7 @@ class BatchComparison:
         )
 
     def compare_last(self) -> None:
-        """Compare device contents of the last batch. Collective over the pipeline; every rank must call it."""
+        """Compare device contents of the last batch. Collective over the pipeline."""
         if self._unread is not None:
             self.begin(lambda: ((), None))
             self.finish()

@@ -292,7 +292,7 @@ def forward_backward(model: nn.Module, batch: Any) -> Tensor:
 
     ``model`` was set up by Fabric with ``pipeline_size`` of 2 or more. Gradients are ready for clipping and the step
     when it returns; the loss, the mean over the batch of this data rank, is the same on all ranks of the pipeline and
-    has no graph. Collective over all ranks; every rank must call it, and ranks of one pipeline with the same batch.
+    has no graph. Collective over all ranks, and ranks of one pipeline with the same batch.
 
     Example::
 

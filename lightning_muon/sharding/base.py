@@ -76,7 +76,7 @@ class ShardingMode(ABC):
     The order of calls: :meth:`prepare`, and for a training :meth:`attach`; in every step :meth:`begin_forward` and a
     backward pass for each micro-batch, all but the last inside :meth:`no_sync`, then :meth:`finish_gradients`,
     clipping, the step of the optimizers, and :meth:`end_step`. Every method that is not said to be local is collective
-    over the mesh; every rank must call it.
+    over the mesh.
 
     Args:
         mesh: 1-D (shard), or 2-D (replicate, shard): the ranks with batches of their own.
@@ -124,13 +124,13 @@ class ShardingMode(ABC):
         """Call before a backward pass; local."""
 
     def backward_failed(self) -> None:  # noqa: B027 - with one process there is nothing to do
-        """Call after a backward pass raised: drop the step's gradients so far. Local; every rank must call it.
+        """Call after a backward pass raised: drop the step's gradients so far. Local.
 
         If not all ranks have failed, all raise: at the latest in the next :meth:`finish_gradients`.
         """
 
     def forward_failed(self) -> None:  # noqa: B027
-        """Handle a forward failure as :meth:`backward_failed`, but keep gradients. Local; every rank must call it."""
+        """Handle a forward failure as :meth:`backward_failed`, but keep gradients. Local."""
 
     @abstractmethod
     def finish_gradients(self) -> None:
@@ -148,7 +148,7 @@ class ShardingMode(ABC):
     def clip_grad_norm_(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Clip the gradients of an optimizer by one norm after :meth:`finish_gradients`; returns the norm before.
 
-        Collective over the mesh; every rank must call it.
+        Collective over the mesh.
         """
         return self.clip_norm_(parameters_of(optimizer), max_norm)
 

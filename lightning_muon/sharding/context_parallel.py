@@ -75,8 +75,7 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh | None, dim: int = 1) -> Te
     """Return the whole sequence from the parts of all context ranks, in their order; differentiable.
 
     Use it for keys and values of hand-written attention. The backward pass gives each rank the sum over all ranks of
-    the gradient of its part. Collective over ``mesh``, forward and backward; every rank must call it with a part of the
-    same shape.
+    the gradient of its part. Collective over ``mesh``, forward and backward with a part of the same shape.
 
     Args:
         tensor: This rank's part.

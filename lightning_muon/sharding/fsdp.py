@@ -312,7 +312,7 @@ class Fsdp(ShardingMode):
     def _resume(self) -> None:
         """After a failure, raise unless all ranks have failed, after the same communications.
 
-        Collective over the mesh after a failure; every rank must call it before it communicates.
+        Collective over the mesh after a failure before it communicates.
         """
         if self._is_left_in_backward():
             self.backward_failed()
@@ -389,7 +389,7 @@ class Fsdp(ShardingMode):
         return [*[NO_DIGEST] * before, *own, *[NO_DIGEST] * after]
 
     def _drop_unused_gradients(self, maxima: Sequence[int]) -> list[Tensor]:
-        """Remove gradients that no rank has computed. Collective over the mesh; every rank must call it."""
+        """Remove gradients that no rank has computed. Collective over the mesh."""
         assert self.call_log is not None
         size, num_words = len(maxima) // self._num_nodes, len(self.call_log.digest_numbers())
         nodes = [maxima[start : start + size] for start in range(0, len(maxima), size)]
@@ -411,7 +411,7 @@ class Fsdp(ShardingMode):
     def _average(self, plain: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.
 
-        Collective over the mesh; every rank must call it. What an earlier call has reduced is not summed again.
+        Collective over the mesh. What an earlier call has reduced is not summed again.
         """
         dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
         device = mesh_device(self._reduced_over)

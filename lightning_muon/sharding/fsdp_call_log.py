@@ -153,14 +153,14 @@ class FsdpCallLog:
         return any(numbers[at] not in (NO_DIGEST, -numbers[at + 1]) for at in range(0, len(numbers), 2))
 
     def compare(self) -> None:
-        """Compare the calls as :meth:`require_equal` does. Collective over the mesh; every rank must call it."""
+        """Compare the calls as :meth:`require_equal` does. Collective over the mesh."""
         self.mark(END)
         self.require_equal(maxima_over(self._host, self.digest_numbers()))
 
     def require_equal(self, maxima: Sequence[int]) -> None:
         """Begin a new log; raise on every rank if the maxima of :meth:`digest_numbers` show that their units differ.
 
-        Collective over the mesh if they do; every rank must call it.
+        Collective over the mesh if they do.
         """
         problem = None
         if self.differs(maxima):

@@ -112,7 +112,7 @@ class Ddp(ShardingMode):
         broadcast_initial_state(module, self.mesh)
 
     def _watch_gradients(self, module: nn.Module, transport: Transport) -> GradientReducer:
-        """Make the reducer that sums gradients. Collective over the mesh; every rank must call it."""
+        """Make the reducer that sums gradients. Collective over the mesh."""
         chosen = self.options.bucket_bytes
         bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
         names = {parameter: name for name, parameter in names_of(module).items()}

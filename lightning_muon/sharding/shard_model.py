@@ -33,9 +33,9 @@ _MIN_SHARE = 0.1
 def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> None:
     """Shard ``module`` in place over the last axis of ``mesh``, replicated over the first if there are two.
 
-    Collective over ``mesh`` and the axes of tensor parallelism; every rank must call it. The first rank's weights and
-    buffers are broadcast; tensors on the meta device stay there. Modules that the user sharded are left alone, DTensors
-    of ``parallelize_module`` are sharded further. 0-d parameters, which FSDP2 does not take, stay plain.
+    Collective over ``mesh`` and the axes of tensor parallelism. The first rank's weights and buffers are broadcast;
+    tensors on the meta device stay there. Modules that the user sharded are left alone, DTensors of
+    ``parallelize_module`` are sharded further. 0-d parameters, which FSDP2 does not take, stay plain.
 
     Without ``options.shard_root`` each child is a root: FSDP2 reduces the gradients of a root only in a backward
     pass that starts from what its forward returned, which is not so where backward runs inside
@@ -82,7 +82,7 @@ def agree_on_units(
 ) -> list[nn.Module]:
     """Return what ``plan`` returns, the same on all ranks; raise on all of them if it fails or differs.
 
-    Collective over each of ``groups``; every rank of it must call it.
+    Collective over each of ``groups``.
     """
     what = f"the model {type(module).__name__}"
     return together(plan, groups, lambda units, ranks: require_equal(describe_model(module, units), ranks, what))

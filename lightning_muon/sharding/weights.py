@@ -23,8 +23,8 @@ _BUCKET_BYTES = 64 * 2**20
 def broadcast_initial_state(module: nn.Module, mesh: DeviceMesh) -> None:
     """Overwrite weights and buffers with those of the first rank of the mesh; ``fully_shard`` does not do it.
 
-    Collective over ``mesh`` and over the mesh of every DTensor; every rank must call it. A tensor that is not on the
-    meta device becomes equal along all axes over which it is not sharded, also those of tensor parallelism.
+    Collective over ``mesh`` and over the mesh of every DTensor. A tensor that is not on the meta device becomes equal
+    along all axes over which it is not sharded, also those of tensor parallelism.
     """
     tensors = [tensor for tensor in _state(module) if not tensor.is_meta]
     device = mesh_device(mesh)
@@ -75,10 +75,7 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Overwrite tensors with those of the first rank, sent in buckets on ``device``.
-
-    Collective over ``group``; every rank must call it.
-    """
+    """Overwrite tensors with those of the first rank, sent in buckets on ``device``. Collective over ``group``."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > 0:
@@ -102,10 +99,10 @@ def names_of(module: nn.Module) -> dict[str, Tensor]:
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Whole weights and buffers on the CPU on rank 0, an empty dict elsewhere.
 
-    Collective over all ranks of the mesh; every rank must call it. Names are those of the plain model, without what
-    ``torch.compile`` adds; tied weights have all their names and one memory. A module without shards gives its ordinary
-    state dict, in a program of several ranks on rank 0 only. As in ``Module.state_dict``, tensors that are whole and on
-    the CPU already are not copied: clone them to keep them while training goes on.
+    Collective over all ranks of the mesh. Names are those of the plain model, without what ``torch.compile`` adds; tied
+    weights have all their names and one memory. A module without shards gives its ordinary state dict, in a program of
+    several ranks on rank 0 only. As in ``Module.state_dict``, tensors that are whole and on the CPU already are not
+    copied: clone them to keep them while training goes on.
 
     Example::
 
@@ -130,10 +127,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def broadcast_buffers(module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-    """Give all ranks the buffers of the first one, as DDP does.
-
-    Collective over ``mesh``, by default over all ranks; every rank must call it.
-    """
+    """Give all ranks the buffers of the first one, as DDP does. Collective over ``mesh``, by default over all ranks."""
     buffers = [buffer for buffer in module.buffers() if not isinstance(buffer, DTensor)]
     is_alone = (dist.get_world_size() if mesh is None else mesh.size()) == 1
     if buffers and not is_alone:

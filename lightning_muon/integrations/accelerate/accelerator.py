@@ -53,7 +53,7 @@ class ShardedOptimizer(AcceleratedOptimizer):
         self._engine = engine
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, unless the batch is to be accumulated. Collective over all ranks then; every rank must call it."""
+        """Step, unless the batch is to be accumulated. Collective over all ranks then."""
         # torch's tools for state dicts step optimizers that have no state yet, without any backward pass.
         has_gradients = closure is not None or self._engine.has_run
         if not (self.gradient_state.sync_gradients and has_gradients):
@@ -98,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
         self.use_options(options)
 
     def use_options(self, options: OptionsLike) -> None:
-        """Begin, on an Accelerator that exists. Collective over all ranks; every rank must call it, and all raise."""
+        """Begin, on an Accelerator that exists. Collective over all ranks, and all raise."""
         # Another rank may see another file.
         self.options = together(lambda: self._checked(read_options(options)))
         require_equal(self.options.lines, None, "the options of lightning_muon")
@@ -131,7 +131,7 @@ class Accelerator(accelerate.Accelerator):
         """Shard a model and convert its optimizers; the rest is Accelerate's.
 
         A model and all its optimizers come in one call; schedulers come with them or later. A model alone is sharded
-        for evaluation. Collective over all ranks; every rank must call it.
+        for evaluation. Collective over all ranks.
         """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
@@ -189,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Collective over all ranks, except inside of ``no_sync``; every rank must call it."""
+        """Collective over all ranks, except inside of ``no_sync``."""
         engine = self._engine
         if engine is None:
             super().backward(loss, **kwargs)
@@ -237,7 +237,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the 2-norm over all shards, and return the norm before; 0 where ``accumulate`` reduces no gradients.
 
-        Collective over all ranks; every rank must call it.
+        Collective over all ranks.
         """
         engine = self._engine
         if engine is None:
@@ -257,7 +257,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Collective over all ranks; every rank must call it.
+        """Collective over all ranks.
 
         Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
         ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
@@ -268,7 +268,7 @@ class Accelerator(accelerate.Accelerator):
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
-        """Also from other ranks, and another way of sharding. Collective over all ranks; every rank must call it."""
+        """Also from other ranks, and another way of sharding. Collective over all ranks."""
         local_path(input_dir or "")
         stock = partial(super().load_state, input_dir, *args, **kwargs)
         if self._engine is None:
@@ -280,7 +280,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return whole weights: of a sharded model on the CPU of rank 0, and an empty dict elsewhere.
 
-        Collective over all ranks; every rank must call it.
+        Collective over all ranks.
         """
         engine = self._engine
         if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:
@@ -322,7 +322,7 @@ def prepare(
     """Prepare ``args`` with an Accelerator that ``accelerate.Accelerator(...)`` has made; it becomes one of ours.
 
     The Accelerator becomes one of ours: ``backward``, ``no_sync``, ``clip_grad_norm_``, ``save_state`` and so on do
-    what :class:`Accelerator` says. Collective over all ranks; every rank must call it.
+    what :class:`Accelerator` says. Collective over all ranks.
 
     Example::
 

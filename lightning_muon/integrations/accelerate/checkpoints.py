@@ -45,7 +45,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 
 def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool) -> None:
-    """Write them in the places of what is there. Collective over all ranks; every rank must call it."""
+    """Write them in the places of what is there. Collective over all ranks."""
     about = describe_save(**engine.description(), **skipped_steps(_checks(engine)))
 
     def write(path: Path, key: str, state: Any) -> None:
@@ -85,7 +85,7 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 
 def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) -> None:
-    """Load what :func:`write_states` has written. Collective over all ranks; every rank must call it."""
+    """Load what :func:`write_states` has written. Collective over all ranks."""
     prepare_for_reading(engine)
     parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(engine.optimizers))]
     parts += [_find(directory, _MODEL, 0, _MODEL_KEY)] if with_model else []
@@ -116,7 +116,7 @@ def _among_hooks(
     action: Callable[[str, bool], None],
     offer: Callable[[], Sequence[Any]],
 ) -> Any:
-    """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks; every rank must call it."""
+    """Call Accelerate; arguments of :func:`in_place_of_states`. Collective over all ranks."""
     is_agreeing = False
 
     def act(directory: str, with_model: bool) -> None:
@@ -139,7 +139,7 @@ def _among_hooks(
 
 
 def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
-    """Open what is there. Collective over all ranks; every rank must call it."""
+    """Open what is there. Collective over all ranks."""
     paths = _paths(directory, name, index)
     # Rank 0 decides: a save may be about to end while the ranks look.
     found = [next((path for path in paths if last_written(path).exists()), None)]

@@ -170,7 +170,7 @@ def launched_layout(num_processes: int) -> dict[str, int]:
 
 
 def make_meshes(state: Any, options: Options) -> Meshes:
-    """The meshes of a run. Collective over all ranks; every rank must call it."""
+    """The meshes of a run. Collective over all ranks."""
     sizes, layout = mesh_sizes(state, options), launched_layout(state.num_processes)
     if not dist.is_initialized():  # One process without a launcher.
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
@@ -179,7 +179,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
 
 
 def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdog | None) -> TrainingEngine:
-    """Give all ranks the weights of the first one, and shard the model. Collective; every rank must call it."""
+    """Give all ranks the weights of the first one, and shard the model. Collective."""
     options: Options = accelerator.options
     state = accelerator.state
 

@@ -75,12 +75,12 @@ class FabricStrategy(MuonStrategy):
         return self._meshes.user
 
     def setup_environment(self) -> None:
-        """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
+        """Start the process group and make the mesh. Collective over all ranks."""
         self.accelerator.setup_device(self.root_device)
         self._start_processes()
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard the module. Collective over all ranks; every rank must call it."""
+        """Shard the module. Collective over all ranks."""
         if (before := _engine_with(self._engines, module)) is not None:  # It is set up again.
             before.close()
             self._engines.remove(before)
@@ -102,7 +102,7 @@ class FabricStrategy(MuonStrategy):
         return Entry(module, self._engines)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Return what becomes of it. Collective over all ranks; every rank must call it."""
+        """Return what becomes of it. Collective over all ranks."""
         for engine in self._engines:
             engine.rebind([optimizer])
         parameters = parameters_of(optimizer)
@@ -135,7 +135,7 @@ class FabricStrategy(MuonStrategy):
         self._tokens.report_before_backward(num_tokens)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Backward. Collective over all ranks, except inside of ``no_backward_sync``; every rank must call it."""
+        """Backward. Collective over all ranks, except inside of ``no_backward_sync``."""
         if self._tokens is not None:
             self._tokens.begin_backward()
             last = [engine for engine in self._engines if engine.is_last_micro_batch]
@@ -150,7 +150,7 @@ class FabricStrategy(MuonStrategy):
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
-        """Step. Collective over all ranks; every rank must call it."""
+        """Step. Collective over all ranks."""
         engine, current = self._engine_of(optimizer)
         return engine.step(current, self.precision.optimizer_step, **kwargs)
 
@@ -162,7 +162,7 @@ class FabricStrategy(MuonStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by one norm, and return the norm before. Collective over all ranks; every rank must call it."""
+        """Clip by one norm, and return the norm before. Collective over all ranks."""
         engine, current = self._engine_of(optimizer)
         norm = engine.clip_by_norm(parameters_of(current), max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
@@ -172,7 +172,7 @@ class FabricStrategy(MuonStrategy):
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip element by element. Collective over all ranks; every rank must call it."""
+        """Clip element by element. Collective over all ranks."""
         engine, current = self._engine_of(optimizer)
         engine.clip_by_value(parameters_of(current), clip_val)
 
@@ -183,7 +183,7 @@ class FabricStrategy(MuonStrategy):
         storage_options: Any = None,
         filter: Filters | None = None,  # noqa: A002 - Fabric's name
     ) -> None:
-        """Save as ``ModelParallelStrategy`` does. Collective over all ranks; every rank must call it."""
+        """Save as ``ModelParallelStrategy`` does. Collective over all ranks."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
         metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None

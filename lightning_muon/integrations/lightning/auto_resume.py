@@ -111,6 +111,6 @@ def candidates(trainer: Any, path: Path) -> list[Path]:
 def require_same_checkpoint(path: Path | None) -> None:
     """Raise on all ranks unless they go on from the same checkpoint, or from none.
 
-    Collective over all ranks; every rank must call it, where it has chosen.
+    Collective over all ranks, where it has chosen.
     """
     require_equal([("ckpt_path", "none" if path is None else str(path))], None, "the checkpoint to resume from")

@@ -35,10 +35,7 @@ class TrainerCheckpoint(Checkpoint):
             content["optimizer_states"] = [{} for _ in optimizers]
 
     def load_pending_weights(self, engine: TrainingEngine, optimizers: Sequence[Any]) -> None:
-        """Load the weights, if some wait, which ``optimizers`` go on with.
-
-        Collective over all ranks; every rank must call it.
-        """
+        """Load the weights, if some wait, which ``optimizers`` go on with. Collective over all ranks."""
         if self.pending is not None:
             _, strict = self.pending
             forget_own(optimizers)

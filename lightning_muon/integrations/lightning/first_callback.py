@@ -108,7 +108,7 @@ class FirstCallback:
 def save_last(trainer: Any, package: LightningPackage) -> None:
     """Save what ``ckpt_path="last"`` goes on from, by the first ``ModelCheckpoint``; others that do it are left to it.
 
-    Collective over all ranks; every rank must call it, after the same batch.
+    Collective over all ranks, after the same batch.
     """
     known = package.module("callbacks")
     if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:

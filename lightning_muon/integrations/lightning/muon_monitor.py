@@ -39,7 +39,7 @@ class MuonMonitorCallback:
         self._logged: tuple[str, ...] = ()  # Names of numbers that a logger has just been given.
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin. Collective over all ranks; every rank must call it."""
+        """Begin. Collective over all ranks."""
         if len(trainer.optimizers) != 1:
             raise ValueError(
                 f"MuonMonitor measures the steps of one optimizer, and the model has {len(trainer.optimizers)}; make a "

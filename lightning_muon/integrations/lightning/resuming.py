@@ -42,7 +42,7 @@ class TrainingData:
         return begun if self._resumed_epoch < 0 else self._resumed_epoch
 
     def state(self, num_data_ranks: int, trainer: Any) -> dict[str, Any]:
-        """Return what a checkpoint needs, on rank 0. Collective over all ranks; every rank must call it."""
+        """Return what a checkpoint needs, on rank 0. Collective over all ranks."""
         own = {"now": random_state(), "orders": [order.state() for order in self._orders]}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)

@@ -96,12 +96,12 @@ class TrainerStrategy(MuonStrategy):
         provide_default_optimizer(model, self.options.config, self.package)
 
     def setup_environment(self) -> None:
-        """Start the process group and make the mesh. Collective over all ranks; every rank must call it."""
+        """Start the process group and make the mesh. Collective over all ranks."""
         check_run(self.lightning_module, self.options, self.package)
         set_device_mesh(self, self._start_processes().user)
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, load weights, create optimizers. Collective over all ranks; every rank must call it."""
+        """Shard the model, load weights, create optimizers. Collective over all ranks."""
         if self._checkpoint is None:
             require_same_checkpoint(None)
         for each in trainer.checkpoint_callbacks:
@@ -252,7 +252,7 @@ class TrainerStrategy(MuonStrategy):
         return self._running_engine.no_sync()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward. Collective over all ranks in the last micro-batch; every rank must call it."""
+        """Backward. Collective over all ranks in the last micro-batch."""
         if self._running_engine.pipeline is not None:
             # Backward has run; what is left are the hooks of Lightning around it.
             self.pre_backward(closure_loss)  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ class TrainerStrategy(MuonStrategy):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step. Collective over all ranks; every rank must call it."""
+        """Step. Collective over all ranks."""
         engine = self._running_engine
         take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
         result = engine.step(optimizer, take_step, closure)
@@ -287,7 +287,7 @@ class TrainerStrategy(MuonStrategy):
         self._running_engine.begin_evaluation()
 
     def on_validation_end(self) -> None:
-        """The ranks have run the same units. Collective over all ranks; every rank must call it."""
+        """The ranks have run the same units. Collective over all ranks."""
         self._running_engine.end_evaluation()
 
     on_test_end = on_predict_end = on_validation_end
@@ -341,12 +341,12 @@ class TrainerStrategy(MuonStrategy):
     lightning_restore_optimizer = True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Weights: shards, or on rank 0 all of them. Collective over all ranks; every rank must call it."""
+        """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
         require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
         return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """State by name in shards, or by number on rank 0. Collective over all ranks; every rank must call it."""
+        """State by name in shards, or by number on rank 0. Collective over all ranks."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
@@ -354,7 +354,7 @@ class TrainerStrategy(MuonStrategy):
         return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write shards or one file; replaces what is there. Collective over all ranks; every rank must call it.
+        """Write shards or one file; replaces what is there. Collective over all ranks.
 
         A plugin of the user that writes single files (a ``CheckpointIO``) is left to do it in its own way.
         """
@@ -404,7 +404,7 @@ class TrainerStrategy(MuonStrategy):
             remove() if self._saves is None else self._saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Open a checkpoint; everything but tensors. Collective over all ranks; every rank must call it."""
+        """Open a checkpoint; everything but tensors. Collective over all ranks."""
         path, trainer = Path(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
@@ -427,7 +427,7 @@ class TrainerStrategy(MuonStrategy):
             self._checkpoint.load_pending_weights(self._engine, self.optimizers)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of all optimizers. Collective over all ranks; every rank must call it."""
+        """Load the states of all optimizers. Collective over all ranks."""
         assert self._checkpoint is not None
         opened, num_saved = self._checkpoint, len(checkpoint["optimizer_states"])
         if num_saved == 0:  # Weights alone, as `lightning-muon convert` makes them of safetensors.

@@ -194,7 +194,7 @@ class EnginePlugin:
         return super().post_backward(tensor, module)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip by one norm, and log it. Collective over the meshes of the parameters; every rank must call it."""
+        """Clip by one norm, and log it. Collective over the meshes of the parameters."""
         assert self.engine is not None, "the strategy's setup comes first"
         norm = self.engine.clip_by_norm(parameters_of(optimizer), clip_val)
         self.engine.module.log("grad_norm", norm)  # type: ignore[operator]
