@@ -244,8 +244,8 @@ class ExchangeOptions:
     """How matrices get to their owners and back.
 
     Args:
-        chunk_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket has
-            at least one matrix for each rank, however large.
+        bucket_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket
+            has at least one matrix for each rank, however large.
         assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
             in turn. ``"redundant"``: every rank gathers and computes all of them.
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
@@ -255,14 +255,14 @@ class ExchangeOptions:
         look_ahead: Buckets that are gathered or on their way at a time during the step.
     """
 
-    chunk_bytes: int = 4 * 2**20
+    bucket_bytes: int = 4 * 2**20
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
     overlap: Overlap = "step"
     look_ahead: int = 3
 
     def __post_init__(self) -> None:
-        for key in ("chunk_bytes", "look_ahead"):
+        for key in ("bucket_bytes", "look_ahead"):
             check_whole(key, getattr(self, key), at_least=1)
         for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
             check_one_of(key, getattr(self, key), get_args(allowed))
