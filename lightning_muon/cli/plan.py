@@ -105,7 +105,7 @@ def _step(arguments: Namespace, console: Console, setting: Setting, planned: Pla
     console.print(title, *([f"shapes from {setting.model.source}"] if setting.model.source else []), head, sep="\n")
     console.print(
         f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
-        f"{config.chunk_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
+        f"{config.bucket_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
     )
     for heading, body in report(setting, mesh, steps):
         console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")

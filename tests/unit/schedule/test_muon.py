@@ -16,7 +16,7 @@ from tests.unit.schedule.specs import grid, plan_of, sharded
 
 
 @pytest.mark.parametrize(
-    ("sizes", "holders", "num_owners", "chunk_bytes", "expected"),
+    ("sizes", "holders", "num_owners", "bucket_bytes", "expected"),
     [
         # A bucket is closed when every owner has a matrix and its bytes are reached.
         ([10] * 7, [None] * 7, 2, 15, [(6, 5, 4), (3, 2, 1), (0,)]),
@@ -32,9 +32,9 @@ from tests.unit.schedule.specs import grid, plan_of, sharded
     ],
 )
 def test_buckets_are_filled_from_the_last_matrix(
-    sizes: list[int], holders: list[int | None], num_owners: int, chunk_bytes: int, expected: list[tuple[int, ...]]
+    sizes: list[int], holders: list[int | None], num_owners: int, bucket_bytes: int, expected: list[tuple[int, ...]]
 ) -> None:
-    assert fill_buckets(sizes, holders, num_owners=num_owners, chunk_bytes=chunk_bytes) == expected
+    assert fill_buckets(sizes, holders, num_owners=num_owners, bucket_bytes=bucket_bytes) == expected
 
 
 @settings(deadline=None)
@@ -45,10 +45,10 @@ def test_buckets_are_filled_from_the_last_matrix(
     st.sampled_from(["lpt", "round_robin"]),
 )
 def test_each_matrix_has_one_owner_and_bucket_and_arrives(
-    numels: list[int], mesh: tuple[int, int], chunk_bytes: int, strategy: str
+    numels: list[int], mesh: tuple[int, int], bucket_bytes: int, strategy: str
 ) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    plan = plan_of(specs, itemsize=1, chunk_bytes=chunk_bytes, strategy=strategy)
+    plan = plan_of(specs, itemsize=1, bucket_bytes=bucket_bytes, strategy=strategy)
     assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
     assert all(len(owners) == 1 for owners in plan.owners)
     assert sum(plan.flops) == sum(numels)
@@ -69,7 +69,7 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
     matrices = sharded([40, 12, 9, 31, 8, 8], 4, num_replicas)
-    options: dict[str, Any] = {"itemsize": 2, "chunk_bytes": 40, "strategy": strategy}
+    options: dict[str, Any] = {"itemsize": 2, "bucket_bytes": 40, "strategy": strategy}
     everything = plan_step(matrices, **options)
     for rank in range(4):
         own = plan_step(matrices, **options, ranks=(rank,))
@@ -126,7 +126,7 @@ def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int]
 )
 def test_one_owner_moves_no_more_than_it_must(numels: list[int], mesh: tuple[int, int], strategy: str) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    owners = plan_of(specs, chunk_bytes=100, strategy=strategy).owners
+    owners = plan_of(specs, bucket_bytes=100, strategy=strategy).owners
     found = count_elements(dict(enumerate(owners)), specs)
     within = sum(spec.numel - spec.shards.held[owner] for spec, (owner,) in zip(specs, owners, strict=True))
     between = (mesh[0] - 1) * sum(numels)

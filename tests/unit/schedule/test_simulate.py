@@ -169,7 +169,7 @@ def test_a_broken_program_is_refused(program: Program, message: str) -> None:
 @pytest.fixture
 def plan() -> MuonPlan:
     """Two buckets of two matrices: 3 and 2, then 1 and 0; rank 0 owns 3 and 1."""
-    plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), chunk_bytes=16)
+    plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), bucket_bytes=16)
     assert plan.owners == ((1,), (0,), (1,), (0,))
     return plan
 
