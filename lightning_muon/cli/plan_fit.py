@@ -71,16 +71,14 @@ class Sizes:
         """Numbers of layers and root."""
         return self.root.plus(self.layer, self.layers)
 
-    def stages(self, number: int) -> tuple[Sizes, Sizes]:
-        """The first and the last of so many stages with equal work, in whole layers, and equal numbers of elements."""
-        head, tied = self.root.products / self.layer.products, self.embedding * self.is_tied  # Both have a tied weight.
-        layers = math.ceil((self.layers + head) / number)
-        numel, trained = (self.all.numel + tied) / number, (self.all.trained + tied) / number
-        # The embedding and the output head are on AdamW.
-        root = Counts(numel, trained, max(0.0, trained - self.embedding)).plus(Counts(*self.layer[:3]), -layers)
-        first = replace(self, layers=layers, root=root, vocabulary=0)
-        of_last = max(0.0, layers - head)
-        return first, replace(self, layers=of_last, root=root.plus(self.layer, layers - of_last))
+    def stages(self, number: int) -> tuple[Sizes, Sizes, Sizes]:
+        """The slowest, the first and the last of so many stages of whole layers, with about equal products."""
+        head, table = self.root.products / self.layer.products, Counts(numel=self.embedding, trained=self.embedding)
+        layers = (self.layers + head) / number
+        of_last = self.root if self.is_tied else self.root.plus(table, -1)
+        slowest = replace(self, layers=math.ceil(layers), root=Counts(), vocabulary=0)
+        first = replace(slowest, layers=math.floor(layers), root=table)
+        return slowest, first, replace(self, layers=max(0.0, slowest.layers - head), root=of_last)
 
 
 def sizes_of(setting: Setting) -> Sizes:
@@ -218,17 +216,22 @@ def best_rows(job: Job) -> list[Row]:
 
 def row_of(job: Job, sizes: Sizes, way: Way) -> Row:
     """Memory and seconds of a way."""
-    # In 1F1B the first stage has as many micro-batches on their way as there are stages, the last one has one.
-    stages = (sizes,) if way.pipeline == 1 else sizes.stages(way.pipeline)
-    steps = [_muon_step(job, stage, way) for stage in stages]
+    slowest, stages, on_their_way = sizes, (sizes,), (1,)
+    if way.pipeline > 1:  # In 1F1B the first stage has as many micro-batches on their way as there are stages.
+        slowest, *stages = sizes.stages(way.pipeline)
+        on_their_way = (min(way.pipeline, way.passes), 1)
     memories = [
-        _memory(job, stage, way, step, on_their_way=number)
-        for stage, step, number in zip(stages, steps, (min(way.pipeline, way.passes), 1), strict=False)
+        _memory(job, stage, way, _muon_step(job, stage, way), on_their_way=number)
+        for stage, number in zip(stages, on_their_way, strict=True)
     ]
     memory = max(memories, key=lambda each: each.peak)
-    seconds = _model_seconds(job, stages[0], way) + steps[0].seconds
+    muon_seconds = _muon_step(job, slowest, way).seconds
     return Row(
-        way=way, memory=memory, seconds=seconds, muon_seconds=steps[0].seconds, fits=memory.peak <= job.memory_bytes
+        way=way,
+        memory=memory,
+        seconds=_model_seconds(job, slowest, way) + muon_seconds,
+        muon_seconds=muon_seconds,
+        fits=memory.peak <= job.memory_bytes,
     )
 
 

@@ -100,7 +100,7 @@ def test_pods_and_virtual_machines_start_an_agent_each(cluster: dict[str, str], 
     subprocess.run(container["command"], env=pod, check=True)
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     names = {"NODE_RANK": node, "NODE_IPS": "10.0.0.1\n10.0.0.2", "NUM_NODES": 2, "NUM_GPUS_PER_NODE": 8}
-    machine = cluster | {f"SKYPILOT_{name}": str(value) for name, value in names.items()} | task["envs"]
+    machine = cluster | {f"SKYPILOT_{name}": str(value) for name, value in names.items()}
     subprocess.run(["bash", "-c", task["run"]], cwd=ROOT, env=machine | {"PYTHON": "torchrun"}, check=True)
     of_pod, of_machine = map(str.split, (tmp_path / "log").read_text().splitlines())
     for agent in (_launch(of_pod), _launch(of_machine[2:])):

@@ -70,9 +70,9 @@ _HSDP_GATHER = _ring(2 * 1096, 4)
 _HSDP_SUM = _ring(4 * 1096, 4) + 2 * _ring(4 * 1096 / 4, 2, 2)
 # Of the 4 * 1096 bytes a rank sends each eighth to another rank, 4 of 7 of them to the other node.
 _TO_OWNERS = 4 * 1096 * 4 / 8 / BETWEEN
-# Two stages: the output head is as much work as 4 layers, so that the first one is planned with (8 + 4) / 2 = 6 layers,
-# the last one with 2 and the head, and each with half of all elements, of which 256 are in a table and not on Muon.
-_STAGE, _OF_LAYERS = 548, 292
+# Two stages: the output head is as much work as 4 layers, so that the first one has (8 + 4) / 2 = 6 layers, with the
+# embedding 6 * 72 + 256 elements; the last one has 2 layers and the head.
+_LAYERS, _FIRST = 6 * 72, 688
 CASES: dict[str, tuple[Way, dict[str, float], float, float]] = {
     # Everything on one rank: 8 rows are 128 tokens. The copies that autocast makes are the buffers.
     "none": (
@@ -187,25 +187,27 @@ CASES: dict[str, tuple[Way, dict[str, float], float, float]] = {
         + 2192 / 4 / BETWEEN,
         2 * NEWTON_SCHULZ + 2 * 192 / WITHIN,
     ),
-    # A stage on each node. A rank has 2 rows, each a micro-batch, so that the bubble is one of three slots. The last
-    # stage needs more, though it has one micro-batch on its way and the first one two.
+    # A stage on each node. A rank has 2 rows, each a micro-batch, so that the bubble is one of three slots. The first
+    # stage needs most: both micro-batches are on their way, with all gradients and gathered weights. 1.5 matrices of
+    # 128 bytes for each rank are gathered and sent back.
     "pipeline": (
         Way(mode="pipeline", pipeline=2, shard=4, passes=2),
         {
-            "weights": _STAGE,
-            "gradients": 4 * _STAGE,
-            "state": _OF_LAYERS + 2 * 256,
-            "activations": 16 * (ACTIVATIONS - 6 * 16 * 2),
-            "buffers": 4 * 2 * _OF_LAYERS / 4 * 3 / 4 + 2 * _STAGE,
-            "peak": _STAGE
-            + (_OF_LAYERS + 2 * 256)
-            + 4 * 2 * _OF_LAYERS / 4 * 3 / 4
-            + 4 * _STAGE
-            + 16 * (ACTIVATIONS - 6 * 16 * 2)
-            + 2 * _STAGE,
+            "weights": _FIRST,
+            "gradients": 4 * _FIRST,
+            "state": 6 * 64 + 2 * (_FIRST - 6 * 64),
+            "activations": 16 * (2 * 6 * 16 * 2 + 8 * 2),
+            "buffers": 4 * 144 + 2 * _FIRST,
+            "peak": _FIRST
+            + 6 * 64
+            + 2 * (_FIRST - 6 * 64)
+            + 4 * 144
+            + 4 * _FIRST
+            + 16 * (2 * 6 * 16 * 2 + 8 * 2)
+            + 2 * _FIRST,
         },
-        _ring(2 * _STAGE, 4) + 3 * 3 * 16 * 2 * 6 * 64 / FLOPS + _ring(4 * _STAGE, 4),
-        6 / 4 * NEWTON_SCHULZ + 2 * (2 * _OF_LAYERS / 4 * 3 / 4) / WITHIN,
+        _ring(2 * _LAYERS, 4) + 3 * 3 * 16 * 2 * 6 * 64 / FLOPS + _ring(4 * _LAYERS, 4),
+        6 / 4 * NEWTON_SCHULZ + 2 * 144 / WITHIN,
     ),
 }
 
