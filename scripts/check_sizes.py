@@ -19,12 +19,12 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (35_701, 184),
-    "tests/**/*.py": (40_700, 292),
-    "benchmarks/**/*.py": (4_000, 20),
-    "recipes/**/*.*": (4_939, 58),
-    "docs/**/*.md": (5_141, 32),
-    "README.md": (273, 1),
+    "lightning_muon/**/*.py": (25_652, 152),
+    "tests/**/*.py": (30_000, 253),
+    "benchmarks/**/*.py": (3_995, 19),
+    "recipes/**/*.*": (4_922, 58),
+    "docs/**/*.md": (4_341, 31),
+    "README.md": (271, 1),
 }
 
 

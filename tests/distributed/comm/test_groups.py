@@ -14,7 +14,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
-from lightning_muon.comm.collectives import BufferPool, start_messages, start_reading
+from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import (
     ALONE,
     AxisGroup,
@@ -122,29 +122,6 @@ def test_a_group_spans_its_axes_only(
 ) -> None:
     for rank, found in enumerate(gloo.run(_sum_over, shape, world_size=math.prod(shape))):
         assert found == [(of_ranks[rank], size) for of_ranks, size in zip(sums, sizes, strict=True)]
-
-
-def _tell() -> list[list[float]]:
-    """Each rank tells all higher ranks its number, from one piece of memory; the last one has nothing to tell."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    group = axis_group(init_device_mesh("cpu", (size,)), (0,))
-    news = torch.full((rank + 1,), float(rank))
-    received = {peer: torch.full((peer + 1,), -1.0) for peer in range(rank)}
-    works = start_messages(dict.fromkeys(range(rank + 1, size), news), received, group)
-    for work in works:
-        work.wait()
-    return [buffer.tolist() for buffer in received.values()]
-
-
-def test_one_piece_of_memory_goes_to_several_ranks(gloo: ProcessPool) -> None:
-    assert gloo.run(_tell, world_size=3) == [[], [[0.0]], [[0.0], [1.0, 1.0]]]
-
-
-def test_the_pool_keeps_its_memory() -> None:
-    pool = BufferPool(torch.float32, torch.device("cpu"))
-    first = pool.take("gather-0", 10)
-    assert pool.take("gather-0", 7) is first and pool.take("gather-1", 7) is not first
-    assert pool.take("gather-0", 11).numel() == 11
 
 
 def _values(rank: int, count: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from lightning_muon.params.layout import held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, ShardBoxes, cut_of, logical_matrices, tile
+from lightning_muon.params.logical import Box, ShardBoxes, logical_matrices, tile
 from lightning_muon.params.routing import Route
 
 
@@ -55,24 +55,6 @@ def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...]
         box = Box(tuple(start), tuple(generator.randint(s, size) for s, size in zip(start, shape, strict=True)))
         wanted = {rank: part.intersect(box) for rank, part in enumerate(held) if part.intersect(box).numel}
         assert list(shards.pieces(box).items()) == list(wanted.items())
-
-
-def test_overlapping_boxes_are_all_found() -> None:
-    shards = ShardBoxes([Box((0,), (9,)), Box((2,), (3,)), Box((4,), (6,)), Box((0,), (0,))])
-    assert shards.pieces(Box((5,), (8,))) == {0: Box((5,), (8,)), 2: Box((5,), (6,))}
-
-
-def test_only_parts_along_one_dimension_are_a_split() -> None:
-    tensor = torch.arange(42).view(6, 7)
-    for dim, cuts in ((0, (0, 2, 3, 6)), (1, (0, 4, 7)), (0, (0, 6))):
-        stops = list(itertools.pairwise(cuts))
-        parts = [Box((a, 0), (b, 7)) if dim == 0 else Box((0, a), (6, b)) for a, b in stops]
-        found = cut_of([*reversed(parts), parts[0]])
-        assert found == (dim, tuple(b - a for a, b in stops))
-        for view, part in zip(tensor.split(found[1], found[0]), parts, strict=True):
-            assert torch.equal(view, tensor[part.slices_in(Box((0, 0), (6, 7)))])
-    assert cut_of([Box((row, col), (row + 1, col + 1)) for row in range(2) for col in range(2)]) is None
-    assert cut_of([Box((0, 0), (1, 2)), Box((2, 0), (3, 2))]) is None
 
 
 @pytest.mark.parametrize("shape", [(13, 7), (3, 200), (1, 9), (5, 4, 3)], ids=str)
