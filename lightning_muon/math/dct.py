@@ -20,8 +20,8 @@ with suppress(ImportError):  # The shapes in annotations are read by tests and t
     from jaxtyping import Float, Int
 
 # Elements that are worked on at a time on a CPU: 1 MiB, so that what lies between two steps stays near the core. With
-# 64 x 64 blocks the transform takes 0.65 to 0.9 of the time of all at once (benchmarks/codec.py); with half of the
-# elements encoding takes 1.06 of the time, since there are twice as many calls.
+# 64 x 64 blocks the transform takes 0.65 to 0.9 of the time of all at once (benchmarks/codec.py of commit 04c1224e);
+# with half of the elements encoding takes 1.06 of the time, since there are twice as many calls.
 _GROUP_NUMEL = {"cpu": 1 << 18}
 
 
@@ -66,7 +66,7 @@ def add_sparse_inverse_dct_(
     ``indices`` say where the values are in the flattened block; of those at one index all but one are zero.
     Sums ``v C_a[r]^T C_b[c]`` over the coefficients ``v`` at ``(r, c)`` (``v C[r]`` in one dimension) while that needs
     no more multiplications than the dense transform, ``few <= a + b`` (``few <= a``). The times cross there too: at
-    128 of 64 x 64 (benchmarks/codec.py).
+    128 of 64 x 64.
     """
     if values.size(1) > sum(blocks.shape[1:]):
         add = _add_dense_inverse_
