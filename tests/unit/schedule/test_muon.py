@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, even_out, longest_first
+from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, longest_first
 from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import grid, plan_of, sharded
@@ -147,34 +147,3 @@ def test_the_largest_load_is_within_grahams_bound(costs: list[int], num_ranks: i
     assert [load for load, _ in loads] == _loads(costs, [owners[job] for job in range(len(costs))], num_ranks)
     optimum = min(max(_loads(costs, choice, num_ranks)) for choice in product(range(num_ranks), repeat=len(costs)))
     assert max(load for load, _ in loads) * 3 * num_ranks <= (4 * num_ranks - 1) * optimum
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=8), min_size=1, max_size=4), st.integers(1, 4), st.data()
-)
-def test_the_busiest_gets_less_until_no_exchange_is_left(
-    bucket_costs: list[list[int]], num_ranks: int, data: st.DataObject
-) -> None:
-    costs = [cost for bucket in bucket_costs for cost in bucket]
-    matrices = iter(range(len(costs)))
-    buckets = [{next(matrices): data.draw(st.integers(0, num_ranks - 1)) for _ in bucket} for bucket in bucket_costs]
-    members = [set(bucket) for bucket in buckets]
-
-    def loads_now() -> list[tuple[int, int]]:
-        owner_of = {matrix: owner for bucket in buckets for matrix, owner in bucket.items()}
-        return [(load, 2 * load) for load in _loads(costs, [owner_of[i] for i in range(len(costs))], num_ranks)]
-
-    loads = loads_now()
-    most = max(loads)
-    even_out(buckets, costs, [2 * cost for cost in costs], loads)
-    assert [set(bucket) for bucket in buckets] == members
-    assert loads == loads_now()
-    assert max(loads) <= most
-    busiest = max(range(num_ranks), key=lambda rank: loads[rank][0])
-    for bucket in buckets:
-        for matrix in (matrix for matrix, owner in bucket.items() if owner == busiest):
-            assert all(costs[matrix] >= loads[busiest][0] - load for load, _ in loads)
-            for other, owner in bucket.items():
-                relief = costs[matrix] - costs[other]
-                assert relief <= 0 or relief >= loads[busiest][0] - loads[owner][0]
