@@ -49,7 +49,7 @@ _LARGEST_SIDE = {"cpu": 1024, "cuda": 8192}
 _MOST_SHAPES, _MOST_PER_RANK = 4, 32
 _MOST_FLOPS_PER_RANK = {"cpu": 40e9, "cuda": 40e12}
 # Two sizes of buckets, to separate the constant cost of an op from the cost of its bytes.
-_CHUNK_BYTES = (MuonConfig.chunk_bytes, MuonConfig.chunk_bytes // 8)
+_BUCKET_BYTES = (MuonConfig.bucket_bytes, MuonConfig.bucket_bytes // 8)
 _NUM_STEPS = 5
 _LARGEST_CORRECTION, _NUM_HALVINGS = 4.0, 30
 _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
@@ -132,8 +132,8 @@ def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, An
     device_type = this_device().type
     sample = sample_matrices(counts, dist.get_world_size(), device_type)
     serial, overlapped, pieces = (
-        fastest_step(sample, num_replicas, _NUM_STEPS, {**arithmetic, "overlap": overlap, "chunk_bytes": chunk_bytes})
-        for overlap, chunk_bytes in (("off", _CHUNK_BYTES[0]), ("step", _CHUNK_BYTES[0]), ("off", _CHUNK_BYTES[1]))
+        fastest_step(sample, num_replicas, _NUM_STEPS, {**arithmetic, "overlap": overlap, "bucket_bytes": bucket_bytes})
+        for overlap, bucket_bytes in (("off", _BUCKET_BYTES[0]), ("step", _BUCKET_BYTES[0]), ("off", _BUCKET_BYTES[1]))
     )
     spans = [span for step in (serial, pieces) for each in step.timeline.spans.values() for span in each]
     latencies, bandwidths = [], []

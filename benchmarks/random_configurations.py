@@ -118,7 +118,7 @@ def _muon(draw: random.Random) -> dict[str, Any]:
         "fused": [{"qkv.weight": 3}, {"qkv.weight": 2}, {"nothing": 3}],
         "adamw_patterns": [("blocks.0.*",), ("conv.weight",)],
         "muon_patterns": [("head.weight",), ("embedding.weight",), ("scale",)],
-        "chunk_bytes": [1, 500],
+        "bucket_bytes": [1, 500],
         "assignment": ["round_robin", "redundant"],
         "dedupe": ["always", "never"],
         "overlap": ["off", "always"],

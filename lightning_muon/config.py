@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lightning_muon.removed import removed
@@ -76,17 +76,18 @@ def takes_options(
 ) -> Callable[[type[T]], type[T]]:
     """Decorator of a class whose keyword arguments are options.
 
-    An unknown keyword raises a ``TypeError`` with the text of :func:`unknown_option`. The signature stays as it is, for
-    readers and for LightningCLI; the docstring gets what that of ``config``, the dataclass that declares the options
-    (by default the class itself), says of the same ones.
+    Where a constructor takes ``**options``, its signature, which LightningCLI reads, has the fields of ``config``, the
+    dataclass that declares them (by default the class itself). An unknown keyword raises a ``TypeError`` with the text
+    of :func:`unknown_option`. The docstring gets what that of ``config`` says of the same options.
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        init = kind.__init__
-        names = [name for name in inspect.signature(init).parameters if name != "self"]
+        init, declared = kind.__init__, config or (kind if is_dataclass(kind) else None)
         if is_dataclass(kind):
             # jsonargparse looks up names of types in the module of the class, which may lack those of its bases.
             init.__annotations__ |= get_type_hints(kind)
+        signature = _signature(init, declared)
+        names = [name for name in signature.parameters if name != "self"]
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,13 +96,31 @@ def takes_options(
                     raise TypeError(f"{type(self).__name__}: {unknown_option(key, names, elsewhere)}")
             init(self, *args, **kwargs)
 
+        setattr(checked, "__signature__", signature)  # noqa: B010
         setattr(kind, "__init__", checked)  # noqa: B010 - type checkers refuse the plain assignment
-        declared = config or (kind if is_dataclass(kind) else None)
         if declared is not None and kind.__doc__:
             kind.__doc__ = _with_arguments(kind.__doc__, option_docs(declared), names)
         return kind
 
     return decorate
+
+
+def _signature(init: Callable[..., None], config: type[Any] | None) -> inspect.Signature:
+    """The signature of a constructor, with the fields of ``config`` in the place of its ``**options``."""
+    own = inspect.signature(init, eval_str=True)
+    parameters = [each for each in own.parameters.values() if each.kind != each.VAR_KEYWORD]
+    if config is None or len(parameters) == len(own.parameters):
+        return own
+    types, known = get_type_hints(config), {each.name for each in parameters}
+    for each in fields(config):
+        if each.name not in known:
+            default = each.default if each.default_factory is MISSING else each.default_factory()
+            parameters.append(
+                inspect.Parameter(
+                    each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[each.name]
+                )
+            )
+    return own.replace(parameters=parameters)
 
 
 _ENTRY = re.compile(r" {8}(\w+): ")
@@ -225,8 +244,8 @@ class ExchangeOptions:
     """How matrices get to their owners and back.
 
     Args:
-        chunk_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket has
-            at least one matrix for each rank, however large.
+        bucket_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket
+            has at least one matrix for each rank, however large.
         assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
             in turn. ``"redundant"``: every rank gathers and computes all of them.
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
@@ -236,14 +255,14 @@ class ExchangeOptions:
         look_ahead: Buckets that are gathered or on their way at a time during the step.
     """
 
-    chunk_bytes: int = 4 * 2**20
+    bucket_bytes: int = 4 * 2**20
     assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
     overlap: Overlap = "step"
     look_ahead: int = 3
 
     def __post_init__(self) -> None:
-        for key in ("chunk_bytes", "look_ahead"):
+        for key in ("bucket_bytes", "look_ahead"):
             check_whole(key, getattr(self, key), at_least=1)
         for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
             check_one_of(key, getattr(self, key), get_args(allowed))

@@ -13,6 +13,7 @@ REMOVED: dict[str, str] = {
     "muon_plus": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
     "ns_costs": "measured costs chose what FLOPs choose; leave it out",
     "delay": "steps of FlexDeMo were slower with it, and their loss higher; remove it",
+    "chunk_bytes": "it is called bucket_bytes",
     # values of these options
     "overlap='backward'": "clipping voided what it sent, and it was predicted to pay in 5 of 60 settings only, with "
     "shards on several machines; use overlap='step', the default",

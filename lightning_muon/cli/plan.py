@@ -28,9 +28,11 @@ fastest, and the line to paste. Starts no process and needs no GPU."""
 _NODE_RANKS, _GPU_MEMORY_GIB, _LENGTH, _SHARDS = 8, 72.0, 4096, 8
 _FIT_OPTIONS = ("rows", "length", "precision", "rank_memory", "node_ranks")
 _STEP_OPTIONS = ("replicate_size", "shard_size", "draw")
-_LEGEND = """* is recommended; +: so much is missing. split: pipeline x replicas x shards. muon: part of the step.
-The last column has the most that there is at one time, those before it the most of each kind. buffers: gathered
-weights, what travels, and what the optimizer works with."""
+_LEGEND = (
+    "* is recommended; +: so much is missing. split: pipeline x replicas x shards; m: micro-batches. muon: part of the "
+    "step. The last column has the most that there is at one time, those before it the most of each kind. buffers: "
+    "gathered weights, what travels, and what the optimizer works with."
+)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -103,7 +105,7 @@ def _step(arguments: Namespace, console: Console, setting: Setting, planned: Pla
     console.print(title, *([f"shapes from {setting.model.source}"] if setting.model.source else []), head, sep="\n")
     console.print(
         f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
-        f"{config.chunk_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
+        f"{config.bucket_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
     )
     for heading, body in report(setting, mesh, steps):
         console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
@@ -173,7 +175,7 @@ def _fit_table(rows: Sequence[Row], best: Row | None, limit: float) -> Any:
     cells: list[list[Any]] = []
     for row in rows:
         way = row.way
-        passes = f"{way.passes} {'micro-batches' if way.pipeline > 1 else 'passes'}" if way.passes > 1 else ""
+        passes = f"m={way.passes}" if way.pipeline > 1 else f"{way.passes} passes" if way.passes > 1 else ""
         missing = "*" if row is best else "" if row.fits else f"+{(row.memory.peak - limit) / unit:,.1f}"
         words = ", ".join(filter(None, ("recompute" * way.recompute, passes)))
         split = f"{way.pipeline} x {way.replicate} x {way.shard}"

@@ -403,7 +403,7 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
     for replicas in {1 if way.shard > 1 else replicate, replicate}:
         owners = way.shard * replicas
         share = job.wire_itemsize * part.muon / owners  # Bytes that a rank owns, as they travel.
-        buckets = max(1, min(math.ceil(part.matrices / owners), math.ceil(share / config.chunk_bytes)))
+        buckets = max(1, min(math.ceil(part.matrices / owners), math.ceil(share / config.bucket_bytes)))
         most = max(share / buckets, job.wire_itemsize * short * long)  # On the busiest rank of a bucket.
         gather = _send(job, most * inside, shards_leave)
         moved = gather + max(gather, _send(job, most * (replicas - 1), replicas_leave))

@@ -110,7 +110,7 @@ def _planned_step(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> SimulatedStep
         raise ValueError(f"{setting.model.name} has no matrices that are trained, so there is nothing to plan")
     ((_, matrices),) = groups
     specs = [each.spec for each in matrices]
-    plan = plan_step(specs, itemsize=itemsize, chunk_bytes=config.chunk_bytes, strategy=config.assignment)
+    plan = plan_step(specs, itemsize=itemsize, bucket_bytes=config.bucket_bytes, strategy=config.assignment)
     of_adamw = [each for each in setting.model.parameters if each.kind == "elementwise" and not each.frozen]
     numel = sum(math.prod(each.shape) for each in of_adamw) // mesh.shard
     program = {

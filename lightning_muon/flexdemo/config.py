@@ -109,5 +109,7 @@ class FlexDeMoConfig(OptimizerConfig):
     @property
     def inside_nodes(self) -> MuonConfig:
         """Options of what the ranks of a node do together: Newton-Schulz with one owner in each node."""
-        # With one owner for several nodes, whole matrices would be sent between them.
-        return from_arguments(MuonConfig, {**vars(self), "dedupe": "never", "overlap": "step"})
+        # With one owner for several nodes, whole matrices would be sent between them. The buckets of this config are
+        # those that nodes exchange.
+        own = {"dedupe": "never", "bucket_bytes": MuonConfig.bucket_bytes}
+        return from_arguments(MuonConfig, {**vars(self), **own})

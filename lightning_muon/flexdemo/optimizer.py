@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,29 +16,18 @@ from typing_extensions import override
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import (
-    AdjustLr,
-    ComputeDtypeName,
-    DtypeName,
-    Lora,
-    NsCoefficients,
-    NsQuality,
-    Orthogonalize,
-    from_arguments,
     takes_options,
 )
 from lightning_muon.flexdemo.config import (
     ELSEWHERE,
     SIGN_SGD,
-    Base,
     FlexDeMoConfig,
-    Merge,
-    ValueFormat,
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
 from lightning_muon.flexdemo.node_state import Rule, check_equal
-from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps, Replicator
+from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
@@ -83,40 +72,10 @@ class FlexDeMo(PlannedOptimizer):
         params: nn.Module | Iterable[Any],
         lr: float | Tensor = FlexDeMoConfig.lr,
         *,
-        base: Base = FlexDeMoConfig.base,
-        replicator: Replicator | LocalSteps = _DEFAULTS.replicator,
-        decay: float = FlexDeMoConfig.decay,
-        sign: bool | Literal["auto"] = FlexDeMoConfig.sign,
-        merge: Merge = FlexDeMoConfig.merge,
-        weight_decay: float = FlexDeMoConfig.weight_decay,
-        cautious_weight_decay: bool = FlexDeMoConfig.cautious_weight_decay,
         mesh: DeviceMesh | None = None,
-        value_format: ValueFormat = FlexDeMoConfig.value_format,
-        dense_below: int = FlexDeMoConfig.dense_below,
-        check_every: int = FlexDeMoConfig.check_every,
-        bucket_bytes: int = FlexDeMoConfig.bucket_bytes,
-        momentum: float = FlexDeMoConfig.momentum,
-        nesterov: bool = FlexDeMoConfig.nesterov,
-        betas: tuple[float, float] = FlexDeMoConfig.betas,
-        adamw_eps: float = FlexDeMoConfig.adamw_eps,
-        ns_coefficients: NsCoefficients = FlexDeMoConfig.ns_coefficients,
-        ns_steps: int = FlexDeMoConfig.ns_steps,
-        ns_quality: NsQuality = FlexDeMoConfig.ns_quality,
-        eps: float = FlexDeMoConfig.eps,
-        orthogonalize: Orthogonalize = FlexDeMoConfig.orthogonalize,
-        adjust_lr_fn: AdjustLr = FlexDeMoConfig.adjust_lr_fn,
-        muon_lr_factor: float | Literal["auto"] = FlexDeMoConfig.muon_lr_factor,
-        adamw_patterns: tuple[str, ...] = (),
-        muon_patterns: tuple[str, ...] = (),
-        lora: Lora = FlexDeMoConfig.lora,
-        fused: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused,
-        fused_inputs: Mapping[str, int | tuple[int, ...]] = _DEFAULTS.fused_inputs,
-        compute_dtype: ComputeDtypeName = FlexDeMoConfig.compute_dtype,
-        wire_dtype: DtypeName = FlexDeMoConfig.wire_dtype,
-        error_if_nonfinite: bool = FlexDeMoConfig.error_if_nonfinite,
-        max_skipped_steps: int = FlexDeMoConfig.max_skipped_steps,
+        **options: Any,
     ) -> None:
-        self.config = from_arguments(FlexDeMoConfig, locals())
+        self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)
         self._checked: PlannedStep | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
@@ -124,7 +83,7 @@ class FlexDeMo(PlannedOptimizer):
             params,
             self.config.inside_nodes,
             mesh=mesh,
-            algorithm="auto" if base == "muon" else "adamw",
+            algorithm="auto" if self.config.base == "muon" else "adamw",
             num_exchanges=0,
             **without,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -17,16 +16,13 @@ from torch import nn
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
-from lightning_muon.config import from_arguments
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import ClipGroups, LossScaling, Options
+from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
-from lightning_muon.sharding.base import BucketBytes
-from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.shard_model import WrapPolicy
 
 
@@ -52,30 +48,16 @@ class MuonStrategy:
         optimizer: OptimizerChoice = Options.optimizer,
         wrap_policy: WrapPolicy = Options.wrap_policy,
         reshard_after_forward: bool = Options.reshard_after_forward,
-        *,
-        sharding: Sharding = Options.sharding,
-        context_size: int = Options.context_size,
-        tensor_size: int = Options.tensor_size,
-        pipeline_size: int = Options.pipeline_size,
-        pipeline_schedule: str = Options.pipeline_schedule,
-        pipeline_microbatches: SizeOrAuto = Options.pipeline_microbatches,
-        pipeline_split: Sequence[str] | None = Options.pipeline_split,
-        pipeline_stages_per_rank: SizeOrAuto = Options.pipeline_stages_per_rank,
-        loss_scaling: LossScaling = Options.loss_scaling,
-        clip_groups: ClipGroups = Options.clip_groups,
-        reshard_after_backward: bool = Options.reshard_after_backward,
-        bucket_bytes: BucketBytes = Options.bucket_bytes,
-        early_all_gather: bool = Options.early_all_gather,
-        data_parallel_size: SizeOrAuto = Options.data_parallel_size,
-        tensor_parallel_size: SizeOrAuto = Options.tensor_parallel_size,
-        save_distributed_checkpoint: bool = Options.save_distributed_checkpoint,
-        check_replicas_every_n_steps: int = Options.check_replicas_every_n_steps,
-        async_save: bool = Options.async_save,
-        process_group_backend: str | None = Options.process_group_backend,
-        timeout: timedelta = Options.timeout,
-        max_silence: timedelta | None = Options.max_silence,
+        **options: Any,
     ) -> None:
-        self.options = from_arguments(Options, locals())
+        self.options = Options(
+            replicate_size=replicate_size,
+            shard_size=shard_size,
+            optimizer=optimizer,
+            wrap_policy=wrap_policy,
+            reshard_after_forward=reshard_after_forward,
+            **options,
+        )
         self._meshes: Meshes | None = None
         self._saves: BackgroundSaves | None = None
         self._watchdog: Watchdog | None = None  # Until the first engine has it.

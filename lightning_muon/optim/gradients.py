@@ -203,16 +203,6 @@ def _host_reads_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def is_unusable(grad: Tensor | None) -> bool:
-    """Whether a gradient is of a kind that no step takes."""
-    return grad is not None and (grad.is_complex() or grad.is_sparse)
-
-
-def is_unreduced(tensor: Tensor, grad: Tensor | None) -> bool:
-    """Whether a gradient has other placements than its parameter (a partial sum), so that all ranks must reduce it."""
-    return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
-
-
 def _local_flags(
     members: MeshMembers, plan: StepPlan, found: LocalGradients, findings: _Findings, *, checks: bool
 ) -> _Flags:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Self
+from collections.abc import Iterable
+from typing import Any, Self
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,20 +11,9 @@ from typing_extensions import override
 
 from lightning_muon.config import (
     MEASURED_MUON_LR_FACTOR,
-    AdjustLr,
     Algorithm,
-    Assignment,
-    ComputeDtypeName,
-    Dedupe,
-    DtypeName,
-    Lora,
     MuonConfig,
-    NsCoefficients,
-    NsQuality,
     OptimizerConfig,
-    Orthogonalize,
-    Overlap,
-    from_arguments,
     takes_options,
 )
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
@@ -69,40 +58,14 @@ class ParallelMuon(PlannedOptimizer):
         weight_decay: float = MuonConfig.weight_decay,
         momentum: float = MuonConfig.momentum,
         *,
-        cautious_weight_decay: bool = MuonConfig.cautious_weight_decay,
-        nesterov: bool = MuonConfig.nesterov,
-        ns_coefficients: NsCoefficients = MuonConfig.ns_coefficients,
-        eps: float = MuonConfig.eps,
-        ns_steps: int = MuonConfig.ns_steps,
-        ns_quality: NsQuality = MuonConfig.ns_quality,
-        orthogonalize: Orthogonalize = MuonConfig.orthogonalize,
-        adjust_lr_fn: AdjustLr | None = MuonConfig.adjust_lr_fn,
-        muon_lr_factor: float | Literal["auto"] = MuonConfig.muon_lr_factor,
         algorithm: Algorithm = "auto",
-        betas: tuple[float, float] = MuonConfig.betas,
-        adamw_eps: float = MuonConfig.adamw_eps,
         mesh: DeviceMesh | None = None,
-        compute_dtype: ComputeDtypeName = MuonConfig.compute_dtype,
-        wire_dtype: DtypeName = MuonConfig.wire_dtype,
-        chunk_bytes: int = MuonConfig.chunk_bytes,
-        assignment: Assignment = MuonConfig.assignment,
-        dedupe: Dedupe = MuonConfig.dedupe,
-        overlap: Overlap = MuonConfig.overlap,
-        look_ahead: int = MuonConfig.look_ahead,
-        normuon: bool = MuonConfig.normuon,
-        normuon_beta2: float = MuonConfig.normuon_beta2,
-        adamw_patterns: Sequence[str] = MuonConfig.adamw_patterns,
-        muon_patterns: Sequence[str] = MuonConfig.muon_patterns,
-        lora: Lora = MuonConfig.lora,
-        fused: Mapping[str, int | tuple[int, ...]] | None = None,
-        fused_inputs: Mapping[str, int | tuple[int, ...]] | None = None,
-        error_if_nonfinite: bool = MuonConfig.error_if_nonfinite,
-        max_skipped_steps: int = MuonConfig.max_skipped_steps,
+        **options: Any,
     ) -> None:
-        if adjust_lr_fn is None:
-            adjust_lr_fn = "original"  # What None means to torch.optim.Muon.
-        fused, fused_inputs = fused or {}, fused_inputs or {}
-        super().__init__(params, from_arguments(MuonConfig, locals()), mesh=mesh, algorithm=algorithm)
+        if options.get("adjust_lr_fn", "") is None:
+            options["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
+        config = MuonConfig(lr=lr, weight_decay=weight_decay, momentum=momentum, **options)  # type: ignore[arg-type]
+        super().__init__(params, config, mesh=mesh, algorithm=algorithm)
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:

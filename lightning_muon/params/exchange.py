@@ -164,7 +164,7 @@ def plan_exchanges(parameters: Sequence[ParameterToPlan], options: PlanOptions) 
         plan = plan_step(
             [each.spec for each in matrices],
             itemsize=options.itemsize,
-            chunk_bytes=options.chunk_bytes,
+            bucket_bytes=options.bucket_bytes,
             strategy=options.assignment,
             loads=loads_so_far(ranks, planned, options.itemsize),
             key_prefix=f"{number}.",

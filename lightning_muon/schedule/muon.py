@@ -35,7 +35,7 @@ def plan_step(
     specs: Sequence[MatrixSpec],
     *,
     itemsize: int,
-    chunk_bytes: int,
+    bucket_bytes: int,
     strategy: Assignment = "lpt",
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
@@ -43,7 +43,7 @@ def plan_step(
 ) -> MuonPlan:
     """Assign owners and buckets of the matrices of one exchange group, given in forward order.
 
-    ``chunk_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
+    ``bucket_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
     ``loads`` are the earlier loads of each rank; ``ranks`` are those whose ops are listed, by default all.
     """
     num_ranks = len(specs[0].shards.replica_of)
@@ -51,7 +51,7 @@ def plan_step(
     sizes = [spec.numel * itemsize for spec in specs]
     sole_holders = [spec.shards.sole_holder for spec in specs]
     buckets = fill_buckets(
-        sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, chunk_bytes=chunk_bytes
+        sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, bucket_bytes=bucket_bytes
     )
     owners = assign_owners(
         buckets,
@@ -78,13 +78,13 @@ def plan_step(
 
 
 def fill_buckets(
-    sizes: Sequence[int], sole_holders: Sequence[int | None], *, num_owners: int, chunk_bytes: int
+    sizes: Sequence[int], sole_holders: Sequence[int | None], *, num_owners: int, bucket_bytes: int
 ) -> list[tuple[int, ...]]:
     """Indices of the matrices of each bucket, the last matrix first: backward finishes gradients about in this order.
 
     A bucket is closed when it has a matrix for each owner and the next one would take it above ``num_owners *
-    chunk_bytes``. Matrices that lie on one rank alone come first, in buckets of their own, with at most ``chunk_bytes``
-    per rank: each rank fills its own sequence of buckets, so that all ranks have work in bucket after bucket.
+    bucket_bytes``. Matrices that lie on one rank alone come first, in buckets of their own, with at most
+    ``bucket_bytes`` per rank: each rank fills its own sequence of buckets, so that all ranks have work in each of them.
     """
     resident: list[list[int]] = []
     travelling: list[list[int]] = []
@@ -94,7 +94,7 @@ def fill_buckets(
         holder = sole_holders[matrix]
         buckets, least = (travelling, num_owners) if holder is None else (resident, 1)
         number, count, filled = state.get(holder, (0, 0, 0))
-        if count >= least and filled + sizes[matrix] > least * chunk_bytes:
+        if count >= least and filled + sizes[matrix] > least * bucket_bytes:
             number, count, filled = number + 1, 0, 0
         state[holder] = (number, count + 1, filled + sizes[matrix])
         if number == len(buckets):

@@ -48,7 +48,7 @@ def sharded(mesh_shape: tuple[int, ...]) -> Net:
 
 def make_optimizer(model: nn.Module, **options: Any) -> ParallelMuon:
     float32 = {"compute_dtype": "float32", "wire_dtype": "float32"}
-    options = {"lr": 0.02, **float32, "chunk_bytes": 1} | options
+    options = {"lr": 0.02, **float32, "bucket_bytes": 1} | options
     return ParallelMuon(model, **options)
 
 

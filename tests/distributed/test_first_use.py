@@ -82,7 +82,7 @@ def _train_hybrid() -> None:
     model, mesh = _model(), nccl_like_mesh(2, 2)
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", chunk_bytes=1000)
+    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", bucket_bytes=1000)
     for _ in range(3):
         _loss(model).backward()
         optimizer.step()

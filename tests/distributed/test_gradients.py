@@ -30,7 +30,7 @@ def _step_with_missing(missing: dict[int, list[str]]) -> tuple[dict[str, Tensor]
     mesh = _mesh()
     placed = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _tensors(0).items()}
     parameters = {name: nn.Parameter(tensor) for name, tensor in placed.items()}
-    optimizer = ParallelMuon(parameters.items(), lr=0.02, compute_dtype="float32", chunk_bytes=400)
+    optimizer = ParallelMuon(parameters.items(), lr=0.02, compute_dtype="float32", bucket_bytes=400)
     grads = {name: distribute_tensor(grad, mesh, [Shard(0)]) for name, grad in _tensors(1).items()}
     for name, parameter in parameters.items():
         parameter.grad = None if name in missing.get(dist.get_rank(), []) else grads[name]

@@ -35,7 +35,7 @@ PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3}}
 NUM_STEPS, LR = 4, 0.02
 NORMUON: dict[str, Any] = {"normuon": True}
 CHOICES: list[dict[str, Any]] = [NORMUON, NORMUON | {"normuon_beta2": 0.8, "weight_decay": 0.0}]
-FLOAT32 = {"compute_dtype": "float32", "wire_dtype": "float32", "chunk_bytes": 4000}
+FLOAT32 = {"compute_dtype": "float32", "wire_dtype": "float32", "bucket_bytes": 4000}
 # Sums of squares are added up by pieces, in another order than by whole matrices.
 TOLERANCE = 2e-6
 

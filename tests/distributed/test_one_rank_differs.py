@@ -183,7 +183,7 @@ def _bad_on_rank_1(key: str, value: Any, when: str) -> list[bool]:
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
-        optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", chunk_bytes=1)
+        optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", bucket_bytes=1)
         for step in range(4):
             is_bad = is_tried and step == 2
             before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]

@@ -108,7 +108,7 @@ def _train_and_lose(how: str, ranks: Sequence[int], when: str, **options: Any) -
         for layer in model[1:]:  # type: ignore[index]
             fully_shard(layer)
         fully_shard(model)
-    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", chunk_bytes=1, **options)
+    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", bucket_bytes=1, **options)
     for step in range(5):
         is_lost = step in (2, 3) and dist.get_rank() in ranks
         if is_lost and when == "before backward":

@@ -67,8 +67,8 @@ def test_overlap_gives_the_weights_of_a_serial_step(gloo: ProcessPool, backward:
 
 
 VARIANTS = [
-    {"look_ahead": look_ahead, "assignment": assignment, "chunk_bytes": chunk_bytes}
-    for look_ahead, assignment, chunk_bytes in (
+    {"look_ahead": look_ahead, "assignment": assignment, "bucket_bytes": bucket_bytes}
+    for look_ahead, assignment, bucket_bytes in (
         (1, "round_robin", 700),
         (2, "redundant", 1),
         (1, "lpt", 700),

@@ -90,7 +90,7 @@ def _compare(
 
 @pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
 def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape: tuple[int, ...]) -> None:
-    options, expected = {"chunk_bytes": 8000, "muon_lr_factor": 2.5}, _reference(muon_lr_factor=2.5)
+    options, expected = {"bucket_bytes": 8000, "muon_lr_factor": 2.5}, _reference(muon_lr_factor=2.5)
     _compare(gloo, mesh_shape, [(dim, options, expected, EXACT) for dim in (0, 1)])
 
 

@@ -73,7 +73,7 @@ def _orders_that_differ() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     tensors = [distribute_tensor(torch.ones(4, 4), mesh, [each, Shard(1)]) for each in (Shard(0), Replicate())]
     own = [torch.ones(4, 4) for _ in range(1 + 3 * dist.get_rank())]
-    plan_for([*tensors, *own], chunk_bytes=1, look_ahead=3)
+    plan_for([*tensors, *own], bucket_bytes=1, look_ahead=3)
 
 
 def test_an_order_of_messages_that_differs_is_refused(gloo: ProcessPool) -> None:
@@ -91,7 +91,7 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     parameters = [ParameterShape(name=f"w{i}", shape=shape, kind="matrix") for i, shape in enumerate(shapes)]
     model, config = (
         ModelShapes(name="m", source="", parameters=tuple(parameters)),
-        MuonConfig(chunk_bytes=10**6, wire_dtype="float32"),
+        MuonConfig(bucket_bytes=10**6, wire_dtype="float32"),
     )
     steps = planned_steps(Setting(model=model, config=config, cost=PRESETS["reference"]), Mesh(replicate=2, shard=2))
     outcome = steps[ON_ALL if dedupe == "always" else IN_REPLICAS]

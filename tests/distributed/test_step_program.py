@@ -38,8 +38,7 @@ def start(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[S
     made = ModeOptions(decoupled_nodes=is_flexdemo, bucket_bytes=300)
     mode = make_mode("fsdp" if is_flexdemo else name, mesh_of(shape), made)
     mode.prepare(net)
-    buckets = {"bucket_bytes" if is_flexdemo else "chunk_bytes": 200}
-    options = {"lr": 0.02, "compute_dtype": "float32", **buckets, **options}
+    options = {"lr": 0.02, "compute_dtype": "float32", "bucket_bytes": 200, **options}
     optimizer = (FlexDeMo if is_flexdemo else ParallelMuon)(net, **options)
     mode.attach(net, [optimizer])
     return mode, net, optimizer

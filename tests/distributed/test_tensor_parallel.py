@@ -64,7 +64,7 @@ def _train_odd(sizes: Mapping[str, int], options: dict[str, Any]) -> tuple[dict[
     """This rank's parts, and the same parts of what full matrices give."""
     meshes = _make(sizes)
     parameters = _place(_tensors(0), meshes)
-    optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", chunk_bytes=300, **FLOAT32, **options)
+    optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", bucket_bytes=300, **FLOAT32, **options)
     reference = ReferenceMuon(_tensors(0), lr=LR)
     for step in range(NUM_STEPS):
         for name, grad in _place(_tensors(1 + step), meshes).items():

@@ -28,7 +28,7 @@ def test_the_defaults_are_valid_and_frozen() -> None:
 @pytest.mark.parametrize(
     ("option", "value"),
     [("lr", -1e-3), ("lr", float("inf")), ("momentum", 1.0), ("eps", -1.0), ("betas", (0.9,)), ("ns_steps", 100),
-     ("ns_steps", 2.5), ("adjust_lr_fn", "adamw"), ("ns_coefficients", (1, 2)), ("chunk_bytes", 0),
+     ("ns_steps", 2.5), ("adjust_lr_fn", "adamw"), ("ns_coefficients", (1, 2)), ("bucket_bytes", 0),
      ("lr", "1e-3"), ("lr", None), ("momentum", True), ("betas", ("0.9", 0.95)), ("ns_coefficients", (1, 2, "3")),
      ("nesterov", "no"), ("error_if_nonfinite", 1), ("compute_dtype", "float64"), ("compute_dtype", torch.bfloat16),
      ("wire_dtype", "float16"), ("wire_dtype", "bf16"), ("adamw_patterns", "*.x"), ("muon_patterns", (3,)),

@@ -75,7 +75,7 @@ def _train(mesh_shape: tuple[int, ...]) -> dict[str, Any]:
         }
         for names, algorithm in ((MATRICES, "muon"), (VECTORS, "adamw"))
     ]
-    optimizer = ParallelMuon(groups, muon_lr_factor=FACTOR, chunk_bytes=1000, dedupe="always", **EXACT)
+    optimizer = ParallelMuon(groups, muon_lr_factor=FACTOR, bucket_bytes=1000, dedupe="always", **EXACT)
     monitor = StepMonitor(optimizer, every_n_steps=EVERY)
     taken: list[dict[str, float]] = []
     for step in range(1, 2 * EVERY + 1):

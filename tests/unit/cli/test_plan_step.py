@@ -18,7 +18,7 @@ _FLOPS = newton_schulz_flops(256, 128, 5)
 
 def _plan(shapes: Sequence[ParameterShape], replicate: int, shard: int, **options: Any) -> dict[str, SimulatedStep]:
     model = ModelShapes(name="model", source="", parameters=tuple(shapes))
-    config = MuonConfig(chunk_bytes=2**16, **options)
+    config = MuonConfig(bucket_bytes=2**16, **options)
     return planned_steps(Setting(model=model, cost=PRESETS["reference"], config=config), Mesh(replicate, shard))
 
 

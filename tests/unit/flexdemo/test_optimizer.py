@@ -229,7 +229,6 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
         ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
         ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
-        ({"chunk_bytes": 3}, "no option 'chunk_bytes'; did you mean 'bucket_bytes'?"),
         ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
         ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
         ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),

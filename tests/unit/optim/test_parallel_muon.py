@@ -29,7 +29,7 @@ def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov:
         pytest.skip("torch.optim.Muon then normalizes its momentum buffer in place: bfloat16() is no copy")
     mine, theirs = [[nn.Parameter(p.detach().to(dtype)) for p in _parameters()] for _ in range(2)]
     options = {"lr": 0.02, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": adjust_lr_fn}
-    ours = ParallelMuon(mine, algorithm="muon", compute_dtype="bfloat16", chunk_bytes=1000, **options)
+    ours = ParallelMuon(mine, algorithm="muon", compute_dtype="bfloat16", bucket_bytes=1000, **options)
     reference = torch.optim.Muon(theirs, **options)
     for step in range(10):
         set_gradients(mine, step)
@@ -124,7 +124,7 @@ def test_matrices_inside_of_a_weight_are_stepped_alone(fused: Any) -> None:
 
 
 def test_bad_arguments_are_refused_when_constructed() -> None:
-    for options in ({"lr": -1.0}, {"momentum": 1.0}, {"algorithm": "sgd"}, {"chunk_bytes": 0}, {"fused": {"*": "4"}}):
+    for options in ({"lr": -1.0}, {"momentum": 1.0}, {"algorithm": "sgd"}, {"bucket_bytes": 0}, {"fused": {"*": "4"}}):
         (key,) = options
         with pytest.raises(ValueError, match=key):
             ParallelMuon([nn.Parameter(torch.ones(2, 2))], **options)
@@ -164,7 +164,7 @@ def test_schedulers_and_settings_after_a_load_count() -> None:
 def test_a_step_needs_memory_for_a_few_buckets_only() -> None:
     # 32 matrices of 64 KiB in buckets of 64 KiB: a step may hold a few of them, not a copy of all.
     parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(32)]
-    optimizer = ParallelMuon(parameters, compute_dtype="float32", chunk_bytes=2**16)
+    optimizer = ParallelMuon(parameters, compute_dtype="float32", bucket_bytes=2**16)
     for parameter in parameters:
         parameter.grad = torch.randn(128, 128)
     optimizer.step()

@@ -45,7 +45,7 @@ def grid(num_replicas: int, num_shards: int) -> list[int]:
 
 def plan_of(specs: list[MatrixSpec], **options: Any) -> MuonPlan:
     """The plan with one matrix per owner in a bucket."""
-    return plan_step(specs, **({"itemsize": 2, "chunk_bytes": 1} | options))
+    return plan_step(specs, **({"itemsize": 2, "bucket_bytes": 1} | options))
 
 
 def with_adamw(program: Program, size: int = 1) -> Program:
@@ -60,7 +60,7 @@ def plans(draw: st.DrawFn) -> MuonPlan:
     num_ranks = num_replicas * num_shards
     return plan_of(
         sharded(draw(st.lists(st.integers(1, 60), min_size=1, max_size=20)), num_ranks, num_replicas),
-        chunk_bytes=draw(st.integers(1, 300)),
+        bucket_bytes=draw(st.integers(1, 300)),
         strategy=draw(st.sampled_from(["lpt", "round_robin", "redundant"])),
     )
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, even_out, longest_first
+from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, longest_first
 from lightning_muon.schedule.muon import fill_buckets, plan_step
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import grid, plan_of, sharded
 
 
 @pytest.mark.parametrize(
-    ("sizes", "holders", "num_owners", "chunk_bytes", "expected"),
+    ("sizes", "holders", "num_owners", "bucket_bytes", "expected"),
     [
         # A bucket is closed when every owner has a matrix and its bytes are reached.
         ([10] * 7, [None] * 7, 2, 15, [(6, 5, 4), (3, 2, 1), (0,)]),
@@ -32,9 +32,9 @@ from tests.unit.schedule.specs import grid, plan_of, sharded
     ],
 )
 def test_buckets_are_filled_from_the_last_matrix(
-    sizes: list[int], holders: list[int | None], num_owners: int, chunk_bytes: int, expected: list[tuple[int, ...]]
+    sizes: list[int], holders: list[int | None], num_owners: int, bucket_bytes: int, expected: list[tuple[int, ...]]
 ) -> None:
-    assert fill_buckets(sizes, holders, num_owners=num_owners, chunk_bytes=chunk_bytes) == expected
+    assert fill_buckets(sizes, holders, num_owners=num_owners, bucket_bytes=bucket_bytes) == expected
 
 
 @settings(deadline=None)
@@ -45,10 +45,10 @@ def test_buckets_are_filled_from_the_last_matrix(
     st.sampled_from(["lpt", "round_robin"]),
 )
 def test_each_matrix_has_one_owner_and_bucket_and_arrives(
-    numels: list[int], mesh: tuple[int, int], chunk_bytes: int, strategy: str
+    numels: list[int], mesh: tuple[int, int], bucket_bytes: int, strategy: str
 ) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    plan = plan_of(specs, itemsize=1, chunk_bytes=chunk_bytes, strategy=strategy)
+    plan = plan_of(specs, itemsize=1, bucket_bytes=bucket_bytes, strategy=strategy)
     assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
     assert all(len(owners) == 1 for owners in plan.owners)
     assert sum(plan.flops) == sum(numels)
@@ -69,7 +69,7 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
     matrices = sharded([40, 12, 9, 31, 8, 8], 4, num_replicas)
-    options: dict[str, Any] = {"itemsize": 2, "chunk_bytes": 40, "strategy": strategy}
+    options: dict[str, Any] = {"itemsize": 2, "bucket_bytes": 40, "strategy": strategy}
     everything = plan_step(matrices, **options)
     for rank in range(4):
         own = plan_step(matrices, **options, ranks=(rank,))
@@ -126,7 +126,7 @@ def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int]
 )
 def test_one_owner_moves_no_more_than_it_must(numels: list[int], mesh: tuple[int, int], strategy: str) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    owners = plan_of(specs, chunk_bytes=100, strategy=strategy).owners
+    owners = plan_of(specs, bucket_bytes=100, strategy=strategy).owners
     found = count_elements(dict(enumerate(owners)), specs)
     within = sum(spec.numel - spec.shards.held[owner] for spec, (owner,) in zip(specs, owners, strict=True))
     between = (mesh[0] - 1) * sum(numels)
@@ -147,34 +147,3 @@ def test_the_largest_load_is_within_grahams_bound(costs: list[int], num_ranks: i
     assert [load for load, _ in loads] == _loads(costs, [owners[job] for job in range(len(costs))], num_ranks)
     optimum = min(max(_loads(costs, choice, num_ranks)) for choice in product(range(num_ranks), repeat=len(costs)))
     assert max(load for load, _ in loads) * 3 * num_ranks <= (4 * num_ranks - 1) * optimum
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=8), min_size=1, max_size=4), st.integers(1, 4), st.data()
-)
-def test_the_busiest_gets_less_until_no_exchange_is_left(
-    bucket_costs: list[list[int]], num_ranks: int, data: st.DataObject
-) -> None:
-    costs = [cost for bucket in bucket_costs for cost in bucket]
-    matrices = iter(range(len(costs)))
-    buckets = [{next(matrices): data.draw(st.integers(0, num_ranks - 1)) for _ in bucket} for bucket in bucket_costs]
-    members = [set(bucket) for bucket in buckets]
-
-    def loads_now() -> list[tuple[int, int]]:
-        owner_of = {matrix: owner for bucket in buckets for matrix, owner in bucket.items()}
-        return [(load, 2 * load) for load in _loads(costs, [owner_of[i] for i in range(len(costs))], num_ranks)]
-
-    loads = loads_now()
-    most = max(loads)
-    even_out(buckets, costs, [2 * cost for cost in costs], loads)
-    assert [set(bucket) for bucket in buckets] == members
-    assert loads == loads_now()
-    assert max(loads) <= most
-    busiest = max(range(num_ranks), key=lambda rank: loads[rank][0])
-    for bucket in buckets:
-        for matrix in (matrix for matrix, owner in bucket.items() if owner == busiest):
-            assert all(costs[matrix] >= loads[busiest][0] - load for load, _ in loads)
-            for other, owner in bucket.items():
-                relief = costs[matrix] - costs[other]
-                assert relief <= 0 or relief >= loads[busiest][0] - loads[owner][0]

@@ -1,6 +1,5 @@
 """Timelines, against closed forms and lower bounds; broken programs, which are refused by name of the op."""
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -169,7 +168,7 @@ def test_a_broken_program_is_refused(program: Program, message: str) -> None:
 @pytest.fixture
 def plan() -> MuonPlan:
     """Two buckets of two matrices: 3 and 2, then 1 and 0; rank 0 owns 3 and 1."""
-    plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), chunk_bytes=16)
+    plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), bucket_bytes=16)
     assert plan.owners == ((1,), (0,), (1,), (0,))
     return plan
 
@@ -225,12 +224,3 @@ def test_a_matrix_without_bucket_or_owner_or_in_two_is_refused(plan: MuonPlan) -
     ):
         with pytest.raises(ValueError, match=message):
             check_step(changed.program, [changed])
-
-
-def test_100_000_ops_are_checked_in_about_a_second() -> None:
-    plan = plan_of(sharded([128] * 20_000, 64))
-    assert sum(map(len, plan.program.values())) > 100_000
-    started = time.process_time()
-    check_step(plan.program, [plan])
-    # 0.9 to 1.3 seconds of one core; a check that compares pairs of ops takes minutes.
-    assert time.process_time() - started < 5
