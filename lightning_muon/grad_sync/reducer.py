@@ -304,7 +304,8 @@ class GradientReducer:
             ],
             kept=[*kept],
         )
-        return own.unpack(self.step.ask(own.pack()))
+        with profiled("agree", "parameters"):
+            return own.unpack(self.step.ask(own.pack()))
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:

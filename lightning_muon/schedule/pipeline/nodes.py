@@ -23,7 +23,6 @@ class PipelineKind:
     RESHARD = "reshard"
     REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks.
     TIED = "tied"  # Sum the gradients of the copies of a parameter that several stages have.
-    GRADIENT_NORM = "gradient_norm"  # The norm over all stages, for clipping.
     OPTIMIZER = "optimizer"  # The optimizer step of a rank, for all of its stages.
 
 

@@ -23,7 +23,6 @@ _PARTS: dict[str, tuple[str, ...]] = {
     PipelineKind.GRADIENT: ("communication",),
     PipelineKind.LOSS: ("communication",),
     PipelineKind.TIED: ("communication",),
-    PipelineKind.GRADIENT_NORM: ("communication",),
     PipelineKind.UNSHARD: ("unshard",),
     PipelineKind.RESHARD: (),
     PipelineKind.REDUCE_GRAD: ("reduce_grad",),
