@@ -1,8 +1,8 @@
-"""Manifests of checkpoints, written last, by which a damaged file is found before anything is loaded.
+"""What a checkpoint says of itself, written last, by which damage is found before anything is loaded or unpickled.
 
-A directory has :data:`MANIFEST` with the size and SHA-256 of each file. A single file ends with its own, in the comment
-of the zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are
-written, never by reading them again.
+A directory has :data:`MANIFEST` with the size and SHA-256 of each file. A single file has its own in the comment of the
+zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are written,
+never by reading them again. Hashes tell damage, and nothing about who has written the bytes.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
-import zipfile
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from lightning_muon.errors import DamagedCheckpointError
@@ -27,12 +25,10 @@ from lightning_muon.errors import DamagedCheckpointError
 MANIFEST = "manifest.json"
 INDEX = ".metadata"  # The index file of torch.distributed.checkpoint.
 _FORMAT = 1
-# A zip archive without comment ends with the length of the comment, two bytes of zero.
-_LENGTH, _ARCHIVE, _PICKLE = 2, b"PK\3\4", b"\x80"
-_MARK, _HASH_MARK, _HASH_DIGITS = b"lightning-muon ", b" sha256=", 64
-_MOST_OF_COMMENT = 2**16
-_END_OF_ARCHIVE, _SIZE_OF_END = b"PK\5\6", 22  # Of a zip archive, before its comment.
-_ENDS_WITH_HASH = re.compile(rb"[0-9a-f]{30}.?[0-9a-f]{30}.{0,3}\Z", re.DOTALL)
+_MARK = b"lightning-muon "  # Before our comment of an archive.
+_END_OF_ARCHIVE, _SIZE_OF_END, _MOST_OF_COMMENT = b"PK\5\6", 22, 2**16
+_LENGTH = 2  # Bytes of a comment's length, before it; hashed as zeros.
+_PICKLE = b"\x80"  # Begins the files of torch before version 1.6.
 _PIECE = 2**22  # Bytes read at a time.
 
 
@@ -108,27 +104,6 @@ class HashedFile:
             raise
 
 
-class _Archive(HashedFile):
-    """The zip archive of a ``torch.save``, to which a comment with its hash is added at the end."""
-
-    _held = b""
-
-    def write(self, data: Any) -> int:
-        data = memoryview(data).cast("B")
-        if len(data) < _LENGTH:
-            data = memoryview(self._held + bytes(data))
-        elif self._held:
-            super().write(self._held)
-        super().write(data[:-_LENGTH])
-        self._held = bytes(data[-_LENGTH:])
-        return len(data)
-
-    def finish(self, about: Mapping[str, Any]) -> None:
-        start = _MARK + json.dumps(dict(about)).encode() + _HASH_MARK
-        super().write((len(start) + _HASH_DIGITS).to_bytes(_LENGTH, "little") + start)
-        self._file.write(self._sha256.hexdigest().encode())
-
-
 class ShardWriter(FileSystemWriter):
     """Writer of ``torch.distributed.checkpoint`` that knows the hash of each file that this rank has written."""
 
@@ -168,18 +143,19 @@ class _HashingFileSystem(FileSystem):
 
 
 def write_file(content: Any, path: Path, about: Mapping[str, Any]) -> None:
-    """``torch.save`` to one file that ends with ``about`` and its hash; local."""
-    with _Archive(path) as file:
+    """``torch.save`` to one file that says ``about`` of itself, and its hash; local."""
+    with HashedFile(path) as file:
         torch.save(content, cast("IO[bytes]", file))
-        file.finish(about)
+        comment = _MARK + json.dumps(_sealed({**about, "file": file.entry})).encode()
+        file.seek(-_LENGTH, os.SEEK_END)
+        file.write(len(comment).to_bytes(_LENGTH, "little") + comment)
 
 
 def write_manifest(directory: Path, files: Mapping[str, Mapping[str, Any]], about: Mapping[str, Any]) -> None:
     """Write the manifest of ``directory``; local, by one rank, when all files are there."""
     manifest = {"format": _FORMAT, **about, "files": dict(sorted(files.items()))}
-    manifest["sha256"] = _hash_of(manifest)
     with (directory / MANIFEST).open("w", encoding="utf-8") as file:
-        json.dump(manifest, file, indent=1)
+        json.dump(_sealed(manifest), file, indent=1)
         _sync(file)
     sync_directory(directory)
 
@@ -200,34 +176,28 @@ def sync_directory(directory: Path) -> None:
 
 
 def describe(path: Path) -> dict[str, Any] | None:
-    """Read the manifest of a checkpoint, but not all of the checkpoint; ``None`` without a manifest.
+    """What a checkpoint says of itself, without reading all of it; ``None`` if it says nothing. Local.
 
     Raises:
-        DamagedCheckpointError: The manifest is damaged, or cannot be read.
+        DamagedCheckpointError: It cannot be read, or is not as it was written.
+        ValueError: A later version of lightning-muon has written it.
     """
+    manifest, index = path / MANIFEST, path / INDEX
     try:
-        if path.is_dir():
-            return _manifest_of(path)
-        comment = _comment_of(path)
+        if not path.is_dir():
+            comment = _comment_of(path)
+            return _unsealed(path, comment.removeprefix(_MARK)) if comment else None
+        if manifest.is_file():
+            return _unsealed(manifest, manifest.read_bytes())
+        if index.is_file() and MANIFEST.encode() in index.read_bytes():  # See ShardWriter.storage_meta.
+            raise DamagedCheckpointError(f"{manifest} is missing")
     except OSError as problem:
         raise DamagedCheckpointError(f"{path} cannot be read: {problem}") from None
-    return None if comment is None else _parsed(path, comment[len(_MARK) : -_HASH_DIGITS - len(_HASH_MARK)])
-
-
-def _manifest_of(directory: Path) -> dict[str, Any] | None:
-    path = directory / MANIFEST
-    if not path.is_file():
-        if _has_lost_manifest(directory):
-            raise DamagedCheckpointError(f"{path} is missing")
-        return None
-    manifest = _parsed(path, path.read_bytes())
-    if manifest.pop("sha256", None) != _hash_of(manifest):
-        raise DamagedCheckpointError(f"{path} is not as it was written")
-    return manifest
+    return None
 
 
 def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | None:
-    """Find damage of a checkpoint, a line for each file; ``[]`` if there is no checkpoint, ``None`` without a manifest.
+    """Find damage, a line for each file; ``[]`` if there is no checkpoint, ``None`` for one without hashes.
 
     With ``num_parts`` readers each reads about as many bytes; ``part`` is the number of this one. Local.
     """
@@ -237,27 +207,17 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
         about = describe(path)
     except DamagedCheckpointError as problem:
         return [str(problem)]
-    if about is None:
-        has_index = not path.is_dir() or (path / INDEX).is_file()
-        if not has_index and path.suffix == ".ckpt":
-            return [f"{path} has neither {MANIFEST} nor {INDEX}: it was not written to its end, or they were lost"]
+    if path.is_dir() and path.suffix == ".ckpt" and about is None and not (path / INDEX).is_file():
+        return [f"{path} has neither {MANIFEST} nor {INDEX}: it was not written to its end, or they were lost"]
+    if about is None or not about.keys() & {"files", "file"}:
         return None
     if not path.is_dir():
-        return _damages_of_file(path) if part == 0 else []
-    sizes = {name: entry["size"] for name, entry in about["files"].items()}
-    names = sorted(sizes, key=lambda name: (-sizes[name], name))
-    found = [_difference(path / name, about["files"][name]) for name in names[part::num_parts]]
+        found = [_difference(path, about["file"], _comment_of(path))] if part == 0 else []
+    else:
+        sizes = {name: entry["size"] for name, entry in about["files"].items()}
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        found = [_difference(path / name, about["files"][name]) for name in names[part::num_parts]]
     return [line for line in found if line]
-
-
-def _has_lost_manifest(directory: Path) -> bool:
-    if not (directory / INDEX).is_file():
-        return False
-    try:
-        about = FileSystemReader(directory).read_metadata().storage_meta
-    except Exception as problem:  # Unpickling damaged bytes may raise anything.
-        raise DamagedCheckpointError(f"{directory / INDEX} cannot be read: {type(problem).__name__}") from None
-    return about is not None and MANIFEST in about.modules
 
 
 def require_one_save(paths: Sequence[Path]) -> None:
@@ -267,77 +227,58 @@ def require_one_save(paths: Sequence[Path]) -> None:
         raise DamagedCheckpointError(f"{', '.join(map(str, saves))} were written by different saves")
 
 
-def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+def _difference(path: Path, entry: Mapping[str, Any], comment: bytes = b"") -> str | None:
+    """A line on the damage of a file that ends with ``comment``; ``None`` if there is none."""
     if not path.is_file():
         return f"{path} is missing"
-    size = path.stat().st_size
+    size = path.stat().st_size - len(comment)
     if size != entry["size"]:
         return f"{path} has {size} bytes, not the {entry['size']} that were written"
-    return _unlike(path, size, entry["sha256"])
-
-
-def _damages_of_file(path: Path) -> list[str]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        file.seek(size - _HASH_DIGITS)
-        written = file.read()
-    line = _unlike(path, size - _HASH_DIGITS, written.decode(errors="replace"))
-    return [line] if line else []
-
-
-def _unlike(path: Path, size: int, sha256: str) -> str | None:
-    """A line on the damage if the first ``size`` bytes do not have this hash; else ``None``."""
+    of_length = _LENGTH if comment else 0
+    sha256, left = hashlib.sha256(), size - of_length
     try:
-        return None if _hash_of_file(path, size) == sha256 else f"{path} is not as it was written"
+        with path.open("rb", buffering=0) as file:
+            while left > 0 and (piece := file.read(min(_PIECE, left))):
+                sha256.update(piece)
+                left -= len(piece)
     except OSError as problem:  # A disk that fails.
         return f"{path} cannot be read: {problem}"
+    sha256.update(bytes(of_length))
+    return None if sha256.hexdigest() == entry["sha256"] else f"{path} is not as it was written"
 
 
-def _comment_of(path: Path) -> bytes | None:
-    """Our comment at the end of an archive, also if a byte of it is wrong; ``None`` if there is none."""
+def _comment_of(path: Path) -> bytes:
+    """The comment of the archive that a single file is; empty for files of torch before version 1.6."""
     with path.open("rb") as file:
-        start = file.read(len(_ARCHIVE))
-        is_archive = start == _ARCHIVE
-        is_whole = zipfile.is_zipfile(file)
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _MOST_OF_COMMENT))
+        if file.read(len(_PICKLE)) == _PICKLE:
+            return b""
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_OF_COMMENT))
         end = file.read()
     place = end.rfind(_END_OF_ARCHIVE)
-    if size == 0 or (is_archive and place < 0 and not is_whole):
-        raise DamagedCheckpointError(f"{path} has no end: it was cut off")
-    if not is_archive and place < 0:
-        if start.startswith(_PICKLE):
-            return None  # Files of torch before version 1.6.
-        raise DamagedCheckpointError(f"{path} is no file that torch.save writes")
-    start = end.rfind(_MARK) if _MARK in end else place + _SIZE_OF_END
-    comment = end[start:]
-    if _MARK in comment or _HASH_MARK in comment or _ENDS_WITH_HASH.search(comment):
-        return comment
-    return None
+    before, comment = end[: place + _SIZE_OF_END], end[place + _SIZE_OF_END :]
+    if place < 0 or before[-_LENGTH:] != len(comment).to_bytes(_LENGTH, "little"):
+        raise DamagedCheckpointError(f"{path} has no end: it was cut off, or is no file that torch.save writes")
+    return comment
 
 
-def _parsed(path: Path, text: bytes) -> dict[str, Any]:
+def _sealed(about: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with a hash of itself."""
+    return {**about, "sha256": hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()}
+
+
+def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
     try:
-        found = dict(json.loads(text))
-    except (ValueError, TypeError) as problem:  # Also bytes that are no text, and other values than a mapping.
+        sealed, end = json.JSONDecoder().raw_decode(text.decode())
+        about = {key: value for key, value in sealed.items() if key != "sha256"}
+        # Single files of version 0.1 have no such hash, only one of all bytes before it.
+        of_earlier_version = text[end:].startswith(b" sha256=")
+        if not of_earlier_version and (text[end:] or _sealed(about) != sealed):
+            raise ValueError("its hash is another")
+    except (ValueError, AttributeError) as problem:  # Also bytes that are no text, and other values than a mapping.
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
-    if found.get("format", _FORMAT) > _FORMAT:
+    if about.get("format", _FORMAT) > _FORMAT:
         raise ValueError(
-            f"{path} was written by a later version of lightning-muon, in format {found['format']}; this one reads "
+            f"{path} was written by a later version of lightning-muon, in format {about['format']}; this one reads "
             f"formats up to {_FORMAT}: install that version"
         )
-    return found
-
-
-def _hash_of(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(dict(manifest), sort_keys=True).encode()).hexdigest()
-
-
-def _hash_of_file(path: Path, size: int) -> str:
-    """SHA-256 of the first ``size`` bytes."""
-    sha256 = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while size > 0 and (piece := file.read(min(_PIECE, size))):
-            sha256.update(piece)
-            size -= len(piece)
-    return sha256.hexdigest()
+    return about

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
             if bad:
                 print("\n".join([f"{checkpoint}: damaged", *(f"  {line}" for line in bad)]))  # noqa: T201
             elif bad is None:
-                print(f"{checkpoint}: cannot be checked, it has no hashes (another program wrote it)")  # noqa: T201
+                print(f"{checkpoint}: not verified, it has no hashes (another program or an earlier version wrote it)")  # noqa: T201
             else:
                 about = describe(checkpoint) or {}
                 print(f"{checkpoint}: as it was written{_described(about)}")  # noqa: T201
