@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -43,7 +43,7 @@ class TrainingData:
 
     def state(self, num_data_ranks: int, trainer: Any) -> dict[str, Any]:
         """Return what a checkpoint needs, on rank 0. Collective over all ranks."""
-        own = {"now": random_state(), "orders": [order.state() for order in self._orders]}
+        own = {"now": random_state(), "loaders": [order.state() for order in self._orders]}
         states: list[Any] = [None] * dist.get_world_size()
         dist.gather_object(own, states if dist.get_rank() == 0 else None)
         epoch = self.epoch_to_come(trainer)
@@ -88,7 +88,7 @@ class TrainingData:
             self.release()
             self._orders, self._epoch = [], epoch
         if has_order and not any(order.loader is loader for order in self._orders):
-            saved = dict(enumerate(self.saved.get("orders", ())))
+            saved = dict(enumerate(self.saved.get("loaders", ())))
             self._orders.append(_Order(loader, self, saved.get(len(self._orders), {})))
 
     def batch_begins(self, epoch: int) -> None:
@@ -111,14 +111,14 @@ class _Order:
         self.place = "sampler" if loader.batch_sampler is None else "batch_sampler"
         self.indices: Any = getattr(loader, self.place)
         own = (getattr(getattr(self.indices, "sampler", self.indices), "generator", None), loader.generator)
-        self._generators = [each for each in own if isinstance(each, torch.Generator)][:1]
+        self._generator = next((each for each in own if isinstance(each, torch.Generator)), None)
         # A loader that is shorter than another one has begun again; a sampler need not have a length.
         with suppress(TypeError, NotImplementedError, ZeroDivisionError):
             self._num_skipped %= len(self.indices)
         self._resumed = saved.get("start") if self._num_skipped else None
-        if saved and not self._num_skipped:
-            set_random_state(saved["now"], self._generators)  # The pass begins next, and draws from it.
-        self._start = random_state(self._generators)
+        if saved and not self._num_skipped:  # The pass begins next, and draws from them.
+            set_random_state({**data.saved["now"], "generator": saved["generator"]}, self._generator)
+        self._start = random_state(self._generator)
         vars(loader)[self.place] = self  # A DataLoader refuses an assignment.
 
     def __getattr__(self, name: str) -> Any:
@@ -133,9 +133,9 @@ class _Order:
         # A generator: nothing is drawn before the first index is asked for.
         now = (self._data.saved.pop("now", None) or random_state()) if self._num_skipped else None
         if self._resumed is not None:
-            set_random_state(self._resumed, self._generators)
+            set_random_state(self._resumed, self._generator)
         num_skipped, self._num_skipped, self._resumed = self._num_skipped, 0, None
-        self._start, indices = random_state(self._generators), iter(self.indices)
+        self._start, indices = random_state(self._generator), iter(self.indices)
         for _ in range(num_skipped):
             next(indices, None)
         if now is not None:
@@ -143,29 +143,33 @@ class _Order:
         yield from indices
 
     def state(self) -> dict[str, Any]:
-        """The random states when the present pass began, and now; local."""
-        return {"start": self._start, "now": random_state(self._generators)}
+        """The random states when the present pass began, and that of the loader's own generator now; local."""
+        return {"start": self._start, "generator": random_state(self._generator).get("generator")}
 
 
-def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
+def random_state(generator: torch.Generator | None = None) -> dict[str, Any]:
     """The states of all generators that a step may draw from, as types that ``weights_only`` allows; local."""
-    own = [each.get_state() for each in generators]
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "generators": own}
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, torch.tensor(numbers), gauss]}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     if "numpy" in sys.modules:
         name, numbers, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = (name, numbers.tolist(), *rest)
+        state["numpy"] = [name, torch.from_numpy(numbers.astype("int64")), *rest]
+    if generator is not None:
+        state["generator"] = generator.get_state()
     return state
 
 
-def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
+def set_random_state(state: Mapping[str, Any], generator: torch.Generator | None = None) -> None:
     """Undo :func:`random_state`; local."""
     torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    for generator, own in zip(generators, state["generators"], strict=False):
-        generator.set_state(own)
+        name, numbers, *rest = state["numpy"]
+        sys.modules["numpy"].random.set_state((name, numbers.numpy().astype("uint32"), *rest))
+    if generator is not None and state.get("generator") is not None:
+        generator.set_state(state["generator"])
