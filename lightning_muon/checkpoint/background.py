@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.sharding.outputs import tensors_in
 
 THREAD = "lightning_muon_save"
 _log = logging.getLogger(__name__)
-
-
-class HostCopies:
-    """Copies of states in host memory, each in the memory of the last one; pinned for tensors of a GPU."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[Hashable, list[Tensor]] = {}
-
-    def copied(self, state: Any) -> Any:
-        """Copy ``state``; the copy is valid until the next call. Waits for the GPU. Local."""
-        free, self._buffers = self._buffers, defaultdict(list)
-        by_memory: dict[Hashable, Tensor] = {}  # Tied weights stay tied.
-        memo: dict[int, Any] = {}
-        is_waiting = False
-        for tensor in tensors_in(state, set()):
-            if id(tensor) in memo or type(tensor) not in (Tensor, nn.Parameter, DTensor):
-                continue
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.layout != torch.strided:
-                continue
-            form = isinstance(tensor, DTensor), tensor.shape, tensor.stride(), tensor.dtype, local.device
-            form += (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
-            memory = local.data_ptr(), *form
-            if memory not in by_memory:
-                is_pinned = local.device.type != "cpu"
-                is_waiting |= is_pinned
-                with torch.no_grad():
-                    found = free.get(form)
-                    buffer = found.pop() if found else _empty_like(tensor.detach(), pin_memory=is_pinned)
-                    by_memory[memory] = buffer.copy_(tensor.detach(), non_blocking=is_pinned)
-                self._buffers[form].append(buffer)
-            memo[id(tensor)] = by_memory[memory]
-        if is_waiting:
-            torch.accelerator.synchronize()
-        return copy.deepcopy(state, memo)
-
-
-def _empty_like(tensor: Tensor, *, pin_memory: bool) -> Tensor:
-    with torch.inference_mode(mode=False):
-        return torch.empty_like(tensor, device="cpu", pin_memory=pin_memory)
 
 
 class BackgroundSaves:
@@ -72,7 +28,9 @@ class BackgroundSaves:
     """
 
     def __init__(self, ranks: AxisGroup) -> None:
-        self._ranks, self._copies = ranks, HostCopies()
+        self._ranks, has_card = ranks, torch.accelerator.is_available()
+        # Each copy is in the memory of the last one.
+        self._stager = DefaultStager(StagingOptions(has_card, False, False, has_card))
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -88,7 +46,7 @@ class BackgroundSaves:
         is_agreed = threading.Event()
 
         def start() -> threading.Thread:
-            arguments = path, partial(write, self._copies.copied(state), self._ranks), is_agreed
+            arguments = path, partial(write, self._stager.stage(state), self._ranks), is_agreed
             thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
             thread.start()
             return thread

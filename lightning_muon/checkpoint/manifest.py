@@ -1,8 +1,8 @@
 """What a checkpoint says of itself, written last, by which damage is found before anything is loaded or unpickled.
 
 A directory has :data:`MANIFEST` with the size and SHA-256 of each file. A single file has its own in the comment of the
-zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are written,
-never by reading them again. Hashes tell damage, and nothing about who has written the bytes.
+zip archive that ``torch.save`` makes, so that it may be moved and copied alone. Bytes are hashed while they are
+written, never by reading them again. Hashes tell damage, and nothing about who has written the bytes.
 """
 
 from __future__ import annotations

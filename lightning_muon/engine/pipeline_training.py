@@ -132,9 +132,7 @@ class PipelineTraining:
         except BaseException:
             if self._tokens is not None:
                 self._tokens.reset()
-            self._mode.backward_failed()
-            for parameter in self._module.parameters():
-                parameter.grad = None
+            self._mode.pass_failed()
             raise
         self._skip_step_if(is_nonfinite)
         return loss

@@ -241,7 +241,7 @@ class TrainingEngine:
             except BaseException as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(_STILL_SHARDS)
-                self.mode.forward_failed()
+                self.mode.pass_failed()
                 raise
 
     @contextmanager
@@ -278,8 +278,8 @@ class TrainingEngine:
                 yield
             except BaseException as error:
                 if self.tokens is not None:
-                    self.tokens.reset()  # The gradients are dropped, too.
-                self.mode.backward_failed()
+                    self.tokens.reset()
+                self.mode.pass_failed()
                 if self.mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
                     error.add_note(_READ_EARLY)
                 raise

@@ -101,8 +101,6 @@ def watch_gradients(
 class _Facts(Message):
     """What a rank knows at the end of a step; the maxima over the ranks are what any of them knows."""
 
-    num_given_up: int  # Backward passes that were given up.
-    minus_given_up: int  # The negative; its maximum gives the fewest that a rank has given up.
     num_launched: int  # Buckets that were launched.
     resends: int  # Whether a sum over the ranks is sent again.
     # For each parameter whether there is:
@@ -166,7 +164,7 @@ class GradientReducer:
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
         """Launch the buckets that are complete after this gradient was accumulated, in their order."""
-        if not self._is_syncing or self._num_given_up:
+        if not self._is_syncing:
             return
         with self._lock:
             missing = self._missing[self._bucket_of[parameter]]
@@ -191,9 +189,6 @@ class GradientReducer:
         the transport after the last backward pass of a step, also one that had none. Calling it again changes nothing.
         """
         agreed = self._agree()
-        if agreed.num_given_up:
-            self._drop_given_up(agreed)
-            agreed = self._agree()
         # The mean over the ranks of a gradient that is equal on all ranks is the same; other factors would change it.
         if agreed.resends and self._divisor != self._group.size:
             raise ValueError(
@@ -214,32 +209,6 @@ class GradientReducer:
         self._begin_step()
         return None if self.step.is_stale else frozenset(computed | kept | self._transport.present)
 
-    def _drop_given_up(self, agreed: _Facts) -> None:
-        """Finish and drop what any rank has launched; raise if ranks have given up different numbers of passes.
-
-        Collective as :meth:`finish` is.
-        """
-        for bucket in self.buckets[self._num_launched : agreed.num_launched]:
-            gradients = {parameter: None for parameter in bucket if parameter in self._expected}
-            if gradients:
-                self._pending.append(self._transport.start(gradients))
-        self._finish_pending(())
-        self._begin_step()
-        most, fewest = agreed.num_given_up, -agreed.minus_given_up
-        if most != fewest:
-            raise RuntimeError(
-                f"{most} backward passes of this step have raised on some rank, and {fewest} on another: the ranks "
-                "would add gradients of different batches. They can only leave out the same batch together; "
-                "resume from a checkpoint"
-            )
-
-    def give_up(self) -> None:
-        """Drop all gradients after a backward pass raised on all ranks; :meth:`finish` drops what was sent. Local."""
-        self._num_given_up += 1
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._transport.forget(self._parameters)
-
     def _finish_pending(self, present: Collection[Tensor]) -> None:
         """Make the sums of ``present`` available, drop the others; collective over the transport's groups."""
         for pending in self._pending:
@@ -248,7 +217,6 @@ class GradientReducer:
             pending.finish(self._divisor, present)
 
     def _begin_step(self) -> None:
-        self._num_given_up = 0
         self._pending: list[Pending] = []
         self._num_advanced = 0
         self._sent: set[Tensor] = set()
@@ -292,8 +260,6 @@ class GradientReducer:
             if parameter.grad is not None and parameter.requires_grad and not is_kept
         }
         own = _Facts(
-            num_given_up=self._num_given_up,
-            minus_given_up=-self._num_given_up,
             num_launched=self._num_launched,
             resends=self._resends or any(map(results.holds, has)),
             computed=[parameter in has or parameter in self._sent for parameter in self._parameters],

@@ -93,6 +93,7 @@ class ShardingMode(ABC):
         self.mesh, self.options = mesh, options
         self.call_log: FsdpCallLog | None = None  # Log of the calls of this rank, from `watch` on.
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
+        self.has_failed = False  # Whether a forward or backward pass has raised.
         # Copies of parameters of another stage of a pipeline, with equal gradients: norms count only the others.
         self.copies: Collection[Tensor] = ()
 
@@ -123,21 +124,26 @@ class ShardingMode(ABC):
     def begin_backward(self) -> None:  # noqa: B027 - most modes have nothing to do
         """Call before a backward pass; local."""
 
-    def backward_failed(self) -> None:  # noqa: B027 - with one process there is nothing to do
-        """Call after a backward pass raised: drop the step's gradients so far. Local.
+    def pass_failed(self) -> None:
+        """Call after a forward or backward pass has raised, which ends the training; local."""
+        self.has_failed = True
 
-        If not all ranks have failed, all raise: at the latest in the next :meth:`finish_gradients`.
-        """
-
-    def forward_failed(self) -> None:  # noqa: B027
-        """Handle a forward failure as :meth:`backward_failed`, but keep gradients. Local."""
+    def require_no_failure(self) -> None:
+        """Raise if a pass has raised: the ranks would communicate at different places. Local."""
+        if self.has_failed:
+            raise RuntimeError(
+                "forward or backward has raised before, and the program goes on, but the other ranks may be at another "
+                "place of their communication: a batch cannot be left out. Let the exception end the training, and "
+                "resume from a checkpoint"
+            )
 
     @abstractmethod
     def finish_gradients(self) -> None:
         """Finish the reduction of gradients after the last backward pass of a step; may be called again."""
 
-    def begin_forward(self) -> None:  # noqa: B027 - most modes have nothing to do
+    def begin_forward(self) -> None:
         """Call before a step of the model that is not entered through ``module.__call__``; local."""
+        self.require_no_failure()
 
     def end_step(self) -> None:  # noqa: B027
         """Call after the optimizers have stepped; local."""

@@ -17,11 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import StepAgreement, missing_at
+from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import axis_group, host_group, shard_axis
 from lightning_muon.compat.torch import (
-    collective_counts,
-    default_store,
     drop_unreduced_gradients,
     finish_reducing,
     forward_resharding,
@@ -37,7 +35,7 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
-from lightning_muon.sharding.fsdp_call_log import DIGEST_SIZE, END, NO_DIGEST, FsdpCallLog
+from lightning_muon.sharding.fsdp_call_log import END, NO_DIGEST, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
     fsdp_modules,
@@ -48,9 +46,6 @@ from lightning_muon.sharding.shard_model import (
     shard_model,
 )
 from lightning_muon.sharding.weights import mesh_device
-
-_SECONDS_TO_FAIL_TOGETHER = 60.0
-
 
 # Python's garbage collector does not look into hooks of tensors. They must not refer to the model, or it would never be
 # freed, and neither would its process groups.
@@ -89,9 +84,7 @@ class Fsdp(ShardingMode):
     With ``decoupled_nodes`` the mesh is (replicate, shard), and FSDP2 sees the shard axis of each node only. The mean
     of the nodes' gradients is the gradient that all ranks would have computed together.
 
-    An exception that is reported here, or that leaves a forward of the model, resets FSDP2 at once; one in a bare
-    ``loss.backward()``, before the next forward. A failed backward drops all gradients of the step so far. Before this
-    rank communicates again, it checks through the store that all ranks have failed after the same communications.
+    After an exception in forward or backward the next forward raises, also if only FSDP2 has noticed the first one.
     """
 
     name = "fsdp"
@@ -112,7 +105,7 @@ class Fsdp(ShardingMode):
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
         self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
-        self._is_deferred = self._must_meet = False
+        self._is_deferred = False
         self._hooks = ExitStack()
         self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are being reduced.
         # Units that `no_sync` has changed, with their settings from before.
@@ -130,7 +123,7 @@ class Fsdp(ShardingMode):
     def watch(self, module: nn.Module) -> None:
         if self.call_log is not None:
             return
-        self._module, self._roots, self._must_meet = module, list(fsdp_roots(module)), False
+        self._module, self._roots = module, list(fsdp_roots(module))
         self.call_log = FsdpCallLog(module, self._reduced_over, is_pipeline=self.options.roots is not None)
         for unit in fsdp_modules(module):
             # Before the call is logged and FSDP2 gathers; and after FSDP2, also if forward has raised.
@@ -160,12 +153,12 @@ class Fsdp(ShardingMode):
             )
 
     def _enter(self, unit: FSDPModule, *_: Any) -> None:
-        if self._must_meet or (has_unfinished_backward(unit) and not is_in_backward()):
-            self._resume()
+        self.has_failed |= has_unfinished_backward(unit) and not is_in_backward()
+        self.require_no_failure()
 
     def _leave(self, unit: FSDPModule, *_: Any) -> None:
         if has_unfinished_forward(unit):
-            self.forward_failed()
+            self.pass_failed()
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -280,79 +273,6 @@ class Fsdp(ShardingMode):
                 self._require_unwritten(root)
 
     @override
-    def backward_failed(self) -> None:
-        self._reset(in_backward=True)
-
-    @override
-    def forward_failed(self) -> None:
-        self._reset(in_backward=self._is_left_in_backward())
-
-    def _is_left_in_backward(self) -> bool:
-        """Whether an exception has ended a backward pass, and the model was not reset since."""
-        return self.call_log is not None and not is_in_backward() and any(map(has_unfinished_backward, self._roots))
-
-    def _reset(self, *, in_backward: bool) -> None:
-        """Reset FSDP2, or it would take the next forward for a recomputation; a second call changes nothing. Local."""
-        if self.call_log is None:
-            return
-        self._reducing.clear()
-        with suppress(RuntimeError):  # From broken communication, which the original exception reports.
-            for root in self._roots:
-                reset_fsdp(root)
-            if in_backward:
-                # Also those of earlier micro-batches, which cannot be separated from those of the failed pass.
-                for unit in fsdp_modules(self._module):
-                    drop_unreduced_gradients(unit)
-                for parameter in self._module.parameters():
-                    parameter.grad = None
-        if in_backward:
-            self._used[:] = [False] * len(self._used)
-        self._must_meet = True
-
-    def _resume(self) -> None:
-        """After a failure, raise unless all ranks have failed, after the same communications.
-
-        Collective over the mesh after a failure before it communicates.
-        """
-        if self._is_left_in_backward():
-            self.backward_failed()
-        if not self._must_meet or self.call_log is None:
-            return
-        problem = self._find_other_places(self.call_log)
-        self._must_meet = False
-        self.call_log.restart()
-        if problem is not None:
-            raise RuntimeError(
-                f"forward or backward has raised on rank {dist.get_rank()}, and the program goes on, but {problem}. "
-                "FSDP2 communicates in both, so ranks can only leave out the same batch together; resume from a "
-                "checkpoint"
-            )
-
-    def _find_other_places(self, log: FsdpCallLog) -> str | None:
-        """Say what other ranks have done; ``None`` if all have failed after the same communications."""
-        if len(log.ranks) == 1:
-            return None
-        # Ranks that have failed equally often compare under one number, whatever their models and meshes.
-        number = default_store().add(f"lightning_muon/failures of rank {dist.get_rank()}", 1)
-        store = dist.PrefixStore(f"lightning_muon/failure {number}", default_store())
-        # The communications that all ranks, and those that the ranks of a shard group, must have in common.
-        counts, mesh, numbers = collective_counts(), self._reduced_over, log.digest_numbers()
-        *replicas, shards = (counts.get(mesh.get_group(axis).group_name) for axis in range(mesh.ndim))
-        of_all = f"{numbers[:DIGEST_SIZE]} {replicas}"
-        of_shards = f"{[each for each in numbers[DIGEST_SIZE:] if each != NO_DIGEST]} {shards}"
-        store.set(str(dist.get_rank()), f"{of_all} {of_shards}")
-        missing = missing_at(store, list(map(str, log.ranks)), _SECONDS_TO_FAIL_TOGETHER)
-        if missing:
-            return f"not on rank {', '.join(missing)} within {_SECONDS_TO_FAIL_TOGETHER:g} s"
-        others: list[str] = []
-        for rank in log.ranks:
-            place = store.get(str(rank)).decode()
-            shares_weights = rank in log.shard_ranks
-            if not place.startswith(of_all) or (shares_weights and not place.endswith(of_shards)):
-                others.append(str(rank))
-        return f"at another place on rank {', '.join(others)}" if others else None
-
-    @override
     def finish_gradients(self) -> None:
         """Average the gradients of plain parameters, and remove gradients that no rank has computed.
 
@@ -360,7 +280,7 @@ class Fsdp(ShardingMode):
         """
         assert self._step is not None and self.call_log is not None, "attach comes first"
         self._finish_reducing()
-        self._resume()
+        self.require_no_failure()
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)
         self._resharding.clear()
@@ -438,7 +358,7 @@ class Fsdp(ShardingMode):
     def finish_evaluation(self) -> None:
         """Compare the units that the ranks have run since the last step or evaluation."""
         if self.call_log is not None:
-            self._resume()
+            self.require_no_failure()
             self.call_log.compare()
 
     @override
@@ -455,6 +375,17 @@ class Fsdp(ShardingMode):
         # Module.to fails on gradients with a weak reference.
         self._agreed.clear()
         self._plain_sums.clear()
-        self.forward_failed()  # Reshards weights, whatever has ended the run.
+        self._reset()
         self._hooks.close()
         super().close()
+
+    def _reset(self) -> None:
+        """Reshard weights, and drop gradients of a failed pass, so that another run can begin; local."""
+        if self.call_log is None:
+            return
+        self.has_failed |= not is_in_backward() and any(map(has_unfinished_backward, self._roots))
+        with suppress(RuntimeError):  # From broken communication, which the original exception reports.
+            for root in self._roots:
+                reset_fsdp(root)
+            for unit in fsdp_modules(self._module) if self.has_failed else ():
+                drop_unreduced_gradients(unit)

@@ -54,6 +54,10 @@ class SingleProcess(ShardingMode):
         self._module = module
 
     @override
+    def pass_failed(self) -> None:
+        """Nothing: without other ranks a batch can be left out."""
+
+    @override
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -139,15 +143,11 @@ class Ddp(ShardingMode):
     @override
     def finish_gradients(self) -> None:
         assert self._reducer is not None, "attach comes first"
+        self.require_no_failure()
         self.layout.agreed = self._reducer.finish()
         self.layout.arrives_late = self.layout.may_arrive_late
         if self.call_log is not None:
             self.call_log.restart()
-
-    @override
-    def backward_failed(self) -> None:
-        if self._reducer is not None:
-            self._reducer.give_up()
 
     @override
     def close(self) -> None:
@@ -196,6 +196,7 @@ class Zero2(Ddp):
 
     @override
     def begin_forward(self) -> None:
+        super().begin_forward()
         # Parameters in no unit have no forward that waits for them.
         if self._all_gather is not None:
             self._all_gather.wait(self._root_parameters)

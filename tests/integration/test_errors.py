@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import signal
-import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig
-from lightning_muon.sharding import fsdp
+from lightning_muon import MuonConfig
 from tests.integration import training
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
@@ -149,101 +147,33 @@ def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: s
     assert training.max_difference(failed, reference) == 0.0
 
 
-def _skip_in_manual_optimization(where: str, tells: bool) -> tuple[Any, Any]:
+def _go_on_in_manual_optimization(where: str, _: dict[str, Any]) -> None:
     pl = training.load()
-    results = []
-    for fails in (True, False):
-        model = training.language_model(pl)
-        model.automatic_optimization = False
+    model = training.language_model(pl)
+    model.automatic_optimization = False
 
-        def step(batch: Any, batch_idx: int, model: Any = model, fails: bool = fails) -> None:
-            if batch_idx == 1 and not fails:
-                return
-            optimizer = model.optimizers()
-            optimizer.zero_grad()
-            fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
-            try:
-                loss = training.loss_of(model(batch[0]), batch[1])
-                if batch_idx == 1 and tells and model.global_rank:
-                    time.sleep(7.0)  # The first rank has caught its exception long before.
-                model.manual_backward(loss) if tells else loss.backward()
-            except OutOfMemoryError:
-                assert fault is not None
-                fault.remove()
-                return
-            optimizer.step()
+    def step(batch: Any, batch_idx: int) -> None:
+        fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
+        try:
+            training.loss_of(model(batch[0]), batch[1]).backward()
+        except OutOfMemoryError:
+            assert fault is not None
+            fault.remove()
+            return
+        model.optimizers().step()
+        model.optimizers().zero_grad()
 
-        model.training_step = step
-        model.on_train_batch_end = lambda *_: None
-        training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
-        results.append(training.full_weights(model))
-    return results[0], results[1]
+    model.training_step = step
+    model.on_train_batch_end = lambda *_: None
+    training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
 
 
-@pytest.mark.parametrize(("where", "tells"), [("backward", False), ("backward", True), ("forward", True)])
-def test_manual_optimization_leaves_a_batch_out(gloo: ProcessPool, where: str, tells: bool) -> None:
-    failed, reference = gloo.run(_skip_in_manual_optimization, where, tells, world_size=2)[0]
-    assert training.max_difference(failed, reference) == 0.0
-
-
-def _skip_with_fabric(where: str, options: dict[str, Any], *, fails: bool = True) -> tuple[Any, bool]:
+def _go_on_with_fabric(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 1)) -> None:
     fabric = fabric_loop.launch(**options)
     network = fabric_loop.network()
     model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
-    sums = options.get("loss_scaling") == "tokens"
-
-    def backward(step: int, index: int, accumulate: int) -> None:
-        tokens, targets = fabric_loop.own_rows(fabric, fabric_loop.micro_batch(step, index))
-        loss = (fabric_loop.summed_loss if sums else training.loss_of)(model(tokens), targets)
-        if sums:
-            fabric.strategy.report_tokens(targets.numel())
-        fabric.backward(loss if sums else loss / accumulate)
-
-    for step in range(4):
-        optimizer.zero_grad()
-        if step in (1, 2) and fails:
-            with fabric.no_backward_sync(model):
-                backward(77, 0, 2) if where == "backward" else None
-            fault = fail_in(network.blocks[1].norm, where)
-            with suppress(OutOfMemoryError):
-                backward(78, 0, 1)
-                raise AssertionError("did not fail")
-            fault.remove()
-        with fabric.no_backward_sync(model):
-            backward(step, 0, 2)
-        backward(step, 1, 2)
-        optimizer.step()
-    (engine,) = fabric.strategy._engines
-    watchdog = engine._watchdog
-    return fabric_loop.weights(model), watchdog is None or not watchdog._closed.is_set()
-
-
-@pytest.mark.parametrize(
-    ("where", "options"),
-    [("backward", {"loss_scaling": "tokens"}), ("forward", {"sharding": "zero2"}), ("backward", {"sharding": "ddp"})],
-    ids=str,
-)
-def test_a_fabric_program_leaves_a_batch_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
-    results = gloo.run(_skip_with_fabric, where, options, world_size=2)
-    assert training.max_difference(results[0][0], fabric_loop.reference()) < 2e-5
-    assert all(is_watched for _, is_watched in results)
-
-
-def test_nodes_that_exchange_updates_leave_a_batch_out(gloo: ProcessPool) -> None:
-    config = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, check_every=1, base="muon")
-    options = {"optimizer": config, "replicate_size": 2}
-    runs = (gloo.run(_skip_with_fabric, "backward", options, fails=fails, world_size=2) for fails in (True, False))
-    failed, reference = (results[0][0] for results in runs)
-    assert training.max_difference(failed, reference) == 0.0
-
-
-def _one_rank_skips() -> None:
-    fsdp._SECONDS_TO_FAIL_TOGETHER = 2.0
-    fabric = fabric_loop.launch()
-    network = fabric_loop.network()
-    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
     fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
-    fault = fail_in(network.blocks[1].norm, "backward") if fabric.global_rank == 1 else None
+    fault = fail_in(network.blocks[1].norm, where) if fabric.global_rank in ranks else None
     with suppress(OutOfMemoryError):
         fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
     assert fault is not None
@@ -251,40 +181,47 @@ def _one_rank_skips() -> None:
     fabric_loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
 
 
-def test_a_rank_that_skips_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
+def _go_on_with_accelerate(where: str, _: dict[str, Any]) -> None:
+    with accelerator_on_cpu(accumulate=1) as accelerator:
+        network: Any = fabric_loop.network()
+        model, optimizer = accelerator.prepare(network, fabric_loop.adamw(network))
+        for step in range(3):
+            fault = fail_in(network.blocks[1].norm, where) if step == 1 else None
+            tokens, targets = fabric_loop.micro_batch(step, 0)
+            try:
+                accelerator.backward(training.loss_of(model(tokens), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+            except OutOfMemoryError:
+                assert fault is not None
+                fault.remove()
+
+
+@pytest.mark.parametrize(
+    ("program", "where", "options"),
+    [
+        (_go_on_in_manual_optimization, "backward", {}),
+        (_go_on_with_fabric, "backward", {}),
+        (_go_on_with_fabric, "forward", {"sharding": "zero2"}),
+        (_go_on_with_fabric, "backward", {"sharding": "ddp"}),
+        (_go_on_with_accelerate, "forward", {}),
+    ],
+)
+def test_a_batch_that_failed_cannot_be_left_out(
+    gloo: ProcessPool, program: Any, where: str, options: dict[str, Any]
+) -> None:
+    gloo.expect_error_on_all_ranks(
+        program, where, options, world_size=2, exception=RuntimeError, match="backward has raised before, and the"
+    )
+
+
+def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as failed:
-        gloo.run_fresh(_one_rank_skips, world_size=2, grace=10.0)
+        gloo.run_fresh(_go_on_with_fabric, "backward", {}, ranks=(1,), world_size=2, grace=10.0)
     # Raised, or printed by a rank that had to end itself, because its connection to the other cannot be broken.
     assert "rank 1 has failed: OutOfMemoryError" in str(failed.value)
     assert 0 in failed.value.failures or failed.value.exit_codes.get(0) == 1
-    assert "not on rank 0 within 2 s" in failed.value.failures[1].message
-
-
-def _skip_with_accelerate(where: str) -> Any:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        model: Any = fabric_loop.network()
-        network = model
-        model, optimizer = accelerator.prepare(model, fabric_loop.adamw(model))
-        for step in range(4):
-            for is_bad in (True, False) if step in (1, 2) else (False,):
-                fault = fail_in(network.blocks[1].norm, where) if is_bad else None
-                batch = fabric_loop.micro_batch(77 if is_bad else step, 0)
-                rows = slice(accelerator.process_index, None, accelerator.num_processes)
-                try:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(training.loss_of(model(batch[0][rows]), batch[1][rows]))
-                        optimizer.step()
-                        optimizer.zero_grad()
-                except OutOfMemoryError:
-                    assert fault is not None
-                    fault.remove()
-        return training.full_weights(accelerator.unwrap_model(model))
-
-
-@pytest.mark.parametrize("where", ["backward", "forward"])
-def test_a_program_of_accelerate_leaves_a_batch_out(gloo: ProcessPool, where: str) -> None:
-    result = gloo.run(_skip_with_accelerate, where, world_size=2)[0]
-    assert training.max_difference(result, fabric_loop.reference(accumulate=1)) < 2e-5
+    assert "has raised before" in failed.value.failures[1].message
 
 
 def _errors_of_evaluations() -> list[str]:

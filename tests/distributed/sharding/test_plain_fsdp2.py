@@ -1,102 +1,16 @@
-"""After an exception in forward or backward that is caught, training goes on as if there had been no such batch."""
+"""A plain loop over FSDP2 is told of a failed backward, and of steps that no backward has led to."""
 
-import math
-from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat import torch as compat
 from tests.distributed import backward_passes
-from tests.distributed.sharding.training import Run, Training, largest_difference, loss, mesh_of, train_alone
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool
-
-
-def _run_failing_batch(training: Training, run: Run, where: str, *, num_before: int, tells: bool) -> None:
-    """Some micro-batches, the next one of which fails; with a branch that no other batch uses."""
-    other = replace(run, branch_of=lambda step, rank: 1)
-    for micro_batch in range(num_before):
-        with training.mode.no_sync():
-            loss(training.net, other, 77, micro_batch, dist.get_rank()).backward()
-    is_last = num_before == run.accumulate - 1
-    fault = fail_in(training.net.blocks[1].norm, where)
-    with nullcontext() if is_last else training.mode.no_sync(), pytest.raises(OutOfMemoryError):
-        loss(training.net, other, 78, 0, dist.get_rank()).backward()
-    fault.remove()
-    if tells:
-        (training.mode.backward_failed if where == "backward" else training.mode.forward_failed)()
-
-
-def _train(name: str, shape: tuple[int, ...], run: Run, options: dict[str, Any], tells: bool) -> list[Any]:
-    """Weights after some steps, for each way to fail before the second and before the third step."""
-    results = []
-    mesh = mesh_of(shape)
-    for where in ("backward", "forward"):
-        for num_before in range(run.accumulate):
-            if where == "forward" and num_before:
-                continue  # What was computed before stays, and is the program's to drop.
-            training = Training.start(name, mesh, **options)
-            for step in range(run.steps):
-                if step in (1, 2):
-                    _run_failing_batch(training, run, where, num_before=num_before, tells=tells)
-                    if where == "backward" and tells:
-                        assert all(parameter.grad is None for parameter in training.net.parameters())
-                training.step(run, step)
-            results.append(training.weights())
-            training.mode.close()
-    return results
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "options", "accumulate", "tells"),
-    [
-        ("fsdp", (1,), {}, 1, False),
-        ("fsdp", (3,), {}, 2, True),
-        ("fsdp", (2, 2), {"reshard_after_backward": False}, 2, False),
-        ("zero2", (2,), {"bucket_bytes": 500}, 2, True),
-        ("ddp", (2,), {"bucket_bytes": 500}, 2, True),
-    ],
-)
-def test_a_batch_that_failed_on_all_ranks_leaves_no_trace(
-    gloo: ProcessPool, name: str, shape: tuple[int, ...], options: dict[str, Any], accumulate: int, tells: bool
-) -> None:
-    run = Run(accumulate=accumulate, steps=4)
-    num_ranks = math.prod(shape)
-    expected = train_alone(run, num_ranks)
-    for result in gloo.run(_train, name, shape, run, options, tells, world_size=num_ranks)[0]:
-        # Gradients summed in another order.
-        assert largest_difference(result, expected)[0] < 2e-5
-
-
-def _one_rank_fails_in_a_reducer(name: str) -> None:
-    training = Training.start(name, mesh_of((2,)), bucket_bytes=500)
-    run = Run()
-    training.step(run, 0)
-    for attempt in range(2):
-        training.optimizer.zero_grad()
-        fault = fail_in(training.net.blocks[1].norm, "backward") if dist.get_rank() == 1 and attempt == 0 else None
-        try:
-            loss(training.net, run, 1, attempt, dist.get_rank()).backward()
-        except OutOfMemoryError:
-            training.mode.backward_failed()
-            assert fault is not None
-            fault.remove()
-        else:
-            training.mode.finish_gradients()
-            return
-
-
-@pytest.mark.parametrize("name", ["zero2", "ddp"])
-def test_ranks_do_not_add_gradients_of_different_batches(gloo: ProcessPool, name: str) -> None:
-    gloo.expect_error_on_all_ranks(
-        _one_rank_fails_in_a_reducer, name, world_size=2, exception=RuntimeError, match="only leave out the same batch"
-    )
 
 
 def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
