@@ -258,7 +258,7 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained())
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
+    def _step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         return self._sync.step_part(reads)
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:

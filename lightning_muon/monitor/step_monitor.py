@@ -26,10 +26,7 @@ from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.simulate import Span, Timeline
 
 # Kinds of ops whose part of a step has another name.
-_PARTS = {
-    OpKind.ALL_GATHER: "weights",
-    **dict.fromkeys((OpKind.EXCHANGE, OpKind.DECODE), "nodes"),
-}
+_PARTS: dict[str, str] = dict.fromkeys((OpKind.EXCHANGE, OpKind.DECODE), "nodes")
 WHOLE_STEP = Op(kind="optimizer", key="all", rank=0)
 
 

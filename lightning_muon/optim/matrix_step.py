@@ -56,7 +56,6 @@ class MatrixStep:
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
-        self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
@@ -99,7 +98,7 @@ class MatrixStep:
         }
         if not self._may_be_given_up:
             self.plan.layout.begin_step(list(agreed.gradients))
-        for op in self._in_step:
+        for op in self.plan.ops:
             if program.runs(op, self.facts):
                 self.executor.execute(op)
         self._finish()
@@ -146,6 +145,7 @@ class MatrixStep:
                     group,
                     self._agreed.numbers,
                 )
+        layout.updated(self.plan.done[replace(op, key=op.key.partition(" ")[0]).name])
         return ()
 
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
@@ -239,6 +239,7 @@ class MatrixStep:
                 by_scale.setdefault(lr_scale_of(job.matrix, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
+        self.plan.layout.updated(self.plan.done[op.name])
         return ()
 
     def _catch_up_momentum(self, transfer: Transfer) -> None:

@@ -295,9 +295,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
         """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
+    def _step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
         """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
-        return self._layout.step_part(done)
+        return StepPart()
 
     def _received(self, agreed: AgreedGradients) -> AgreedGradients:
         """The gradients that the update uses. Collective as :meth:`step` is."""

@@ -89,7 +89,8 @@ class StepPlan:
     # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
-    part: StepPart  # What the layout or the optimizer adds to the step.
+    part: StepPart  # What the optimizer adds to the step.
+    done: Mapping[str, Sequence[Tensor]]  # Name of an op -> parameters that have their new values after it.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
     # All ops that this rank runs in a step, in this order; ranks are those of each op's own group. Made and checked in
     # this module, and changed nowhere.
@@ -143,11 +144,11 @@ def make_step_plan(
     meshes: tuple[MeshMembers, ...],
     *,
     options: exchange.PlanOptions,
-    make_part: Callable[[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]], StepPart],
+    make_part: Callable[[Mapping[str, Sequence[Tensor]]], StepPart],
 ) -> StepPlan:
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
-    ``make_part`` adds ops to the step; its arguments say which op updates and which op reads which parameters.
+    ``make_part`` adds ops to the step; its argument says which op reads which parameters.
     Collective over ``meshes``.
     """
     layout = parameters[0].layout
@@ -171,7 +172,7 @@ def make_step_plan(
     # A parameter of several matrices is updated once the last of them is.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
-    part = make_part(done, reads)
+    part = make_part(reads)
 
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = step_program(
@@ -182,7 +183,9 @@ def make_step_plan(
     ).values()
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     _require_equal_plans(groups, buckets, ops)
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
+    return StepPlan(
+        tuple(parameters), meshes, layout, groups, buckets, batches, part, done, options.arithmetic, tuple(ops)
+    )
 
 
 def _require_equal_plans(
@@ -201,7 +204,7 @@ def _require_equal_plans(
             for job, ranks in zip(group.jobs, group.plan.owners, strict=True)
         ]
         lines += [(f"bucket {key}", str(indices)) for key, indices in taken.items()]
-        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in taken]
+        lines += [(op.name, f"{op.when} {op.unless}") for op in ops if op.group and op.key in taken]
         require_equal(lines, axes, "the plan of ParallelMuon")
 
 

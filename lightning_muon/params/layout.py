@@ -108,12 +108,11 @@ class Layout:
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """Called before these parameters, the same on all ranks, are updated; the step can no longer be given up."""
 
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        """Called when these have their new values, in the same order on all ranks."""
+
     def end_step(self) -> None:
         """Called when all parameters of :meth:`begin_step` are updated."""
-
-    def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops to add to a step; ``done``: its updating ops in order -> parameters that have new values after them."""
-        return StepPart()
 
     def watch(self, parameters: Collection[Tensor]) -> None:
         """Take the parameters of a new plan for :meth:`backward_has_failed` and :meth:`holds_whole_models`. Local."""

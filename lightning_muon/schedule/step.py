@@ -8,7 +8,7 @@ The program of a step is made here once, is checked by :func:`~.validate.check_s
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from lightning_muon.schedule.program import (
     STEP_KINDS,
@@ -21,14 +21,12 @@ from lightning_muon.schedule.program import (
 
 @dataclass(frozen=True, kw_only=True)
 class AddedOps:
-    """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
+    """Ops of one rank besides those of its matrices: messages between nodes."""
 
-    first: Sequence[Op] = ()  # Before all others; those of the backward phase come first.
+    first: Sequence[Op] = ()  # Before all others.
     # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
     # op later in this list, so their order is kept.
     needed: Sequence[tuple[Op, Collection[str]]] = ()
-    # Name of an op of the step -> ops that follow it.
-    after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
     last: Sequence[Op] = ()  # After all others.
 
 
@@ -106,7 +104,7 @@ def step_program(
     - ``check`` comes before the first op that changes anything.
     - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
 
-    ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
+    ``added``: rank -> other ops.
     """
     issued = prefetch(program, look_ahead)
     added = added or {}
@@ -135,18 +133,13 @@ def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
 
 
 def _merged(ops: Sequence[Op], added: AddedOps) -> list[Op]:
-    """Insert the ops of ``added.needed`` before the ops that need them, and of ``added.after`` after theirs."""
-    merged: list[Op] = []
-    needed, after = list(added.needed), dict(added.after)
+    """Insert the ops of ``added.needed`` before the ops that need them."""
+    merged, needed = list[Op](), list(added.needed)
     for op in ops:
         num_needed = max((number for number, (_, names) in enumerate(needed, 1) if op.name in names), default=0)
         merged += [each for each, _ in needed[:num_needed]]
         del needed[:num_needed]
         merged.append(op)
-        # Ops that only run without a deferred check have a copy after it.
-        merged += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
     for op, names in needed:
         raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")
-    for name in after:
-        raise ValueError(f"ops were added behind {name}, which is not in the step, or may be in two places")
     return merged
