@@ -79,7 +79,6 @@ class MatrixStep:
                 OpKind.UPDATE: self._update,
                 OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
-                **plan.part.actions,
             },
             plan.device,
         )
@@ -90,10 +89,8 @@ class MatrixStep:
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
-        of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
-            **of_part,
-            Condition.GRADIENTS: {*taking_part, *of_part.get(Condition.GRADIENTS, ())},
+            Condition.GRADIENTS: taking_part,
             Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
         if not self._may_be_given_up:

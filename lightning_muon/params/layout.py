@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ from lightning_muon.compat.torch import (
     local_shape_and_offset,
 )
 from lightning_muon.params.logical import Box
-from lightning_muon.schedule.program import Op
-from lightning_muon.schedule.step import NOTHING_ADDED, AddedOps
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,6 @@ class Decoupled:
 
 AxisPlacement = Placement | OwnedBy | Decoupled
 _COPIES = Replicate | Decoupled
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPart:
-    """Ops of a step beside those of matrices and AdamW."""
-
-    ops: AddedOps = NOTHING_ADDED  # The ops, with keys of their own.
-    # Kind of op -> function that runs one, and returns the handles of the communication that it has started, if any.
-    actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(default_factory=dict)
-    # Parameters that take part in a step -> the conditions of these ops.
-    facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
 
 
 class PlacedState(NamedTuple):

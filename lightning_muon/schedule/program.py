@@ -28,9 +28,6 @@ class OpKind:
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
     CHECK = "check"  # Wait until it is known whether all gradients are finite.
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
-    # Add the gradients of a bucket to the residuals, send what is chosen to other nodes, and subtract it.
-    EXCHANGE = "exchange"
-    DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
 STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.schedule.program import OpKind
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
@@ -99,10 +98,8 @@ def test_every_mode_runs_the_program(
 )
 def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> None:
     for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
-        first, *_ = [[op.partition("[")[0] for op in step] for step in ran]
-        if options["base"] == "sgd":
-            assert first[-4:] == ["decode", "adamw", "decode", "adamw"], "updates are decoded when they are needed"
-        assert (OpKind.EXCHANGE in first) is ("replicator" not in options)
+        kinds = {op.partition("[")[0] for op in ran[0]}
+        assert kinds == {"adamw"} | ({"momentum", "newton_schulz", "update"} if options["base"] == "muon" else set())
 
 
 def _frames() -> int:

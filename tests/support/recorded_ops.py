@@ -18,7 +18,8 @@ class RecordedOps:
         self.walks: list[tuple[StepPlan, Facts, bool]] = []
 
     def started(self, op: Op) -> None:
-        self.names.append(op.name)
+        if op.kind != "nodes":  # FlexDeMo's exchange, before the program.
+            self.names.append(op.name)
 
     def ended(self, op: Op) -> None:
         pass

@@ -13,7 +13,7 @@ from lightning_muon.math.newton_schulz import Arithmetic
 from lightning_muon.optim.parameters import RoutedParameter, group_by_mesh, zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, StepPart
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.routing import route_by_shape
 
 
@@ -42,4 +42,4 @@ def plan_for(
     given = {"bucket_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
     machine = {"itemsize": 4, "arithmetic": Arithmetic("cpu", torch.float32)}
     made = PlanOptions(**{**machine, **given, **options})
-    return make_step_plan(parameters, meshes, options=made, make_part=lambda reads: StepPart())
+    return make_step_plan(parameters, meshes, options=made)
