@@ -260,11 +260,9 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.plan(self._trained())
 
     def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
-        if agreed.deferred_check is not None:
-            agreed.deferred_check()
         with planned.matrix_step.executor.measured(Op(kind="nodes", key="all", rank=0)):
             updates = self._sync.updates(self._trained(), agreed.gradients)
-        return replace(agreed, gradients=updates, deferred_check=None)
+        return replace(agreed, gradients=updates)
 
     @property
     def _elementwise(self) -> Elementwise:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.comm.agreement import StepAgreement, together
+from lightning_muon.comm.agreement import together
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
@@ -78,7 +78,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
-        self._step_agreement: StepAgreement | None = None
         # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
@@ -113,14 +112,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._layout, self._planned = layout, None
         self._complete_state()
 
-    def join(self, step: StepAgreement) -> None:
-        """Let ``step``, which reduces gradients, carry the message before each step too; local, alike on all ranks."""
-        self._step_agreement = step
-        step.join(
-            lambda: self._planned is None or self._is_stale(self._planned),
-            lambda: parameters.hyperparameter_digest(self.param_groups),
-        )
-
     @property
     def routes(self) -> list[Route]:
         """The route of each parameter, in the order of the param groups."""
@@ -148,12 +139,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         has_loss = closure is None or loss is not None
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
-            try:
-                planned.matrix_step.run(self._received(planned, agreed), self.state)
-            except gradients.GradientsHaveChanged:
-                # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
-                planned, agreed = self._begin_step(has_loss=has_loss)
-                planned.matrix_step.run(self._received(planned, agreed), self.state)
+            planned.matrix_step.run(self._received(planned, agreed), self.state)
             self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
@@ -409,7 +395,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         given = parameters_of(self)
         return agree_on_gradients(
             planned.plan,
-            self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,

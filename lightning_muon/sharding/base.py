@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout, parameters_of
@@ -171,7 +170,6 @@ class ShardingMode(ABC):
             across = axis_group(self.mesh, axes)
         max_norm, layout, copies = max_norm * root, self.layout, self.copies
         norm = clip_norm_(parameters, max_norm, layout=layout, across=across, device=device, copies=copies)
-        layout.were_read(parameters)
         return norm / root
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
@@ -204,11 +202,10 @@ def attach_optimizers(
     layout: Layout | None,
     *,
     nodes: DeviceMesh | None = None,
-    step: StepAgreement | None = None,
 ) -> None:
     """Attach the optimizers that can be attached; all others make their own state. Local.
 
-    ``nodes`` is the mesh if its replicas are decoupled; with ``step`` optimizers use it for the message of each step.
+    ``nodes`` is the mesh if its replicas are decoupled.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -227,5 +224,3 @@ def attach_optimizers(
             optimizer.use_mesh(nodes)
         if is_attachable(optimizer):
             optimizer.attach(module, layout)
-            if step is not None:
-                optimizer.join(step)
