@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import pickle
 import socket
 import struct
 import time
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _composable_state
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _metadata_fn
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, _utils
@@ -333,9 +336,74 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def load_whole(directory: Path, *, with_optimizers: bool = True) -> dict[str, Any]:
+# What the index of a checkpoint is made of, beside dtypes.
+_IN_INDEX = {
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), (FileSystemReader.__module__, "_StorageInfo")),
+    *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        if (module, name) not in _IN_INDEX:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no index of torch and may run code")
+        return super().find_class(module, name)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads shards, but unpickles nothing that could run code; of other values ``weights_only=False`` allows it."""
+
+    def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
+        super().__init__(path)
+        self._is_trusted = weights_only is False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The index of the directory; local."""
+        path = Path(self.path, _metadata_fn)
+        try:
+            with path.open("rb") as file:
+                index = _IndexUnpickler(file).load()
+        except pickle.UnpicklingError as problem:
+            raise pickle.UnpicklingError(f"{path} is not read: {problem}") from None
+        index.storage_meta = index.storage_meta or metadata.StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read what this rank needs; local."""
+        return super().read_data(plan, planner if self._is_trusted else _PlainValues(planner))  # type: ignore[arg-type]
+
+
+class _PlainValues:
+    """A planner that refuses values that ``torch.load(weights_only=True)`` refuses: torch's unpickles all of them."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, item: Any, value: Any) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            value.seek(0)
+            names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value))
+            raise pickle.UnpicklingError(
+                f"{item.storage_index.fqn} has objects ({names}) that torch.load(weights_only=True) refuses; if you "
+                "trust whoever wrote it, load it with weights_only=False (convert: --trust-pickle), or allow them with "
+                "torch.serialization.add_safe_globals"
+            ) from None
+        value.seek(0)
+        self._planner.load_bytes(item, value)
+
+
+def load_whole(directory: Path, *, with_optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
     """What the shards in a checkpoint directory hold, with whole tensors on the CPU, in one process. Local."""
-    reader, state = FileSystemReader(directory), dict[str, Any]()
+    reader, state = CheckpointReader(directory, weights_only=weights_only), dict[str, Any]()
     places = [place[:2] for place in (reader.read_metadata().planner_data or {}).values()]
     optimizers = {first for first, *second in places if second == ["param_groups"]}
     keys = {first for first, *_ in places if with_optimizers or first not in optimizers}
