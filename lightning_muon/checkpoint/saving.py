@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
@@ -109,6 +110,13 @@ def weights_to_save(
             return copied(full_weights(module)) if differ else full_weights(module)
         state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
         return of_first_node(state, mesh) if differ else state
+
+
+def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of whole weights and states of optimizers. Collective over all ranks."""
+    states = [get_optimizer_state_dict(module, optimizer) for optimizer in optimizers]
+    leaves = tree_leaves([get_model_state_dict(module), *states])
+    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def optimizer_state_to_save(

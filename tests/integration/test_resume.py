@@ -146,7 +146,7 @@ def _hyper_parameters(path: str) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitter.save_checkpoint(path)
-    kept = torch.load(f"{path}/meta.pt", weights_only=False)["hyper_parameters"]
+    kept = torch.load(path, weights_only=False)["hyper_parameters"]
     return sorted(kept), [str(each.message) for each in caught if "hyper-parameters" in str(each.message)]
 
 

@@ -31,7 +31,8 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     """Call ``stock``, Accelerate's ``save_state``; we write models and optimizers. Collective over all ranks."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    whole = whole or not accelerator.options.save_distributed_checkpoint
+    if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
+        whole = whole or engine.saves_one_file
 
     def save(directory: str, with_model: bool) -> None:
         chosen = [with_model]

@@ -74,7 +74,6 @@ class TrainerStrategy(MuonStrategy):
     _engine: TrainingEngine | None = None
     _checkpoint: TrainerCheckpoint | None = None
     _first_callback: Any = None
-    _has_saved = False
     _data = TrainingData()  # Each run gets its own; a run may fail before.
 
     # ---- before the first step
@@ -343,14 +342,14 @@ class TrainerStrategy(MuonStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
         require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
-        return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
+        return self._running_engine.weights_to_save(whole=self._running_engine.saves_one_file)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        whole, offload = not self.options.save_distributed_checkpoint, self._saves is None
+        whole, offload = self._running_engine.saves_one_file, self._saves is None
         return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -360,21 +359,16 @@ class TrainerStrategy(MuonStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
-        whole = not self.options.save_distributed_checkpoint
+        whole = self._running_engine.saves_one_file
         self._leave_out_modules(checkpoint)
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
             checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
-            super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
+            if self.is_global_zero:  # type: ignore[attr-defined]
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath)  # type: ignore[attr-defined]
             return
         target, rest = local_path(self.broadcast(filepath)), dict(checkpoint)
-        if not whole and not self._has_saved:
-            self._has_saved = True
-            self.package.fabric("utilities.rank_zero").rank_zero_info(
-                f"{target} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
-                f"lightning-muon convert {target} FILE"
-            )
         content, metadata_name = {}, None
         if not whole:
             states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_muon.cli.main import main
 from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.pipeline.models import causal_lm
-from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
+from tests.integration.training import PACKAGES, Network, load, loader, loss_of, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 pl = pytest.importorskip(PACKAGES[0])
@@ -56,7 +56,7 @@ def _train(path: str, rate: Any) -> tuple[dict[str, Any], float]:
     package = load(PACKAGES[0])
     package.seed_everything(0)
     model = Model(num_blocks=2, rate=rate)
-    fitter = trainer(package, max_epochs=1)
+    fitter = trainer(package, strategy=strategy_class()(), max_epochs=1)
     fitter.fit(model, loader(), loader())
     fitter.save_checkpoint(path)
     value = fitter.validate(model, loader(), verbose=False)[0]["val"]
