@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
@@ -114,9 +113,10 @@ def weights_to_save(
 
 def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of whole weights and states of optimizers. Collective over all ranks."""
-    states = [get_optimizer_state_dict(module, optimizer) for optimizer in optimizers]
-    leaves = tree_leaves([get_model_state_dict(module), *states])
-    return sum(leaf.numel() * leaf.element_size() for leaf in leaves if isinstance(leaf, torch.Tensor))
+    states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
+    every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
+    values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in values)
 
 
 def optimizer_state_to_save(

@@ -336,6 +336,12 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
+def forget_workers(loader: Any) -> None:
+    """Let the next pass of a loader start its workers anew, if they are persistent, with data that know of no state."""
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+
+
 # What the index of a checkpoint is made of, beside dtypes.
 _IN_INDEX = {
     *(("torch", "Size"), ("torch.serialization", "_get_layout"), (FileSystemReader.__module__, "_StorageInfo")),

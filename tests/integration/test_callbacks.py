@@ -112,7 +112,7 @@ def test_a_checkpoint_is_saved_when_all_ranks_fail(gloo: ProcessPool, tmp_path: 
     gloo.expect_error_on_all_ranks(
         _fail, training.PACKAGES[0], str(tmp_path), (0, 1), world_size=2, exception=ArithmeticError, match="on purpose"
     )
-    saved = torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=False)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert saved["global_step"] == 3
 
 

@@ -184,7 +184,7 @@ class TrainerStrategy(MuonStrategy):
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         if trainer.training:
-            self._data.follow(dataloader, epoch)
+            dataloader = self._data.follow(dataloader, epoch, trainer)
         return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -275,6 +275,7 @@ class TrainerStrategy(MuonStrategy):
         engine = self._running_engine
         take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
         result = engine.step(optimizer, take_step, closure)
+        self._data.window = None
         if skipped := engine.finite_check(optimizer).skipped_steps:
             self.lightning_module.log("skipped_steps", float(skipped))
         return result
