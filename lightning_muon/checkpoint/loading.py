@@ -284,7 +284,12 @@ class Checkpoint:
             for name, state in own.items()
             for entry in state.keys() & _of_nodes(optimizer)
         )
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before and not is_stage(module))
+        values = chain.from_iterable(entries.values() for entries in named["state"].values())
+        has_tensors = any(
+            isinstance(value, torch.Tensor) and value.ndim for value in values
+        )  # torch asks for their device.
+        from_first = has_tensors and are_as_before and not is_stage(module)
+        options = StateDictOptions(full_state_dict=has_tensors, broadcast_from_rank0=from_first)
         with _all_trained(module, named["state"]):
             set_optimizer_state_dict(module, optimizer, named, options=options)
 

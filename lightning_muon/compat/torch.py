@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, _metadata_
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Placement, _utils
 from torch.profiler import record_function
 
@@ -194,6 +195,18 @@ def _groups_of(state: Any) -> list[Any]:
 
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return _groups_of(unit._get_fsdp_state())
+
+
+def make_shardable(cls: type[torch.nn.Module]) -> None:
+    """Make the class that FSDP2 gives to modules of a ``Generic`` class, of which torch's may have another layout."""
+    if Generic not in cls.__mro__ or issubclass(cls, FSDPModule) or cls in cls_to_fsdp_cls:
+        return
+
+    class Meta(type(cls)):
+        def mro(self) -> list[type]:
+            return [self, FSDPModule, *(base for base in super().mro() if base not in (self, FSDPModule))]
+
+    cls_to_fsdp_cls[cls] = Meta(f"FSDP{cls.__name__}", (cls, FSDPModule), {"__deepcopy__": _unimplemented_deepcopy})
 
 
 def init_fsdp_root(root: FSDPModule) -> None:
