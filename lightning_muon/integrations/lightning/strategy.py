@@ -163,6 +163,8 @@ class TrainerStrategy(MuonStrategy):
         # In a pipeline ranks have different parameters, so that one may fail alone.
         together(partial(self._create_optimizers, trainer))
         given = [each for each in self.optimizers if not is_placeholder_optimizer(self.package, each)]
+        unnamed = [each for each in self.lr_scheduler_configs if each.name is None]  # type: ignore[attr-defined]
+        names = [f"lr-{type(each.scheduler.optimizer).__name__}" for each in unnamed]
         used = self._running_engine.attach(
             given,
             [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
@@ -170,6 +172,10 @@ class TrainerStrategy(MuonStrategy):
             is_default=has_default_optimizer(self.lightning_module),
         )
         self.optimizers = used or self.optimizers
+        for number, (config, name) in enumerate(zip(unnamed, names, strict=True)):
+            # As LearningRateMonitor would call it without us.
+            same = names[:number].count(name)
+            config.name = f"{name}-{same}" if same else name
 
     def _create_optimizers(self, trainer: Any) -> None:
         try:
