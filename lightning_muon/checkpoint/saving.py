@@ -111,6 +111,14 @@ def weights_to_save(
         return of_first_node(state, mesh) if differ else state
 
 
+def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of whole weights and states of optimizers. Collective over all ranks."""
+    states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
+    every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
+    values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
 def optimizer_state_to_save(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
 ) -> dict[str, Any]:

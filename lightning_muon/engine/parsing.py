@@ -6,8 +6,10 @@ import importlib
 import inspect
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_muon.config import nearest, unknown_option
 from lightning_muon.errors import UnknownOptionError
@@ -44,7 +46,8 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     plain, built = dict[str, Any](), dict[str, Any]()
     for key, value in mapping.items():
         if isinstance(value, Mapping) and "class_path" in value:
-            built[key] = build_class(value, where=f"{where}: {key}")
+            declared = get_type_hints(kind if is_dataclass(kind) else kind.__init__).get(key, object)
+            built[key] = build_class(value, _classes_in(declared), where=f"{where}: {key}")
         else:
             (plain if isinstance(value, _PLAIN) else built)[key] = value
     parser = ArgumentParser(exit_on_error=False)
@@ -57,10 +60,16 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
-def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, where: str) -> Any:
-    """Build what ``{class_path, init_args}`` describes; for arguments alone, the one of ``kinds`` with most of them."""
+def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: str) -> Any:
+    """Build what ``{class_path, init_args}`` describes; for arguments alone, the one of ``kinds`` with most of them.
+
+    No class is built but those of ``kinds``, and classes derived from them.
+    """
     if "class_path" in value:
         kind = _import_class(value["class_path"], where)
+        if not issubclass(kind, tuple(kinds)):
+            names = " or ".join(each.__name__ for each in kinds) or "no class"
+            raise ValueError(f"{where}: class_path {value['class_path']!r} is not of the type of this option: {names}")
         elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
         check_keys(value, ("class_path", "init_args"), where=where, elsewhere=elsewhere)
         return build(kind, value.get("init_args") or {}, where=where)
@@ -82,6 +91,14 @@ def check_keys(
     for key in given:
         if key not in allowed:
             raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere)}")
+
+
+def _classes_in(declared: Any) -> list[type[Any]]:
+    """The classes of a type: those of a union, the origin of a generic one, ``object`` for ``Any``."""
+    origin = get_origin(declared) or declared
+    if isinstance(origin, type) and origin is not UnionType:
+        return [origin]
+    return [object] if declared is Any else [each for part in get_args(declared) for each in _classes_in(part)]
 
 
 def _import_class(path: object, where: str) -> type[Any]:

@@ -16,7 +16,7 @@ from lightning_muon.checkpoint.manifest import require_one_save, write_file
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.saving import describe_save, skipped_steps, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
-from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
+from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together, warn_on_first_rank
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
@@ -29,9 +29,13 @@ _OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
 
 def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any]) -> Any:
     """Call ``stock``, Accelerate's ``save_state``; we write models and optimizers. Collective over all ranks."""
+    if not accelerator.sync_gradients:
+        text = "save_state inside of an accumulated batch: the gradients of its micro-batches are in no checkpoint; "
+        warn_on_first_rank(f"{text}call it where accelerator.sync_gradients is true", stacklevel=3)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    whole = whole or not accelerator.options.save_distributed_checkpoint
+    if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
+        whole = whole or engine.saves_one_file
 
     def save(directory: str, with_model: bool) -> None:
         chosen = [with_model]

@@ -186,7 +186,9 @@ class FabricStrategy(MuonStrategy):
         """Save as ``ModelParallelStrategy`` does. Collective over all ranks."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
-        metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
+        are_small = [engine.saves_one_file for engine in self._engines]
+        is_file = self.options.save_distributed_checkpoint is not True and all(are_small)
+        metadata_name = None if is_file else metadata_filename(self.package)
         target = local_path(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
         kinds, filters = self._by_kind(state), filter or {}

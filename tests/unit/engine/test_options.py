@@ -91,6 +91,10 @@ def test_lightning_reads_the_same_from_the_same_file(tmp_path: Path) -> None:
     assert {key: str(value) for key, value in asdict(theirs).items()} == {k: str(v) for k, v in asdict(ours).items()}
 
 
+_LOG_FILE = {"class_path": "logging.FileHandler", "init_args": {"filename": "/missing/log"}}
+_REPLICATOR = {"class_path": "lightning_muon.FlexDeMoConfig", "init_args": {"replicator": _LOG_FILE}}
+
+
 def test_keys_of_a_config_need_no_class_path() -> None:
     assert Options.from_mapping({"optimizer": {"momentum": 0.5}}) == Options(optimizer=MuonConfig(momentum=0.5))
     assert Options.from_mapping({"optimizer": {"lr": 0.5}}).optimizer == MuonConfig(lr=0.5)
@@ -112,6 +116,10 @@ def test_keys_of_a_config_need_no_class_path() -> None:
             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
         ),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
+        # Classes of other types are not made.
+        ({"optimizer": _LOG_FILE}, "^side.yaml: optimizer: .*'logging.FileHandler' is not of .*: MuonConfig or"),
+        ({"timeout": _LOG_FILE}, "^side.yaml: timeout: .*'logging.FileHandler' is not of the type .*: timedelta"),
+        ({"optimizer": _REPLICATOR}, "^side.yaml: optimizer: replicator: .*: Replicator or LocalSteps"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:

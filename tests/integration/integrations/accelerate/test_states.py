@@ -1,5 +1,6 @@
 """States that are saved and loaded: the same training goes on, also on other ranks."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,25 @@ def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tenso
 def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path: Path) -> None:
     weight = network().head.weight.detach()
     for files, by_hook, by_us in gloo.run(_with_hooks, str(tmp_path), "zero2", world_size=2):
-        assert files == ["optimizer_0", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
+        assert files == ["optimizer.bin", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
         assert torch.equal(by_hook, 2 * weight) and torch.equal(by_us, weight)
+
+
+def _saved_in_a_window(directory: str) -> list[str]:
+    with training_on_cpu() as (accelerator, model, optimizer):
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.save_state(directory)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.arange(6).reshape(1, 6)).sum())
+            accelerator.save_state(directory)
+        return [str(each.message) for each in caught if "accumulated batch" in str(each.message)]
+
+
+def test_a_save_inside_of_an_accumulated_batch_warns(gloo: ProcessPool, tmp_path: Path) -> None:
+    texts, others = gloo.run(_saved_in_a_window, str(tmp_path), world_size=2)
+    assert len(texts) == 1 and "where accelerator.sync_gradients is true" in texts[0] and others == []
 
 
 class _FailsOnOneRank(_Counter):
