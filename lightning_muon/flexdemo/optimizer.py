@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ from lightning_muon.flexdemo.config import (
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
-from lightning_muon.flexdemo.node_state import Rule, check_equal
+from lightning_muon.flexdemo.node_state import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients
@@ -127,8 +127,8 @@ class FlexDeMo(PlannedOptimizer):
         return self._sync.sent_bytes(self._trained().trainable)
 
     @property
-    def per_node(self) -> Mapping[str, Rule]:
-        """Saved state entries of shape (R, *shape) -> rule that converts them for another number of nodes."""
+    def per_node(self) -> Collection[str]:
+        """Saved state entries of shape (R, *shape), with an entry for each node."""
         return self._sync.per_node
 
     @contextmanager
