@@ -69,6 +69,7 @@ def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_m
 
 def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
     """Call ``stock``, Accelerate's ``load_state``; we load models and optimizers. Collective over all ranks."""
+    require_equal([("input_dir", str(directory))], None, "what load_state is to load")
     missing = directory is not None and not Path(directory).expanduser().is_dir()
     fail_together(FileNotFoundError(f"there is no directory {directory}") if missing else None, None)
 
