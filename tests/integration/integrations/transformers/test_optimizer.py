@@ -266,7 +266,10 @@ def _best(directory: str) -> tuple[str | None, float, list[float]]:
             optimizer_cls_and_kwargs=None,
             learning_rate=runs.LR,
             load_best_model_at_end=True,
-            **{"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1},
+            save_strategy="steps",
+            save_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
         )
         run.train()
         best, losses = run.state.best_model_checkpoint, runs.logged(run, "eval_loss")
