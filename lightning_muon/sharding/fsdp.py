@@ -213,6 +213,7 @@ class Fsdp(ShardingMode):
     @override
     @contextmanager
     def no_sync(self) -> Generator[None]:
+        self.attached(self._step)
         # Each micro-batch gathers the weights again; or whole weights stay from the first forward to the last backward.
         if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
@@ -260,6 +261,7 @@ class Fsdp(ShardingMode):
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
+        self.attached(self._step)
         if divisor is not None:
             divisor /= self._num_nodes  # The average over nodes supplies that factor.
         if divisor != self._divisor:
@@ -278,7 +280,7 @@ class Fsdp(ShardingMode):
 
         If the ranks ran different units, this raises on all of them, or the optimizer's next message of the step does.
         """
-        assert self._step is not None and self.call_log is not None, "attach comes first"
+        step, call_log = self.attached(self._step), self.attached(self.call_log)
         self._finish_reducing()
         self.require_no_failure()
         for unit, meshes in self._resharding:
@@ -287,12 +289,12 @@ class Fsdp(ShardingMode):
         plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.call_log.mark(END)
-            self._step.post(self._numbers, self._drop_unused_gradients)
+            call_log.mark(END)
+            step.post(self._numbers, self._drop_unused_gradients)
             if plain or not self._is_deferred:
-                self._step.reduce(())
+                step.reduce(())
         else:
-            self.call_log.restart()  # There is nobody to compare it with.
+            call_log.restart()  # There is nobody to compare it with.
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
 

@@ -132,19 +132,17 @@ class Ddp(ShardingMode):
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        assert self._reducer is not None, "attach comes first"
-        return self._reducer.no_sync()
+        return self.attached(self._reducer).no_sync()
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        assert self._reducer is not None, "attach comes first"
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+        self.attached(self._reducer).set_divisor(self.mesh.size() if divisor is None else divisor)
 
     @override
     def finish_gradients(self) -> None:
-        assert self._reducer is not None, "attach comes first"
+        reducer = self.attached(self._reducer)
         self.require_no_failure()
-        self.layout.agreed = self._reducer.finish()
+        self.layout.agreed = reducer.finish()
         self.layout.arrives_late = self.layout.may_arrive_late
         if self.call_log is not None:
             self.call_log.restart()
