@@ -40,6 +40,19 @@ def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: s
         Options(**options)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("momentum", r"^Options: there is no option 'momentum'; it belongs in optimizer=MuonConfig\(\.\.\.\)$"),
+        ("learning_rate", r"did you mean 'lr'\? It belongs in optimizer=MuonConfig\("),
+        ("replicator", r"it belongs in optimizer=FlexDeMoConfig\(\.\.\.\)$"),
+    ],
+)
+def test_a_wrong_keyword_is_told_where_it_belongs_in_python(key: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Options(**{key: 1})
+
+
 _YAML = """
 replicate_size: 2
 wrap_policy: [Block]
