@@ -104,6 +104,10 @@ def test_lightning_reads_the_same_from_the_same_file(tmp_path: Path) -> None:
     assert {key: str(value) for key, value in asdict(theirs).items()} == {k: str(v) for k, v in asdict(ours).items()}
 
 
+# A file of a stranger.
+_POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
+
+
 def test_keys_of_a_config_need_no_class_path() -> None:
     assert Options.from_mapping({"optimizer": {"momentum": 0.5}}) == Options(optimizer=MuonConfig(momentum=0.5))
     assert Options.from_mapping({"optimizer": {"lr": 0.5}}).optimizer == MuonConfig(lr=0.5)
@@ -124,6 +128,15 @@ def test_keys_of_a_config_need_no_class_path() -> None:
             {"optimizer": {"look_ahead": 2, "base": "adamw"}},
             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
         ),
+        *(
+            ({"optimizer": config}, rf"^side.yaml: optimizer{key}: class_path 'subprocess.Popen' names no {names}$")
+            for config, key, names in (
+                (_POPEN, "", "MuonConfig or FlexDeMoConfig"),
+                ({"replicator": _POPEN}, ".*: replicator", "Replicator or LocalSteps"),
+                ({"decay": _POPEN}, ".*: decay", "float"),
+            )
+        ),
+        ({"wrap_policy": _POPEN}, "^side.yaml: wrap_policy: .* names no class at all$"),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
     ],
 )
