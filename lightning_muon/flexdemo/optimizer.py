@@ -20,6 +20,7 @@ from lightning_muon.config import (
 )
 from lightning_muon.flexdemo.config import (
     ELSEWHERE,
+    MUON_RATE,
     SIGN_SGD,
     FlexDeMoConfig,
 )
@@ -184,9 +185,10 @@ class FlexDeMo(PlannedOptimizer):
             f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
-        if config.base != "sgd":
-            return f"{head}\n{super().summary()}"
         rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
+        if config.base != "sgd":
+            rate = f"\nMuon of the merged updates with lr {rates}: {MUON_RATE}; see docs/flexdemo.md"
+            return f"{head}{rate if config.base == 'muon' else ''}\n{super().summary()}"
         return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:

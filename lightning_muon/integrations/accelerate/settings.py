@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.engine.conversion import tell
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy, of_float16
@@ -200,7 +201,7 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
         sharding=sharding_of(state, options),
         mode_options=mode_options(state, options, module),
         watchdog=watchdog,
-        info=_log.info,
+        info=partial(tell, _log),
         warn=_log.warning,
     )
     engine.shard(accelerator.device)
