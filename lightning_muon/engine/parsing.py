@@ -54,8 +54,11 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         # Every type that jsonargparse looks at takes it milliseconds.
         parser.add_class_arguments(kind, skip=set[str | int](parameters) - plain.keys(), fail_untyped=False)
         parsed = parser.instantiate(parser.parse_object(plain))
-        return kind(**{key: parsed[key] for key in plain}, **built)
     except (ArgumentError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    try:
+        return kind(**{key: parsed[key] for key in plain}, **built)
+    except ValueError as error:  # No TypeError, which may be a bug: whoever reads it needs the traceback.
         raise ValueError(f"{where}: {error}") from error
 
 

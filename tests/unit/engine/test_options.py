@@ -104,6 +104,12 @@ def test_lightning_reads_the_same_from_the_same_file(tmp_path: Path) -> None:
     assert {key: str(value) for key, value in asdict(theirs).items()} == {k: str(v) for k, v in asdict(ours).items()}
 
 
+def test_a_bug_in_a_class_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MuonConfig, "__post_init__", lambda _: 1 < "2")
+    with pytest.raises(TypeError, match="'<' not supported"):
+        Options.from_mapping({"optimizer": {"momentum": 0.5}}, source="side.yaml")
+
+
 # A file of a stranger.
 _POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
 
