@@ -23,11 +23,12 @@ ClipGroups = Literal["all", "elementwise"]
 SECTION = "lightning_muon"  # Section of a file that has the options of Accelerate, too.
 
 _CONFIGS = (MuonConfig, FlexDeMoConfig)
-# Where else a wrong key may belong.
+# Where else a wrong key may belong, in a file and in Python.
 ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
+IN_PYTHON = {f"in optimizer={kind.__name__}(...)": [each.name for each in fields(kind)] for kind in _CONFIGS[::-1]}
 
 
-@takes_options(elsewhere=ELSEWHERE)
+@takes_options(elsewhere=IN_PYTHON)
 @dataclass(frozen=True, kw_only=True)
 class Options(ShardingOptions, PipelineOptions, MeshSizes):
     """The options of a training, beside its model and data.

@@ -29,6 +29,7 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     repoint_schedulers,
 )
+from lightning_muon.engine.forward_methods import refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
@@ -140,6 +141,8 @@ class TrainingEngine:
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
+        if self.divides_weights:
+            refuse_parts_of_weights(module)
         if self._stages is not None:
             self._stages.take_calls(self.mode, self.run_pipeline)
         self._watch()

@@ -233,6 +233,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
+        A state of whole tensors, which every rank has, is divided as the parameters are.
+
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
         state_dict = understood(state_dict)
@@ -242,6 +244,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.is_fresh = False
         self._completion.loaded()
         self._take_second_moments(state_dict)
+        for parameter in self._routed_parameters():
+            parameters.divide_whole_(parameter, self._existing_state[parameter.tensor])
         given, states = parameters_of(self), self._existing_state
         located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._shape_of_state)

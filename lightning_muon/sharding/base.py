@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device
 
+T = TypeVar("T")
 BucketBytes = int | Literal["auto"]
 
 
@@ -108,6 +109,13 @@ class ShardingMode(ABC):
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """Watch gradients, and create the state of all optimizers that step the parameters of the prepared module."""
+
+    @staticmethod
+    def attached(part: T | None) -> T:
+        """Return what :meth:`attach` has made; raise before it. Local."""
+        if part is None:
+            raise RuntimeError("call mode.prepare(module) and mode.attach(module, optimizers) first")
+        return part
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:

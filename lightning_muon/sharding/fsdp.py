@@ -18,7 +18,7 @@ from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
-from lightning_muon.comm.groups import axis_group, host_group, shard_axis
+from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, shard_axis
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
     finish_reducing,
@@ -96,6 +96,7 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
+        self._host: AxisGroup | None = None  # All ranks of the mesh, in the memory of hosts; from `attach` on.
         self._used: list[bool] = []  # Whether this rank has a gradient for each watched parameter.
         # Number of a watched parameter -> its gradient; plain parameter -> its gradient, and a copy of its values.
         self._agreed: dict[int, TensorWeakRef] = {}
@@ -209,6 +210,7 @@ class Fsdp(ShardingMode):
     @override
     @contextmanager
     def no_sync(self) -> Generator[None]:
+        self.attached(self._host)
         # Each micro-batch gathers the weights again; or whole weights stay from the first forward to the last backward.
         if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
@@ -256,6 +258,7 @@ class Fsdp(ShardingMode):
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
+        self.attached(self._host)
         if divisor is not None:
             divisor /= self._num_nodes  # The average over nodes supplies that factor.
         if divisor != self._divisor:
@@ -274,7 +277,7 @@ class Fsdp(ShardingMode):
 
         If the ranks ran different units, this raises on all of them.
         """
-        assert self.call_log is not None, "attach comes first"
+        call_log = self.attached(self.call_log)
         self._finish_reducing()
         self.require_no_failure()
         for unit, meshes in self._resharding:
@@ -283,10 +286,10 @@ class Fsdp(ShardingMode):
         plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.call_log.mark(END)
-            self._drop_unused_gradients(maxima_over(self._host, self._numbers()))
+            call_log.mark(END)
+            self._drop_unused_gradients(maxima_over(self.attached(self._host), self._numbers()))
         else:
-            self.call_log.restart()  # There is nobody to compare it with.
+            call_log.restart()  # There is nobody to compare it with.
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
 

@@ -132,19 +132,17 @@ class Ddp(ShardingMode):
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        assert self._reducer is not None, "attach comes first"
-        return self._reducer.no_sync()
+        return self.attached(self._reducer).no_sync()
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        assert self._reducer is not None, "attach comes first"
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+        self.attached(self._reducer).set_divisor(self.mesh.size() if divisor is None else divisor)
 
     @override
     def finish_gradients(self) -> None:
-        assert self._reducer is not None, "attach comes first"
+        reducer = self.attached(self._reducer)
         self.require_no_failure()
-        self._reducer.finish()
+        reducer.finish()
         if self.call_log is not None:
             self.call_log.restart()
 

@@ -20,14 +20,14 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, of_float16
-from lightning_muon.engine.options import ELSEWHERE, Options
+from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
 
 
-@takes_options(Options, ELSEWHERE)
+@takes_options(Options, IN_PYTHON)
 class FabricStrategy(MuonStrategy):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 

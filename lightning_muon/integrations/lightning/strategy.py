@@ -25,7 +25,7 @@ from lightning_muon.compat.lightning import (
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.options import ELSEWHERE, Options
+from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.auto_resume import (
@@ -54,7 +54,7 @@ from lightning_muon.integrations.strategy import MuonStrategy
 _SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
 
 
-@takes_options(Options, ELSEWHERE)
+@takes_options(Options, IN_PYTHON)
 class TrainerStrategy(MuonStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.saving import full_state_dict
 from lightning_muon.cli.main import main
-from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.pipeline.models import causal_lm
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, strategy_class, trainer
 from tests.support.processes import ProcessPool
