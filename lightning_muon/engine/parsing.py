@@ -83,9 +83,9 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: 
 
 
 def _classes_in(annotation: Any) -> list[type[Any]]:
-    """The classes that a declared type, maybe a union, takes."""
+    """The classes that a declared type, maybe a union, takes; for a function, those whose objects can be called."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [each for each in members if isinstance(each, type)]
+    return [each for each in (get_origin(member) or member for member in members) if isinstance(each, type)]
 
 
 def check_keys(

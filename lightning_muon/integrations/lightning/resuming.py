@@ -113,10 +113,10 @@ class TrainingData:
             text = f"gradients of {num_again} micro-batches, behind which the checkpoint was saved, are lost: a loader "
             warn_on_first_rank(f"{text}with a state of its own cannot go back to them", stacklevel=3)
             num_again = 0
-        orders = saved["random"][0]["loaders"] if loader is not None else []
-        then, now = (orders[0].get("size"), _batch_size(loader)) if orders else (None, None)
-        if then is None or now is None:  # As many rows as then.
-            then = now = 1
+        orders = saved["random"][0]["loaders"]
+        then, now = 1, 1  # As many rows as then.
+        if loader is not None and orders and orders[0].get("size") and (size := _batch_size(loader)):
+            then, now = orders[0]["size"], size
         num_batches = saved["num_before"] - num_again
         number, left = divmod(num_batches * before * then, num_ranks * now)
         if left:

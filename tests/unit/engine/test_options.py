@@ -142,7 +142,7 @@ def test_keys_of_a_config_need_no_class_path() -> None:
                 ({"decay": _POPEN}, ".*: decay", "float"),
             )
         ),
-        ({"wrap_policy": _POPEN}, "^side.yaml: wrap_policy: .* names no class at all$"),
+        ({"wrap_policy": _POPEN}, "^side.yaml: wrap_policy: .* names no "),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
         # Classes of other types are not made.
     ],
