@@ -47,14 +47,18 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
-def unknown_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
-    """Text for an option that does not exist: why it went, the nearest one, where it belongs, or all of ``names``.
+def unknown_option(
+    key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None, *, of: str = ""
+) -> str:
+    """Text for an option that the class ``of`` does not have: why it went, or that of :func:`no_option`."""
+    return removed(str(key), of) or no_option(key, names, elsewhere)
+
+
+def no_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
+    """Text for an option that does not exist: the nearest one, where it belongs, or all of ``names``.
 
     ``elsewhere`` maps another place, such as ``"under optimizer:"``, to its options.
     """
-    gone = removed(str(key))
-    if gone is not None:
-        return gone
     places = {name: f"belongs {place}" for place, others in (elsewhere or {}).items() for name in others}
     found = nearest(str(key), [*names, *places])
     if found is None:
@@ -93,7 +97,8 @@ def takes_options(
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for key in kwargs:
                 if key not in names:
-                    raise TypeError(f"{type(self).__name__}: {unknown_option(key, names, elsewhere)}")
+                    name = type(self).__name__
+                    raise TypeError(f"{name}: {unknown_option(key, names, elsewhere, of=name)}")
             init(self, *args, **kwargs)
 
         setattr(checked, "__signature__", signature)  # noqa: B010

@@ -35,7 +35,7 @@ from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, takes_options
 from lightning_muon.engine.conversion import tell
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -256,6 +256,7 @@ def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -
     optimizer.register_step_pre_hook(check)
 
 
+@takes_options()
 class MuonMonitor(transformers.TrainerCallback):
     """Measures every n-th optimizer step of a ``Trainer``, and logs what it found with the Trainer's ``log``.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-# Name -> why it went, and what to use instead. Keys are options, in YAML files too; their values as `option='value'`;
+import re
+
+# Name -> why it went, and what to use instead. Keys are options, in YAML files too, as `option of CLASS` where others
+# still have it or may mean something else by it; their values as `option='value'`, and all tuples as `option=(...)`;
 # names that the package exported; commands, and their options as `lightning-muon COMMAND --option`.
 REMOVED: dict[str, str] = {
     # options of optimizers
     "momentum_dtype": "momenta have the dtype of their parameters; those of bfloat16 parameters have half of the bytes",
     "offload": "momenta are where the parameters are; shard over more ranks, or use CPUOffloadPolicy of FSDP2",
-    "hyperball": "it gained nothing in our runs; use weight_decay",
+    "hyperball": "it gained nothing in our runs; remove it",
     "muon_eq": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
     "muon_plus": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
     "ns_costs": "measured costs chose what FLOPs choose; leave it out",
@@ -20,7 +23,7 @@ REMOVED: dict[str, str] = {
     "overlap='auto'": "it chose between 'backward', which is gone, and 'step'; use overlap='step', the default",
     "value_format='int8'": "it sends 22 % less, and at 100 Mbit/s no step was faster; use 'bf16'",
     "value_format='sign'": "the bytes of values are not what a step waits for; use 'bf16'",
-    "ns_quality=(0.95, 1.05)": "there is 'fast', and for a narrower band ns_coefficients='polar_express'",
+    "ns_quality=(...)": "there is 'fast', and for a narrower band ns_coefficients='polar_express'",
     **{
         f"ns_coefficients={name!r}": "pass its triples as ns_coefficients=((a, b, c), ...)"
         for name in ("you", "cans", "cubic", "deepseek_v4")
@@ -29,7 +32,21 @@ REMOVED: dict[str, str] = {
     "pipeline_schedule='dual_pipe_v'": (
         "import examples/schedules.py of the repository, which registers it, and set pipeline_stages_per_rank=2"
     ),
-    # options of strategies
+    # options of one class
+    "overlap of FlexDeMo": "nodes exchange their momenta in the step; remove it",
+    "overlap of FlexDeMoConfig": "nodes exchange their momenta in the step; remove it",
+    "overlap of DiLoCo": "a step that sends the mean applies it; a longer period sends less",
+    "folder of StepMonitor": "curves are those of a logger; pass it what take() returns",
+    "data_copies of StepMonitor": "it counted tokens, which it does no more; remove it",
+    "skipped_steps of StepMonitor": "the optimizer has skipped_steps; remove it",
+    **{
+        f"{name} of {kind}": "tokens per second and FLOPs are numbers of Lightning's ThroughputMonitor; remove it"
+        for kind, names in {
+            "StepMonitor": "module flops_per_token peak_flops",
+            "MuonMonitor": "tokens flops_per_token peak_flops",
+        }.items()
+        for name in names.split()
+    },
     # names
     "Turn": "it is called ExchangeStep",
     "context_attention": "it only passed its arguments on; use torch.distributed.tensor.experimental.context_parallel",
@@ -50,8 +67,9 @@ REMOVED: dict[str, str] = {
             "json": "read the text, or a picture by --draw; programs import lightning_muon.cli.plan_step",
             "flops memory-bandwidth bandwidth inter-bandwidth latency model-flops": "pass a file with rates as --cost",
             "ns-steps wire-bytes chunk-bytes look-ahead": "give it as an option of the optimizer in --config",
-            "modes schedules activations microbatches width": "pass --ranks N, which chooses what it leaves open",
-            "stage-costs memory-limit compute-seconds": "it was for a plan that went, too",
+            "modes schedules activations microbatches width": "remove it; --ranks N tries all ways to train by itself",
+            "stage-costs memory-limit": "docs/pipelines.md has bubble and memory of each schedule as formulas",
+            "compute-seconds": "docs/flexdemo.md has bits and break-even as two formulas",
             "replicate": "write --replicate-size",
             "shard": "write --shard-size",
         }.items()
@@ -67,7 +85,11 @@ REMOVED: dict[str, str] = {
     "lightning-muon convert --config": "the model writes its own config, see docs/checkpoints.md",
     "lightning-muon convert --config-from": "transformers writes the folder, see docs/checkpoints.md",
     "lightning-muon convert --tokenizer-from": "transformers writes the folder, see docs/checkpoints.md",
-    "lightning-muon convert --run-dir": "there are no model cards any more; write README.md by hand",
+    **{
+        f"lightning-muon convert --{name}": "there are no model cards any more; write README.md by hand"
+        for name in ("run-dir", "base-model", "dataset")
+    },
+    "lightning-muon convert --max-shard-size": "transformers writes the folder, see docs/checkpoints.md",
     "lightning-muon doctor --ranks": "torchrun starts the ranks: torchrun --nproc-per-node N -m lightning_muon doctor",
     "lightning-muon doctor --seconds": "one exchange is tried on each axis, under torchrun",
     "lightning-muon plan --html": "the timelines are drawn by --draw",
@@ -87,6 +109,16 @@ STATE_OF: dict[str, str] = {
 }
 
 
-def removed(name: str) -> str | None:
-    """A sentence on a name that is gone; None for any other."""
-    return f"{name} went in version 0.2: {REMOVED[name]}" if name in REMOVED else None
+_REFUSED = re.compile(r'Parser key "(\w+)":(?:(?!Parser key)[\s\S])*?(?:Got|Given) value: (.+)')
+
+
+def removed(name: str, of: str = "") -> str | None:
+    """A sentence on a name that is gone, maybe an option of the class ``of``; None for any other."""
+    names = (f"{name} of {of}", re.sub(r"='?[(\[].*", "=(...)", name))
+    return next((f"{each} went in version 0.2: {REMOVED[each]}" for each in names if each in REMOVED), None)
+
+
+def removed_value(message: str) -> str | None:
+    """The sentence on a value that is gone, among those that jsonargparse refuses with ``message``."""
+    sentences = (removed(f"{key}={value!r}") for key, value in _REFUSED.findall(message))
+    return next(filter(None, sentences), None)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning_muon import __version__
-from lightning_muon.config import nearest, unknown_option
+from lightning_muon.config import nearest, no_option
 from lightning_muon.errors import DamagedCheckpointError
-from lightning_muon.removed import removed
+from lightning_muon.removed import removed, removed_value
 
 _PROG = "lightning-muon"
 _LIGHTNING = {
@@ -107,36 +107,36 @@ def reporting(parser: Any) -> Any:
     def refuse(message: str, error: Exception | None = None) -> None:
         of_command = getattr(error, "subcommand_parser", None) or parser
         prog, options = of_command.prog.replace(" [options]", ""), list(of_command._option_string_actions)
-        of_command.exit(2, f"{prog}: {message.rstrip()}{_hint(prog, message, options)}\n")
+        of_command.exit(2, f"{prog}: {_explained(prog, message.rstrip(), options)}\n")
 
     parser.error = refuse
     return parser
 
 
-def _hint(prog: str, message: str, options: Sequence[str]) -> str:
-    """What follows the message on a wrong option, or on a wrong value: why it went, or what may be meant."""
+def _explained(prog: str, message: str, options: Sequence[str]) -> str:
+    """Why a wrong option, or a wrong value, went; else the message, and what may be meant."""
     if wrong := re.search(r"nrecognized arguments: (?:\S+ )*?(-[^\s=]+)", message):
-        gone, meant = removed(f"{prog} {wrong[1]}"), nearest(wrong[1], options)
-        return f"; {gone}" if gone else f"; did you mean {meant}?" if meant else ""
+        meant = nearest(wrong[1], options)
+        return removed(f"{prog} {wrong[1]}") or (f"{message}; did you mean {meant}?" if meant else message)
     if "Expected a dot import path string: parallel_muon" in message:
-        return "\nFor options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
-    wrong, of_class = (
-        re.search(r"Option '(\w+)' is not accepted", message),
-        re.search(r"class_path '(\S+[.]\w+)'", message),
-    )
-    if "class_path 'lightning_muon." not in message:
-        if not (wrong and of_class):
-            return ""
-        module, _, name = of_class[1].rpartition(".")
-        options = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
-        return f"\n{of_class[1]}: {unknown_option(wrong[1], options)}"
-    from lightning_muon.engine.options import ELSEWHERE, Options
+        return f"{message}\nFor options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
+    is_ours = "class_path 'lightning_muon." in message
+    if is_ours and (gone := removed_value(message)):
+        return gone
+    wrong = re.search(r"Option '(\w+)' is not accepted", message)
+    key = wrong[1] if wrong else ""
+    tried = re.findall(rf"class_path '((\S+)[.](\w+))':\s+(?:Option '|Parser key \"){key}['\"]", message)
+    kinds = [getattr(importlib.import_module(module), name) for _, module, name in tried]
+    options = list(dict.fromkeys(option for kind in kinds for option in inspect.signature(kind).parameters))
+    if not kinds or key in options:  # One of the classes has it.
+        return message
+    path, _, name = tried[0]
+    if is_ours and (gone := removed(key, name)):
+        return gone
+    from lightning_muon.engine.options import ELSEWHERE
 
-    if wrong:
-        return f"\n{unknown_option(wrong[1], list(vars(Options())), ELSEWHERE)}"
-    value = re.search(r'Parser key "(\w+)":\s+Expected .* Got value: (.+)', message)
-    gone = removed(f"{value[1]}={value[2]!r}") if value else None
-    return f"\n{gone}" if gone else ""
+    hint = no_option(key, options, ELSEWHERE if name == "ParallelMuonStrategy" else None)
+    return f"{message}\n{path}: {hint}"
 
 
 def _run_lightning_cli(args: Sequence[str] | None) -> None:

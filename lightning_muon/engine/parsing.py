@@ -12,6 +12,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_muon.config import nearest, unknown_option
 from lightning_muon.errors import UnknownOptionError
+from lightning_muon.removed import removed_value
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     if not isinstance(mapping, Mapping):
         raise ValueError(f"{where}: must be a mapping of options, got {mapping!r}")
     parameters = list(inspect.signature(kind).parameters)
-    check_keys(mapping, parameters, where=where)
+    check_keys(mapping, parameters, where=where, of=kind.__name__)
     plain, built = dict[str, Any](), dict[str, Any]()
     for key, value in mapping.items():
         if isinstance(value, Mapping) and "class_path" in value:
@@ -55,7 +56,7 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         parser.add_class_arguments(kind, skip=set[str | int](parameters) - plain.keys(), fail_untyped=False)
         parsed = parser.instantiate(parser.parse_object(plain))
     except (ArgumentError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{where}: {removed_value(str(error)) or error}") from error
     try:
         return kind(**{key: parsed[key] for key in plain}, **built)
     except ValueError as error:  # No TypeError, which may be a bug: whoever reads it needs the traceback.
@@ -78,7 +79,7 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: 
     parameters = {kind: list(inspect.signature(kind).parameters) for kind in kinds}
     best = max(kinds, key=lambda kind: sum(key in parameters[kind] for key in value))
     elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
-    check_keys(value, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere)
+    check_keys(value, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere, of=best.__name__)
     return build(best, value, where=where)
 
 
@@ -94,11 +95,12 @@ def check_keys(
     *,
     where: str,
     elsewhere: Mapping[str, Collection[str]] | None = None,
+    of: str = "",
 ) -> None:
-    """Raise ``UnknownOptionError`` for a key that is not allowed; ``elsewhere`` as in :func:`unknown_option`."""
+    """Raise ``UnknownOptionError`` for a key that is not allowed; the rest is as in :func:`unknown_option`."""
     for key in given:
         if key not in allowed:
-            raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere)}")
+            raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere, of=of)}")
 
 
 def _import_class(path: object, where: str) -> type[Any]:

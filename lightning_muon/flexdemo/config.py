@@ -30,7 +30,6 @@ ValueFormat = Literal["fp32", "bf16"]
 ELSEWHERE = {
     "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
     "to ParallelMuon": ("normuon", "normuon_beta2"),
-    "to ParallelMuon; nodes exchange their momenta in the step": ("overlap",),
 }
 
 

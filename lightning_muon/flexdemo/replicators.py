@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_muon.config import check_number, check_whole
+from lightning_muon.config import check_number, check_whole, takes_options
 from lightning_muon.math.dct import add_sparse_inverse_dct_, dct, groups
 
 # How far rate * n may be from 1: decimals of thirds and sevenths are rounded.
@@ -349,6 +349,7 @@ class NoReplication(LocalSteps):
     """
 
 
+@takes_options()
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSteps):
     """Nodes train by themselves and average what they moved every ``period`` steps (Douillard et al. 2023).
@@ -362,7 +363,7 @@ class DiLoCo(LocalSteps):
     Source: arXiv:2311.08105, Algorithm 1 and section 3 (Nesterov, learning rate 0.7, momentum 0.9); with Muon as the
     inner optimizer MuLoCo, arXiv:2505.23725.
 
-    Attributes:
+    Args:
         period: Steps from one average to the next.
         outer_lr: Learning rate of the outer step.
         outer_momentum: Momentum of the outer step, in [0, 1).

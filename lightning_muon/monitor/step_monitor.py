@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_muon.comm import collectives
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.config import check_whole
+from lightning_muon.config import check_whole, takes_options
 from lightning_muon.monitor.recorder import TimelineRecorder
 from lightning_muon.optim.matrix_step import lr_scale_of
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
@@ -28,6 +28,7 @@ from lightning_muon.schedule.simulate import Span, Timeline
 WHOLE_STEP = Op(kind="optimizer", key="all", rank=0)
 
 
+@takes_options()
 class StepMonitor:
     """Measures every n-th step of an optimizer, and returns the results as numbers by name; see docs/monitor.md.
 

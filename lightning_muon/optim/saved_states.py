@@ -14,7 +14,7 @@ import torch
 
 from lightning_muon.comm.agreement import warn_on_first_rank
 from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParameter, States
-from lightning_muon.removed import REMOVED, STATE_OF
+from lightning_muon.removed import STATE_OF, removed
 
 
 def understood(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,33 +40,24 @@ def are_ours(groups: Sequence[ParamGroup]) -> bool:
     return any(group.keys() >= {"algorithm", "adamw_eps"} for group in groups)
 
 
-def _reason(key: str, value: object) -> str | None:
-    """Why an option is gone, or its value; one tuple in the table stands for all."""
-    is_tuple = isinstance(value, tuple | list)
-    of_tuples = (why for name, why in REMOVED.items() if is_tuple and name.startswith(f"{key}=("))
-    return REMOVED.get(key) or REMOVED.get(f"{key}={value!r}") or next(of_tuples, None)
-
-
 def _leave_out_removed_(groups: Sequence[ParamGroup], states: Mapping[Any, dict[str, Any]]) -> None:
-    """Drop entries of options that are gone; rank 0 warns once. Momenta and moments of the same matrices stay."""
-    found, used = dict[str, None](), dict[str, str]()
+    """Drop entries of options that are gone; rank 0 warns once of those that were on. Momenta and moments stay."""
+    used = dict[str, None]()
     for group in groups:
         for key, value in list(group.items()):
-            if (why := _reason(key, value)) is not None:
+            if why := removed(key) or removed(f"{key}={value!r}"):
                 del group[key]
-                found[key] = None
                 if value and value not in ("none", "auto"):  # What options that were off had.
-                    used[f"{key}={value!r}"] = why
-        if "ns_coefficients" in found:
-            group.pop("ns_steps", None)  # It is their number.
+                    used[why] = None
+                if key == "ns_coefficients":
+                    group.pop("ns_steps", None)  # It is their number.
     for state in states.values():
-        for key in [key for key in state if key in STATE_OF]:
+        for key in state.keys() & STATE_OF.keys():
             del state[key]
-            found[key] = None
-    if found:
-        gone = [f"what {what} did is gone: {why}" for what, why in used.items()]
-        text = f"the loaded state has {', '.join(found)} of version 0.1, which are left out; all else is loaded"
-        warn_on_first_rank("; ".join([text, *gone]), stacklevel=4)
+            used[removed(STATE_OF[key]) or key] = None
+    if used:
+        text = "the loaded state is of version 0.1; it goes on without what is gone, with the options of this program"
+        warn_on_first_rank("; ".join([text, *used]), stacklevel=4)
 
 
 def _rename_(group: ParamGroup) -> None:

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 from lightning_muon.compat.lightning import forget_logged
-from lightning_muon.config import check_whole
+from lightning_muon.config import check_whole, takes_options
 from lightning_muon.monitor.step_monitor import StepMonitor
 
 
+@takes_options()
 class MuonMonitorCallback:
     """Measures every n-th optimizer step, and logs what it found: milliseconds by part, sizes of updates, bytes.
 

@@ -214,7 +214,7 @@ def test_a_mistyped_word_names_the_nearest(ended: Any, words: list[str], message
             "own.net.Net: there is no option 'widt'; did you mean",
         ),
         (_STRATEGY.replace("wrap_policy", "wrap_polici"), "'wrap_polici'; did you mean 'wrap_policy'?"),
-        (_STRATEGY.replace("w_patterns", "w_pattern"), "did you mean 'adamw_patterns'? It belongs under optimizer:"),
+        (_STRATEGY.replace("w_patterns", "w_pattern"), "MuonConfig: there is no option 'adamw_pattern'; did"),
         (_STRATEGY.replace("wrap_policy", "learning_rate"), "did you mean 'lr'? It belongs under optimizer:"),
     ],
 )

@@ -222,10 +222,6 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
         ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
         ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16'\), got 'fp8'"),
-        (
-            {"overlap": "step"},
-            "no option 'overlap'; it belongs to ParallelMuon; nodes exchange their momenta in the step",
-        ),
         ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
         ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
         ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
