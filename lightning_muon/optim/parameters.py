@@ -218,6 +218,10 @@ class KnownRoutes:
     def __getitem__(self, parameter: Tensor) -> Route:
         return self._found[parameter][1]
 
+    def forget(self) -> None:
+        """Find all routes anew at the next :meth:`update`, which compares them with those of before; local."""
+        self._found = {parameter: ("", route) for parameter, (_, route) in self._found.items()}
+
     def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
         """Find routes that are not known, drop state that nobody needs, and return whether any route was missing."""
         current = {param: group["algorithm"] for group in groups for param in group["params"]}
@@ -229,8 +233,11 @@ class KnownRoutes:
         for param in [param for param in states if param not in current]:
             del states[param]
         for param in before.keys() & current.keys() & states.keys():
-            for key in {*state_keys(before[param][1].algorithm), SECOND_MOMENT} - state_keys(self[param].algorithm):
+            old, new = before[param][1], self[param]
+            for key in state_keys(old.algorithm) - state_keys(new.algorithm):
                 states[param].pop(key, None)
+            if old.algorithm != new.algorithm or neuron_place(param, old) != neuron_place(param, new):
+                states[param].pop(SECOND_MOMENT, None)
         return True
 
 
@@ -307,11 +314,16 @@ def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: boo
         )
 
 
+def neuron_place(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of a parameter's second moments of neurons, and the dimensions that they share with it."""
+    shape = tuple(parameter.shape)
+    return neuron_shape(shape, route), neuron_dims(shape, route)
+
+
 def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
     if parameter.route.algorithm != "adamw":
-        shape = tuple(parameter.tensor.shape)
-        of_neurons = neuron_shape(shape, parameter.route), neuron_dims(shape, parameter.route)
+        of_neurons = neuron_place(parameter.tensor, parameter.route)
         return {MOMENTUM: parameter.layout.zeros_like(parameter.tensor)} | {
             key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
             for key in neuron_state_keys(parameter.route.algorithm, parameter.group)

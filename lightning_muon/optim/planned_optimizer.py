@@ -92,7 +92,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
         self._module = module
-        self._routes = parameters.KnownRoutes(self._options)
+        self._routes.forget()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now; local.

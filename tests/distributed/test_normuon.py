@@ -30,8 +30,10 @@ SHAPES = {
     "convolution": (6, 4, 3, 3),
     "queries": (12, 8),
     "heads": (5, 12),
+    "other_heads": (5, 12),
 }
-PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3}}
+# The last part of both heads is the same box, and has another number.
+PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3, "other_heads": (4, 2, 2, 4)}}
 NUM_STEPS, LR = 4, 0.02
 NORMUON: dict[str, Any] = {"normuon": True}
 CHOICES: list[dict[str, Any]] = [NORMUON, NORMUON | {"normuon_beta2": 0.8, "weight_decay": 0.0}]
@@ -86,7 +88,7 @@ def _train_all(mesh_shape: tuple[int, ...]) -> list[tuple[dict[str, Any], dict[s
 
 
 def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4))}
+    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4)), "other_heads": (1, (4, 2, 2, 4))}
     cut: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         dim, sizes = parts.get(name, (0, (tensor.shape[0],)))
@@ -113,8 +115,33 @@ def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape:
             assert moments.keys() == SHAPES.keys()
             for name, found in moments.items():
                 parts = [each for key, each in reference.second_moments.items() if key.startswith(f"{name} ")]
-                expected = torch.stack(parts, 1) if name == "heads" else torch.cat(parts)
+                expected = torch.stack(parts, 1) if "heads" in name else torch.cat(parts)
                 torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=TOLERANCE, atol=0)
+
+
+def _train_among_others(add_at: int) -> list[Tensor]:
+    """The weights of a Conv1D and a linear layer of one shape after four steps; others come and change meanwhile."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"inputs_first": Conv1D(8, 8), "outputs_first": nn.Linear(8, 8), "late": nn.Linear(6, 5)})
+    weights = [layer.weight for layer in layers.values()]
+    optimizer = ParallelMuon([{"params": [weight]} for weight in weights[:2]], lr=LR, normuon=True, **FLOAT32)
+    optimizer.attach(layers)
+    for step in range(4):
+        if step == add_at:
+            optimizer.add_param_group({"params": [weights[2]], "algorithm": "muon"})
+        if step == add_at + 1:
+            optimizer.param_groups[2]["algorithm"] = "adamw"
+            optimizer.attach(layers)
+        for number, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + number))
+        optimizer.step()
+    return weights[:2]
+
+
+def test_second_moments_stay_with_their_parameter() -> None:
+    alone = _train_among_others(add_at=4)
+    for found, expected in zip(_train_among_others(add_at=1), alone, strict=True):
+        assert torch.equal(found, expected)
 
 
 def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
