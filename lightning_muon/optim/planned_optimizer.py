@@ -11,8 +11,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import StepAgreement, together
+from lightning_muon.comm.agreement import StepAgreement, named_waits, together
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
@@ -187,13 +188,16 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
         """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
-        planned = self._planned or self._make_plan()
-        with profiled("agree", "gradients"):
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-        if agreed is None:
-            planned = self._make_plan()
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-            assert agreed is not None, "parameters changed during the step"
+        with named_waits(late=self._planned is None):
+            planned = self._planned or self._make_plan()
+            with profiled("agree", "gradients"):
+                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+            if agreed is None:
+                planned = self._make_plan()
+                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+                assert agreed is not None, "parameters changed during the step"
+        if not agreed.gradients:
+            self._follow_module(is_late=True)
         self.is_fresh = False
         return planned, agreed
 
@@ -303,7 +307,28 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """The gradients that the update uses. Collective as :meth:`step` is."""
         return agreed
 
+    def _follow_module(self, *, is_late: bool) -> None:
+        """Take parameters that ``fully_shard`` has put into the module since this optimizer was made; local.
+
+        If there is state already, or a step ``is_late``: raise a ``RuntimeError`` instead, alike on all ranks.
+        """
+        now: dict[str, Tensor] = {} if self._module is None else dict(self._module.named_parameters())
+        held = set(now.values())
+        for group in self.param_groups:
+            for place, (name, old) in enumerate(zip(group.get("param_names", ()), group["params"], strict=False)):
+                new = now.get(name)
+                if old in held or isinstance(old, DTensor) or new is None or not (is_late or isinstance(new, DTensor)):
+                    continue
+                if is_late or not self.is_fresh:
+                    raise RuntimeError(
+                        f"{name} of the module is no longer the parameter that {type(self).__name__} was made "
+                        "with, so it would not be trained. Make the optimizer after fully_shard, and after layers are "
+                        "replaced; load a state_dict afterwards"
+                    )
+                group["params"][place] = new
+
     def _complete_state(self) -> None:
+        self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
 
     def _own_completion(self) -> parameters.StateCompletion:
@@ -349,6 +374,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _make_plan(self) -> PlannedStep:
         """Make the plan. Collective over the meshes of the parameters."""
+        self._follow_module(is_late=False)
         meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)
