@@ -154,7 +154,9 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
 
 def _require_works_on_shards(optimizer: torch.optim.Optimizer) -> None:
     name, where = type(optimizer).__name__, "on the shards of FSDP2; use {}, or sharding='ddp', where each rank has all"
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{name} of torch does not work on the shards of FSDP2; use another optimizer, such as AdamW")
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
         raise ValueError(f"{name} of torch does not work {where.format('another optimizer')}")
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
         group.get("fused") for group in optimizer.param_groups

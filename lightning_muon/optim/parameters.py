@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
@@ -244,12 +245,20 @@ class KnownRoutes:
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
     """One route for every parameter of ``groups``."""
     known: dict[Tensor, Route]
+    given = [p for group in groups for p in group["params"]]
+    if any(isinstance(each, FlatParameter) for each in given) or (
+        module is not None and any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+    ):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) makes vectors of matrices, so there is nothing for Muon; shard the model "
+            "with torch.distributed.fsdp.fully_shard (FSDP2) before the optimizer is made"
+        )
     if module is None:
         named = _named_parameters(groups)
         known = dict(zip(named.values(), route_named(named, options).values(), strict=True))
     else:
         known = dict(zip(module.parameters(), route_module(module, options).values(), strict=True))
-        strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
+        strangers = [p for p in given if isinstance(p, DTensor) and p not in known]
         if strangers:
             raise RuntimeError(
                 f"{len(strangers)} sharded parameters of the optimizer, the first of shape "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import StepAgreement, named_waits, together
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
-from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
+from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
@@ -31,6 +32,7 @@ from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
 from lightning_muon.params.logical import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
+from lightning_muon.removed import removed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -134,7 +136,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return list(parameters.routes_of([group], self._module, self._options).values()) if frozen else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the plan is made anew at the next step."""
+        """Add a group; the plan is made anew at the next step. Keys of others stay, but not one that resembles ours."""
+        for key in map(str, param_group.keys() - {"params", *self.defaults}):
+            if key in vars(self._options).keys() - {"fused"}:  # Of that name torch's AdamW has an option of a group.
+                raise ValueError(f"{key} is an option of {type(self).__name__}, not of a param group")
+            alike = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
+            if removed(key) or (alike and alike[0][0] == key[0]):
+                raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
         group = self.defaults | param_group
         parameters.check_group_(group)
         super().add_param_group(group)

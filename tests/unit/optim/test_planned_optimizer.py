@@ -64,7 +64,18 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
     with pytest.raises(ValueError, match="weight_decay must be finite and >= 0, got -1"):
         optimizer.add_param_group({"params": [model[3].weight], "weight_decay": -1})
+    wrong = {
+        "muon_lr_facto": "a param group: .*did you mean 'muon_lr_factor'",
+        "hyperball": "a param group: hyperball went",
+        "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
+    }
+    for key, text in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [model[3].weight], key: 2.0})
     assert len(optimizer.param_groups) == 1
+    others = dict.fromkeys(("initial_lr", "max_momentum", "etas", "foreach", "no_weight_decay", "depth"), 1)
+    optimizer.add_param_group({"params": [model[3].weight], **others})
+    assert optimizer.param_groups[1].items() >= others.items()
 
 
 def test_the_closure_is_evaluated_with_gradients_before_the_step(kind: Any) -> None:
