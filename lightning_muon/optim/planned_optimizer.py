@@ -6,7 +6,7 @@ import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
 from typing import Any, Self
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import StepAgreement, named_waits, together
+from lightning_muon.comm.agreement import StepAgreement, named_waits, together, warn_on_first_rank
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
@@ -101,19 +101,16 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Take names and routes from ``module``, and create the state of every parameter now; local.
 
         Call it on each rank once the parameters have their final form (after ``fully_shard``). ``layout`` says where
-        their parts and gradients lie; without it the tensors say so themselves. Raises a ``RuntimeError`` if there is
-        state already, laid out in another way.
+        their parts and gradients lie; without it the tensors say so themselves. State that is laid out in another way
+        is divided anew; that is collective over the mesh of the parameters.
         """
         self.route(module)
         if layout is not None and layout is not self._layout:
-            if self.is_fresh:
-                self._existing_state.clear()
-            if self._existing_state:
-                raise RuntimeError(
-                    f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
-                    "before its first step, and load a state_dict afterwards"
-                )
+            saved = self.state_dict() if self._existing_state and not self.is_fresh else None
+            self._existing_state.clear()
             self._layout, self._planned = layout, None
+            if saved is not None:
+                self.load_state_dict(saved)
         self._complete_state()
 
     def join(self, step: StepAgreement) -> None:
@@ -146,6 +143,14 @@ class PlannedOptimizer(torch.optim.Optimizer):
         group = self.defaults | param_group
         parameters.check_group_(group)
         super().add_param_group(group)
+        group = self.param_groups[-1]
+        is_number = [each.is_floating_point() or each.is_complex() for each in group["params"]]
+        if not all(is_number):
+            integers = f"{is_number.count(False)} parameters of integers (quantized weights)"
+            warn_on_first_rank(f"{integers} are left out of {type(self).__name__}", stacklevel=4)
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = list(compress(group[key], is_number))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

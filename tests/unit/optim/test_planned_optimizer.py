@@ -78,6 +78,17 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
     assert optimizer.param_groups[1].items() >= others.items()
 
 
+def test_integers_beside_adapters_are_left_out(kind: Any) -> None:
+    model = nn.ModuleDict({"quantized": nn.Module(), "lora_B": nn.Linear(4, 6)})
+    model["quantized"].weight = nn.Parameter(torch.ones(6, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.warns(UserWarning, match=r"1 parameters of integers \(quantized weights\) are left out"):
+        optimizer = _make(kind, model)
+    before = _train(model["lora_B"], optimizer, range(1))
+    _train(model["lora_B"], optimizer, range(1, 2))
+    assert not torch.equal(before[0], model["lora_B"].weight) and model["quantized"].weight.eq(1).all()
+    assert optimizer.param_groups[0]["param_names"] == ["lora_B.weight", "lora_B.bias"]
+
+
 def test_the_closure_is_evaluated_with_gradients_before_the_step(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, model)
