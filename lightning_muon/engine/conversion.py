@@ -211,7 +211,7 @@ def convert_optimizer(
     else:
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         measured = "muon_lr_factor; measured in docs/performance.md"
-        rate = "" if factor == 1 else f" with {factor:g} times its learning rate ({measured})"
+        rate = "" if factor == 1 else f" with {factor:g} times its learning rate, in weight decay too ({measured})"
         summary = f"{name} -> ParallelMuon for matrices{rate}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
