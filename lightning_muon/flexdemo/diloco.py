@@ -8,19 +8,17 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.compat.torch import profiled
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.grad_sync.reducer import make_buckets
 from lightning_muon.optim.parameters import Gradients
-from lightning_muon.params.layout import StepPart, local_tensor
-from lightning_muon.schedule.program import Condition, Op, OpKind
-from lightning_muon.schedule.step import AddedOps
+from lightning_muon.params.layout import local_tensor
 
 ParameterState = dict[str, Any]
 # Keys of the state of a parameter.
@@ -79,13 +77,11 @@ class DiLoCoSync(InterNodeSync):
         return [trained.states[parameter].get("anchor", parameter) for parameter in trained.parameters]
 
     @override
-    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        average = Op(kind=OpKind.EXCHANGE, key="average", rank=0, when=(Condition.GRADIENTS,))
-        return StepPart(
-            ops=AddedOps(last=[average]),
-            actions={OpKind.EXCHANGE: self._average},
-            facts=lambda _: {Condition.GRADIENTS: [] if (self.num_steps + 1) % self._options.period else [average.key]},
-        )
+    def finish(self) -> None:
+        super().finish()
+        if self.num_steps % self._options.period == 0:
+            with profiled("exchange", "average"):
+                self._average()
 
     @override
     def load(self, parameter: Tensor, state: ParameterState, saved: Mapping[str, Any]) -> None:
@@ -98,7 +94,7 @@ class DiLoCoSync(InterNodeSync):
         num_bytes = 4 * sum(local_tensor(parameter).numel() for parameter in parameters)
         return round(2 * (self.num_nodes - 1) * num_bytes / (self.num_nodes * self._options.period))
 
-    def _average(self, op: Op) -> Sequence[Work]:
+    def _average(self) -> None:
         """Let all nodes go on from the next common weights. Collective over the nodes."""
         states = self._trained.states
         moved = [parameter for parameter in self._trained.parameters if states[parameter]["has_moved"]]
@@ -109,7 +105,6 @@ class DiLoCoSync(InterNodeSync):
             self._step_anchor(state, total.div_(self.num_nodes))
             local_tensor(parameter).copy_(_anchor(state))
             state["has_moved"].zero_()
-        return ()
 
     def _sum_over_nodes(self, tensors: Sequence[Tensor]) -> None:
         """Sum contiguous tensors in place, those of a bucket together. Collective over the nodes; all must call it."""

@@ -16,7 +16,7 @@ from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
 from lightning_muon.optim.parameters import Gradients, RoutedParameter, StateCompletion, States
-from lightning_muon.params.layout import StepPart, local_tensor
+from lightning_muon.params.layout import local_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,17 +107,13 @@ class InterNodeSync(StateCompletion):
     def plan(self, trained: Trained) -> None:
         """Prepare for the current parameters. Collective over the nodes."""
 
-    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops that the exchange adds; ``reads``: op of the step -> parameters whose updates it reads. Local."""
-        return StepPart()
-
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """Local updates of the parameters of the step, where :meth:`step_part` fills in what nodes exchange; local."""
+        """Local updates of the parameters of the step. Collective over the nodes."""
         updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         return {tensor: signs(update) for tensor, update in updates.items()} if self.config.takes_sign else updates
 
     def finish(self) -> None:
-        """End a step; local."""
+        """End a step. Collective over the nodes."""
         self.num_steps += 1
 
     def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:

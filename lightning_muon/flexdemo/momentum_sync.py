@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_muon.compat.torch import profiled
 from lightning_muon.flexdemo.bucket import Exchange, MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -19,9 +18,7 @@ from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.parameters import Gradients, RoutedParameter, States
-from lightning_muon.params.layout import StepPart, local_tensor
-from lightning_muon.schedule.program import Condition, Op, OpKind
-from lightning_muon.schedule.step import AddedOps
+from lightning_muon.params.layout import local_tensor
 
 
 class MomentumSync(InterNodeSync):
@@ -36,12 +33,8 @@ class MomentumSync(InterNodeSync):
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)
         # The buckets of the plan, in the order in which backward finishes them, and the residuals that they use.
-        self._buckets: dict[str, MomentumBucket] = {}
+        self._buckets: list[MomentumBucket] = []
         self._residuals: dict[Tensor, Tensor] = {}
-        # Of the current step: gradients, exchanges by bucket, and updates, which op `decode` fills in.
-        self._gradients: Gradients = {}
-        self._in_flight: dict[str, Exchange] = {}
-        self._updates: dict[Tensor, Any] = {}
         self._has_loaded = False  # Whether a state was loaded, so that even a single node may have residuals.
 
     @property
@@ -85,57 +78,25 @@ class MomentumSync(InterNodeSync):
         self._residuals = {tensor: trained.states[tensor]["residual"] for tensor in parameters}
         residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
         plans = self._bucket_plans(parameters)
-        self._buckets = {f"n{number}": MomentumBucket(plan, parameters, residuals) for number, plan in enumerate(plans)}
-        self.layout.arrival_order = [bucket.parameters for bucket in self._buckets.values()]
-
-    @override
-    def step_part(self, reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        first: list[Op] = []
-        needed: list[tuple[Op, Sequence[str]]] = []
-        for key, bucket in self._buckets.items():
-            exchange = Op(kind=OpKind.EXCHANGE, key=key, rank=0, when=(Condition.GRADIENTS,))
-            users = [name for name, read in reads.items() if not set(bucket.parameters).isdisjoint(read)]
-            first.append(exchange)
-            needed.append((replace(exchange, kind=OpKind.DECODE, deps=(exchange.name,)), users))
-        return StepPart(
-            ops=AddedOps(first=first, needed=needed),
-            actions={OpKind.EXCHANGE: self._exchange, OpKind.DECODE: self._decode},
-            facts=lambda _: {Condition.GRADIENTS: {key for key in self._buckets if self._taking_part(key)}},
-        )
+        self._buckets = [MomentumBucket(plan, parameters, residuals) for plan in plans]
+        self.layout.arrival_order = [bucket.parameters for bucket in self._buckets]
 
     @override
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
         if self.num_nodes == 1:
             return self._of_one_node(trained, gradients)
-        self._gradients = gradients
-        self._updates = dict.fromkeys(set[Tensor]().union(*map(self._taking_part, self._buckets)))
-        return self._updates
-
-    def _taking_part(self, key: str) -> set[Tensor]:
-        """The parameters of a bucket that have a gradient in this step."""
-        return {tensor for tensor in self._buckets[key].parameters if tensor in self._gradients}
-
-    def _exchange(self, op: Op) -> Sequence[Work]:
-        """Send a bucket. Collective over the nodes in the same order of buckets."""
-        bucket, number = self._buckets[op.key], ExchangeStep(self.num_steps, list(self._buckets).index(op.key))
-        bucket.accumulate(self._gradients, self.config.decay)
-        self._in_flight[op.key] = Exchange(bucket, number, self.group, self._taking_part(op.key))
-        return ()
-
-    def _decode(self, op: Op) -> Sequence[Work]:
-        """Fill in the updates of a bucket."""
-        updates = self._in_flight.pop(op.key).updates(self.config.merge, sign=self.config.takes_sign)
-        for tensor, update in updates.items():
-            local = local_tensor(tensor)
-            # Some of torch's kernels rely on the dtype and the memory order of the parameter.
-            is_like = update.stride() == local.stride() and update.dtype == local.dtype
-            self._updates[tensor] = update if is_like else torch.empty_like(local).copy_(update)
-        return ()
-
-    @override
-    def finish(self) -> None:
-        super().finish()
-        self._gradients, self._updates = {}, {}
+        exchanges: list[Exchange] = []
+        for number, bucket in enumerate(self._buckets):
+            with profiled("exchange", f"n{number}"):
+                if taking_part := {tensor for tensor in bucket.parameters if tensor in gradients}:
+                    bucket.accumulate(gradients, self.config.decay)
+                    exchanges.append(Exchange(bucket, ExchangeStep(self.num_steps, number), self.group, taking_part))
+        updates: dict[Tensor, Tensor] = {}
+        for number in range(len(exchanges)):
+            with profiled("decode", f"n{number}"):  # The buffers of the exchange go with it.
+                found = exchanges.pop(0).updates(self.config.merge, sign=self.config.takes_sign)
+                updates |= {tensor: _like(local_tensor(tensor), update) for tensor, update in found.items()}
+        return updates
 
     @override
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
@@ -158,3 +119,9 @@ class MomentumSync(InterNodeSync):
             momenta[tensor] = gradient + (self.config.decay * residual).to(gradient.dtype)
             residual.zero_()
         return super().updates(trained, momenta)
+
+
+def _like(local: Tensor, update: Tensor) -> Tensor:
+    """The update in the dtype and the memory order of ``local``, on which some of torch's kernels rely."""
+    is_like = update.stride() == local.stride() and update.dtype == local.dtype
+    return update if is_like else torch.empty_like(local).copy_(update)

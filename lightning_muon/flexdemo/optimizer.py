@@ -32,7 +32,8 @@ from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
-from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
+from lightning_muon.params.layout import Layout, local_tensor, parameters_of
+from lightning_muon.schedule.program import Op
 
 _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
@@ -258,13 +259,11 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained())
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        return self._sync.step_part(reads)
-
-    def _received(self, agreed: AgreedGradients) -> AgreedGradients:
+    def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
         if agreed.deferred_check is not None:
             agreed.deferred_check()
-        updates = self._sync.updates(self._trained(), agreed.gradients)
+        with planned.matrix_step.executor.measured(Op(kind="nodes", key="all", rank=0)):
+            updates = self._sync.updates(self._trained(), agreed.gradients)
         return replace(agreed, gradients=updates, deferred_check=None)
 
     @property

@@ -20,8 +20,8 @@ from lightning_muon.grad_sync.shard_map import BucketParts, ShardMap
 class ParameterAllGather:
     """Gives every rank the parts of the parameters that other ranks have updated.
 
-    In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, sends each
-    bucket that has its new values (:meth:`send`), and ends with :meth:`finish_updates`.
+    In a step the caller says which parameters take part (:meth:`begin`), updates its own parts in place, says which
+    have their new values (:meth:`updated`), so that whole buckets leave, and ends with :meth:`finish_updates`.
 
     Hooks wait for the values: in front of the forward of each unit and of the modules inside it, and in front of
     ``state_dict`` and ``load_state_dict`` of every module. Code that reads parameters in another way, for example a
@@ -42,6 +42,7 @@ class ParameterAllGather:
         self.buckets = [[parameter for parameter in bucket if shard_map.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._to_leave: dict[int, list[Tensor]] = {}
+        self._updated: set[Tensor] = set()
         self.travelling: dict[int, _Travelling] = {}
         self._parts = lru_cache(1 << 12)(partial(BucketParts, shard_map=shard_map))
         self._hooks = ExitStack()
@@ -58,17 +59,27 @@ class ParameterAllGather:
         chosen = set(participating)
         members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self.buckets]
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
+        self._updated.clear()
 
-    def send(self, index: int) -> None:
-        """Send a bucket, if it takes part and was not sent. Collective over the shard axis."""
-        members = self._to_leave.pop(index, None)
-        if members is not None and self._group.size > 1:
-            self.travelling[index] = _Travelling(members, self._parts(tuple(members)), self._group)
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        """Send the next buckets, in their order, as far as all that takes part has new values.
+
+        Collective over the shard axis, in the same order of calls.
+        """
+        self._updated.update(parameters)
+        while self._to_leave and self._updated.issuperset(self._to_leave[min(self._to_leave)]):
+            self._send(min(self._to_leave))
 
     def finish_updates(self) -> None:
         """Send the remaining buckets. Collective over the shard axis once in a step."""
         for index in list(self._to_leave):
-            self.send(index)
+            self._send(index)
+
+    def _send(self, index: int) -> None:
+        members = self._to_leave.pop(index)
+        if self._group.size > 1:
+            with profiled("send_values", f"parameters.{index}"):
+                self.travelling[index] = _Travelling(members, self._parts(tuple(members)), self._group)
 
     def wait(self, parameters: Iterable[Tensor]) -> None:
         """Wait for the new values of these parameters; on CUDA only the current stream waits."""

@@ -131,7 +131,6 @@ class GradientReducer:
         self.step = StepAgreement(host)
         _check(self._parameters, names, host)
         self.buckets = make_buckets(self._parameters, bucket_bytes)  # In the order of launches.
-        self.launched: list[int] = []  # Indices of the buckets of the last finished step, in the order of launches.
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
         self._arrivals = Arrivals()
         self._divisor = float(group.size)
@@ -205,7 +204,6 @@ class GradientReducer:
             self._launch(index, left_over)
         self._finish_pending(computed)
         self._expected = computed or self._expected
-        self.launched = self._launched
         self._begin_step()
         return None if self.step.is_stale else frozenset(computed | kept | self._transport.present)
 
@@ -222,7 +220,6 @@ class GradientReducer:
         self._sent: set[Tensor] = set()
         self._num_launched = 0
         self._resends = False
-        self._launched: list[int] = []
         self._missing = [self._expected.intersection(bucket) for bucket in self.buckets]
         self._arrivals.begin_step()
 
@@ -242,7 +239,6 @@ class GradientReducer:
             self._pending.append(self._transport.start(gradients))
         self._known.add(tuple(gradients))
         self._advance()
-        self._launched.append(index)
 
     def _advance(self) -> None:
         """Continue sums that have arrived, so that their buffers are free again."""

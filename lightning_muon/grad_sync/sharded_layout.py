@@ -5,7 +5,7 @@ State is whole on owners for the step, and in DTensors that are sharded by rows,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,12 +20,7 @@ from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, StepPart, contiguous_stride
-from lightning_muon.schedule.program import IN_BACKWARD, TRANSFER, Condition, Op, OpKind
-from lightning_muon.schedule.step import AddedOps
-
-# Suffix of the key of the second sum of a bucket in a step.
-_REST = " rest"
+from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, contiguous_stride
 
 
 class ShardedLayout(Layout):
@@ -75,59 +70,8 @@ class ShardedLayout(Layout):
         self._all_gather.begin(parameters)
 
     @override
-    def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """The sums of gradients in backward, and an all-gather of each bucket after the op that completes it."""
-        group = tuple(range(self._shard_map.shard.size))
-        if len(group) == 1:
-            return StepPart()
-
-        def transfer(kind: str, key: str, bucket: Iterable[Tensor], **of_op: Any) -> Op:
-            num_bytes = sum(parameter.nbytes for parameter in bucket)
-            return Op(kind=kind, key=key, rank=0, lane=TRANSFER, bytes=num_bytes, group=group, **of_op)
-
-        first = [
-            transfer(OpKind.REDUCE_SCATTER, _key(index) + rest, bucket, phase=IN_BACKWARD, when=(Condition.SENT,))
-            for rest in ("", _REST)  # The second time with gradients that came after their bucket was sent.
-            for index, bucket in enumerate(self._reducer.buckets)
-        ]
-        names = list(done)
-        place_of = {tensor: place for place, name in enumerate(names) for tensor in done[name]}
-        after: dict[str, list[Op]] = {}
-        place = 0
-        for index, bucket in enumerate(self._all_gather.buckets):
-            places = {place_of[parameter] for parameter in bucket if parameter in place_of}
-            if places:
-                place = max(place, *places)  # Buckets are sent in order.
-                deps = tuple(names[each] for each in sorted(places))
-                op = transfer(OpKind.ALL_GATHER, _key(index), bucket, deps=deps, when=(Condition.GRADIENTS,))
-                after.setdefault(names[place], []).append(op)
-        return StepPart(
-            ops=AddedOps(first=first, after=after),
-            actions={OpKind.ALL_GATHER: self._start_all_gather},
-            facts=self._facts,
-        )
-
-    def _start_all_gather(self, op: Op) -> Sequence[Any]:
-        """Send a bucket; reads of the parameters wait for it. Collective over the shard axis."""
-        self._all_gather.send(int(op.key.rpartition(".")[2]))
-        return ()
-
-    def _facts(self, parameters: Collection[Tensor]) -> Mapping[str, Collection[str]]:
-        """Which buckets of gradients were sent, and which parameters take part."""
-        sent: set[str] = set()
-        last, rest = -1, ""
-        for index in self._reducer.launched:
-            rest = _REST if index <= last else rest
-            last = index
-            sent.add(_key(index) + rest)
-        return {
-            Condition.SENT: sent,
-            Condition.GRADIENTS: {
-                _key(index)
-                for index, bucket in enumerate(self._all_gather.buckets)
-                if any(parameter in parameters for parameter in bucket)
-            },
-        }
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        self._all_gather.updated(parameters)
 
     @override
     def end_step(self) -> None:
@@ -221,8 +165,3 @@ class ShardedLayout(Layout):
         mesh, size = self._shard_map.mesh, torch.Size(shape)
         stride = contiguous_stride(shape)
         return DTensor.from_local(local, mesh, self._row_placements, run_check=False, shape=size, stride=stride)
-
-
-def _key(index: int) -> str:
-    """Key of the ops of a bucket of parameters."""
-    return f"parameters.{index}"

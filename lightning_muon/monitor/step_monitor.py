@@ -22,14 +22,9 @@ from lightning_muon.optim.matrix_step import lr_scale_of
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
 from lightning_muon.optim.step_plan import MatrixJob
 from lightning_muon.params.layout import Layout, parameters_of
-from lightning_muon.schedule.program import Op, OpKind
+from lightning_muon.schedule.program import Op
 from lightning_muon.schedule.simulate import Span, Timeline
 
-# Kinds of ops whose part of a step has another name.
-_PARTS = {
-    OpKind.ALL_GATHER: "weights",
-    **dict.fromkeys((OpKind.EXCHANGE, OpKind.DECODE), "nodes"),
-}
 WHOLE_STEP = Op(kind="optimizer", key="all", rank=0)
 
 
@@ -221,7 +216,7 @@ def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
     found = defaultdict[str, float](float)
     ops = [span for span in spans if span.op != WHOLE_STEP]
     for op, start, end in ops:
-        found[_PARTS.get(op.kind, op.kind)] += end - start
+        found[op.kind] += end - start
     for _, begin, last in (span for span in spans if span.op == WHOLE_STEP):
         found["total"] = last - begin
         inside = [Span(op, max(begin, start), min(last, end)) for op, start, end in ops if end > begin and start < last]

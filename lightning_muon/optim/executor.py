@@ -8,7 +8,8 @@ handles.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,16 @@ class Executor(ABC):
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = actions
         self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.recorder.
+
+    @contextmanager
+    def measured(self, op: Op) -> Generator[None]:
+        """Context for what is measured as an op, but is none of the program."""
+        with profiled(op.kind, op.key):
+            if self.recorder is not None:
+                self.recorder.started(op)
+            yield
+            if self.recorder is not None:
+                self.recorder.ended(op)
 
     @abstractmethod
     def execute(self, op: Op) -> None:

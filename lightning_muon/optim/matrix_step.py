@@ -56,7 +56,6 @@ class MatrixStep:
     ) -> None:
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
-        self._in_step = [op for op in plan.ops if op.phase == program.IN_STEP]
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
@@ -80,7 +79,6 @@ class MatrixStep:
                 OpKind.UPDATE: self._update,
                 OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
-                **plan.part.actions,
             },
             plan.device,
         )
@@ -91,15 +89,13 @@ class MatrixStep:
         self._may_be_given_up = agreed.deferred_check is not None
         self._committed.clear()
         taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
-        of_part = self.plan.part.facts(agreed.gradients)
         self.facts = {
-            **of_part,
-            Condition.GRADIENTS: {*taking_part, *of_part.get(Condition.GRADIENTS, ())},
+            Condition.GRADIENTS: taking_part,
             Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
         }
         if not self._may_be_given_up:
             self.plan.layout.begin_step(list(agreed.gradients))
-        for op in self._in_step:
+        for op in self.plan.ops:
             if program.runs(op, self.facts):
                 self.executor.execute(op)
         self._finish()
@@ -146,6 +142,7 @@ class MatrixStep:
                     group,
                     self._agreed.numbers,
                 )
+        layout.updated(self.plan.done[replace(op, key=op.key.partition(" ")[0]).name])
         return ()
 
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
@@ -239,6 +236,7 @@ class MatrixStep:
                 by_scale.setdefault(lr_scale_of(job.matrix, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
+        self.plan.layout.updated(self.plan.done[op.name])
         return ()
 
     def _catch_up_momentum(self, transfer: Transfer) -> None:

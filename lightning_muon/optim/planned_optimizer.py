@@ -29,7 +29,7 @@ from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
 from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, StepPart, local_tensor, parameters_of
+from lightning_muon.params.layout import Layout, local_tensor, parameters_of
 from lightning_muon.params.logical import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.removed import removed
@@ -163,11 +163,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
             try:
-                planned.matrix_step.run(self._received(agreed), self.state)
+                planned.matrix_step.run(self._received(planned, agreed), self.state)
             except gradients.GradientsHaveChanged:
                 # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
                 planned, agreed = self._begin_step(has_loss=has_loss)
-                planned.matrix_step.run(self._received(agreed), self.state)
+                planned.matrix_step.run(self._received(planned, agreed), self.state)
             self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
@@ -312,11 +312,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
         """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
-    def _step_part(self, done: Mapping[str, Sequence[Tensor]], reads: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops of a step beside those of matrices and AdamW; see :func:`.make_step_plan`."""
-        return self._layout.step_part(done)
-
-    def _received(self, agreed: AgreedGradients) -> AgreedGradients:
+    def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
         """The gradients that the update uses. Collective as :meth:`step` is."""
         return agreed
 
@@ -400,7 +396,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._watch([parameter.tensor for parameter in routed])
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
-        plan = make_step_plan(routed, meshes, options=options, make_part=self._step_part)
+        plan = make_step_plan(routed, meshes, options=options)
         step = MatrixStep(
             plan,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,

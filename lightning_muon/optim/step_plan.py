@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
 from lightning_muon.params import exchange
-from lightning_muon.params.layout import Layout, StepPart
+from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import LogicalMatrix
 from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
 from lightning_muon.schedule.program import Op, OpKind
@@ -89,7 +89,7 @@ class StepPlan:
     # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
     batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
-    part: StepPart  # What the layout or the optimizer adds to the step.
+    done: Mapping[str, Sequence[Tensor]]  # Name of an op -> parameters that have their new values after it.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
     # All ops that this rank runs in a step, in this order; ranks are those of each op's own group. Made and checked in
     # this module, and changed nowhere.
@@ -143,11 +143,9 @@ def make_step_plan(
     meshes: tuple[MeshMembers, ...],
     *,
     options: exchange.PlanOptions,
-    make_part: Callable[[Mapping[str, Sequence[Tensor]], Mapping[str, Sequence[Tensor]]], StepPart],
 ) -> StepPlan:
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
-    ``make_part`` adds ops to the step; its arguments say which op updates and which op reads which parameters.
     Collective over ``meshes``.
     """
     layout = parameters[0].layout
@@ -160,29 +158,25 @@ def make_step_plan(
     matrices = [op for group in groups for op in group.plan.program[group.axes.rank]]
     batches = _batches(parameters, layout)
     adamw: list[Op] = []
-    reads = {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.MOMENTUM}
     updates: dict[str, list[Tensor]] = {}
     for number, batch in enumerate(batches):
         tensors = [tensor for _, members in batch for tensor in members]
         num_bytes = ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in tensors)
         adamw.append(Op(kind=OpKind.ADAMW, key=str(number), rank=0, bytes=num_bytes))
-        reads[adamw[-1].name] = updates[adamw[-1].name] = tensors
+        updates[adamw[-1].name] = tensors
     updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.UPDATE}
     # A parameter of several matrices is updated once the last of them is.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
-    part = make_part(done, reads)
-
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = step_program(
         {0: [*matrices, *adamw]},
         look_ahead=look_ahead,
         is_late=layout.may_arrive_late,
-        added={0: part.ops},
     ).values()
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     _require_equal_plans(groups, buckets, ops)
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, part, options.arithmetic, tuple(ops))
+    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, done, options.arithmetic, tuple(ops))
 
 
 def _require_equal_plans(
@@ -201,7 +195,7 @@ def _require_equal_plans(
             for job, ranks in zip(group.jobs, group.plan.owners, strict=True)
         ]
         lines += [(f"bucket {key}", str(indices)) for key, indices in taken.items()]
-        lines += [(op.name, f"{op.phase} {op.when} {op.unless}") for op in ops if op.group and op.key in taken]
+        lines += [(op.name, f"{op.when} {op.unless}") for op in ops if op.group and op.key in taken]
         require_equal(lines, axes, "the plan of ParallelMuon")
 
 

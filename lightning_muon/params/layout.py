@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,6 @@ from lightning_muon.compat.torch import (
     local_shape_and_offset,
 )
 from lightning_muon.params.logical import Box
-from lightning_muon.schedule.program import Op
-from lightning_muon.schedule.step import NOTHING_ADDED, AddedOps
 
 
 @dataclass(frozen=True)
@@ -38,17 +36,6 @@ class Decoupled:
 
 AxisPlacement = Placement | OwnedBy | Decoupled
 _COPIES = Replicate | Decoupled
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepPart:
-    """Ops of a step beside those of matrices and AdamW."""
-
-    ops: AddedOps = NOTHING_ADDED  # The ops, with keys of their own.
-    # Kind of op -> function that runs one, and returns the handles of the communication that it has started, if any.
-    actions: Mapping[str, Callable[[Op], Sequence[Any]]] = field(default_factory=dict)
-    # Parameters that take part in a step -> the conditions of these ops.
-    facts: Callable[[Collection[Tensor]], Mapping[str, Collection[str]]] = lambda parameters: {}
 
 
 class PlacedState(NamedTuple):
@@ -108,12 +95,11 @@ class Layout:
     def begin_step(self, parameters: Collection[Tensor]) -> None:
         """Called before these parameters, the same on all ranks, are updated; the step can no longer be given up."""
 
+    def updated(self, parameters: Collection[Tensor]) -> None:
+        """Called when these have their new values, in the same order on all ranks."""
+
     def end_step(self) -> None:
         """Called when all parameters of :meth:`begin_step` are updated."""
-
-    def step_part(self, done: Mapping[str, Sequence[Tensor]]) -> StepPart:
-        """Ops to add to a step; ``done``: its updating ops in order -> parameters that have new values after them."""
-        return StepPart()
 
     def watch(self, parameters: Collection[Tensor]) -> None:
         """Take the parameters of a new plan for :meth:`backward_has_failed` and :meth:`holds_whole_models`. Local."""

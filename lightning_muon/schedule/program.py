@@ -9,16 +9,11 @@ from dataclasses import dataclass, replace
 COMPUTE = "compute"
 TRANSFER = "transfer"
 
-# Phases, in their order. An op of backward that has not run when the step begins runs then.
-IN_BACKWARD = "in backward"
-IN_STEP = "in step"
-
 
 class Condition:
     """Conditions of ops: each holds for some keys in a step, the same on all ranks that share an op."""
 
     GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
-    SENT = "sent"  # The gradients of the bucket were sent, during backward or behind it.
     # Only after `check` has waited, for a device for example, it is known whether the step may change anything.
     DEFERRED = "deferred"
 
@@ -33,12 +28,6 @@ class OpKind:
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
     CHECK = "check"  # Wait until it is known whether all gradients are finite.
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
-    # Sum the gradients of a bucket of replicated parameters on the ranks that update them.
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_GATHER = "all_gather"  # Bring the new values of a bucket of replicated parameters to all ranks.
-    # Add the gradients of a bucket to the residuals, send what is chosen to other nodes, and subtract it.
-    EXCHANGE = "exchange"
-    DECODE = "decode"  # Merge what all nodes have sent of a bucket into updates.
 
 
 STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATTER, OpKind.UPDATE)
@@ -68,7 +57,6 @@ class Op:
     # Ranks that take part in a communication. It begins when all of them have reached their op of this name. Empty if
     # a rank does it alone.
     group: tuple[int, ...] = ()
-    phase: str = IN_STEP  # When it runs: `IN_BACKWARD` or `IN_STEP`.
     # Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not run do not
     # wait for it.
     when: tuple[str, ...] = ()

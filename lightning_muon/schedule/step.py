@@ -7,8 +7,8 @@ The program of a step is made here once, is checked by :func:`~.validate.check_s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from lightning_muon.schedule.program import (
     STEP_KINDS,
@@ -17,22 +17,6 @@ from lightning_muon.schedule.program import (
     OpKind,
     Program,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddedOps:
-    """Ops of one rank besides those of its matrices: sums of gradients, messages between nodes, new weights."""
-
-    first: Sequence[Op] = ()  # Before all others; those of the backward phase come first.
-    # (op, names of ops that need it), in issue order. An op is inserted right before the first op that needs it or any
-    # op later in this list, so their order is kept.
-    needed: Sequence[tuple[Op, Collection[str]]] = ()
-    # Name of an op of the step -> ops that follow it.
-    after: Mapping[str, Sequence[Op]] = field(default_factory=dict[str, Sequence[Op]])
-    last: Sequence[Op] = ()  # After all others.
-
-
-NOTHING_ADDED = AddedOps()
 
 
 def prefetch(program: Program, look_ahead: int) -> Program:
@@ -93,29 +77,14 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
     }
 
 
-def step_program(
-    program: Program,
-    *,
-    look_ahead: int,
-    is_late: bool = False,
-    added: Mapping[int, AddedOps] | None = None,
-) -> Program:
+def step_program(program: Program, *, look_ahead: int, is_late: bool = False) -> Program:
     """Overlap transfers with arithmetic (:func:`prefetch`), and add the branches of the step.
 
     - A bucket runs only if one of its parameters has a gradient.
     - ``check`` comes before the first op that changes anything.
     - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
-
-    ``added``: rank -> other ops, of which those that follow ``adamw`` ops need ``is_late``.
     """
-    issued = prefetch(program, look_ahead)
-    added = added or {}
-    return {rank: _with_branches(ops, added.get(rank, NOTHING_ADDED), is_late=is_late) for rank, ops in issued.items()}
-
-
-def _with_branches(issued: Sequence[Op], added: AddedOps, *, is_late: bool) -> list[Op]:
-    conditional = [op if op.kind == OpKind.ADAMW else replace(op, when=(Condition.GRADIENTS,)) for op in issued]
-    return [*added.first, *_merged(_with_check(conditional, is_late=is_late), added), *added.last]
+    return {rank: _with_check(ops, is_late=is_late) for rank, ops in prefetch(program, look_ahead).items()}
 
 
 def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
@@ -123,7 +92,7 @@ def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
     ordered, behind = list[Op](), list[Op]()
     for op in ops:
         if op.kind != OpKind.ADAMW:
-            ordered.append(op)
+            ordered.append(replace(op, when=(Condition.GRADIENTS,)))
         elif is_late:
             behind.append(op)
         else:
@@ -132,21 +101,3 @@ def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
     check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in ops[:1]]
     first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
     return [*ordered[:first], *check, *behind, *ordered[first:]]
-
-
-def _merged(ops: Sequence[Op], added: AddedOps) -> list[Op]:
-    """Insert the ops of ``added.needed`` before the ops that need them, and of ``added.after`` after theirs."""
-    merged: list[Op] = []
-    needed, after = list(added.needed), dict(added.after)
-    for op in ops:
-        num_needed = max((number for number, (_, names) in enumerate(needed, 1) if op.name in names), default=0)
-        merged += [each for each, _ in needed[:num_needed]]
-        del needed[:num_needed]
-        merged.append(op)
-        # Ops that only run without a deferred check have a copy after it.
-        merged += () if Condition.DEFERRED in op.unless else after.pop(op.name, ())
-    for op, names in needed:
-        raise ValueError(f"{op.name} is needed by {sorted(names)}, of which the step has none")
-    for name in after:
-        raise ValueError(f"ops were added behind {name}, which is not in the step, or may be in two places")
-    return merged

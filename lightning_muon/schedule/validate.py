@@ -60,9 +60,8 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
 def _scenarios(program: Program) -> Iterator[Facts]:
     """Yield the facts of the branches that differ in their ops."""
     found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
-    for sent in ([], [Condition.SENT]) if Condition.SENT in found else ([],):
-        for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
-            yield dict.fromkeys([Condition.GRADIENTS, *sent, *deferred], EVERY_KEY)
+    for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
+        yield dict.fromkeys([Condition.GRADIENTS, *deferred], EVERY_KEY)
 
 
 def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:

@@ -38,8 +38,8 @@ def fit(strategy: str, arguments: list[str]) -> None:
 
     import lightning_muon  # noqa: F401  registers the strategies
 
-    # Of versions of jsonargparse and torch that Lightning calls: nothing that a user of the demo can change.
-    warnings.filterwarnings("ignore", message=".*deprecated", category=Warning, module="lightning")
+    # Nothing that a user of the demo can change; the arguments are read again by the ranks that Lightning starts.
+    warnings.filterwarnings("ignore", ".*deprecated|LightningCLI's args parameter", Warning, "lightning")
     place = ["--trainer.strategy", strategy, "--trainer.logger.init_args.name", strategy]
     parser = {"default_config_files": [str(CONFIG)]}
     cli = LightningCLI(args=[*place, *arguments], run=False, parser_kwargs=parser)

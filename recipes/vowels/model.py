@@ -71,7 +71,7 @@ class VowelFiller(LightningModule):
         loss = F.cross_entropy(logits.flatten(0, 1), vowels.flatten())
         scores = {"val_loss": loss, "val_accuracy": right}
         self.log_dict(scores, batch_size=int(is_hidden.sum()), sync_dist=True, prog_bar=True)
-        self.log("seconds", self.training_seconds)
+        self.log("seconds", self.training_seconds, sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         """AdamW for everything; the strategy moves the matrices to Muon."""

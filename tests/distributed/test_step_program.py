@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.schedule.program import OpKind, runs
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
@@ -59,18 +58,8 @@ def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bo
             optimizer.step()
             mode.end_step()
             ran.append(recorded.check())
-            _check_sums(mode, optimizer)
     mode.finish_parameters()
     return ran
-
-
-def _check_sums(mode: ShardingMode, optimizer: PlannedOptimizer) -> None:
-    """With ZeRO-2, the sums of gradients were begun in the order of the program."""
-    assert optimizer._planned is not None
-    plan, facts = optimizer._planned.plan, optimizer._planned.matrix_step.facts
-    expected = [op.key for op in plan.ops if op.kind == OpKind.REDUCE_SCATTER and runs(op, facts)]
-    launched = mode.layout._reducer.launched if expected else []
-    assert [f"parameters.{index}" for index in launched] == [key.partition(" ")[0] for key in expected]
 
 
 _SERIAL, _CLIPPED, _PLAIN = _ALL = [
@@ -102,7 +91,6 @@ def test_every_mode_runs_the_program(
     for ran in gloo.run(_train, name, shape, options, clips, world_size=torch.Size(shape).numel()):
         kinds = [[op.partition("[")[0] for op in step] for step in ran]
         assert kinds[0].count("update") > kinds[2].count("update") > 0
-        assert (OpKind.ALL_GATHER in kinds[1]) is (name == "zero2")
 
 
 @pytest.mark.parametrize(
@@ -110,10 +98,8 @@ def test_every_mode_runs_the_program(
 )
 def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> None:
     for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
-        first, *_ = [[op.partition("[")[0] for op in step] for step in ran]
-        if options["base"] == "sgd":
-            assert first[-4:] == ["decode", "adamw", "decode", "adamw"], "updates are decoded when they are needed"
-        assert (OpKind.EXCHANGE in first) is ("replicator" not in options)
+        kinds = {op.partition("[")[0] for op in ran[0]}
+        assert kinds == {"adamw"} | ({"momentum", "newton_schulz", "update"} if options["base"] == "muon" else set())
 
 
 def _frames() -> int:

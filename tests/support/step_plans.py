@@ -42,4 +42,4 @@ def plan_for(
     given = {"bucket_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
     machine = {"itemsize": 4, "arithmetic": Arithmetic("cpu", torch.float32)}
     made = PlanOptions(**{**machine, **given, **options})
-    return make_step_plan(parameters, meshes, options=made, make_part=lambda done, _: layout.step_part(done))
+    return make_step_plan(parameters, meshes, options=made)

@@ -74,7 +74,7 @@ def _setup(
 
 
 def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None) -> dict[Tensor, Tensor]:
-    """Update everything, send every second bucket early; return the values that all ranks shall have."""
+    """Update everything, and say so of the first half; return the values that all ranks shall have."""
     parameters, shard_map, all_gather = setup
     generator = torch.Generator().manual_seed(seed)
     all_gather.begin(set(parameters if chosen is None else chosen))
@@ -84,8 +84,7 @@ def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None
         local = shard_map.local(parameter)
         if local.numel():  # An empty update would count as a write to the whole.
             local.copy_(shard_map.local(parameter, expected[parameter]))
-    for index in range(0, len(all_gather.buckets), 2):
-        all_gather.send(index)
+    all_gather.updated(parameters[: len(parameters) // 2])
     all_gather.finish_updates()
     return expected
 

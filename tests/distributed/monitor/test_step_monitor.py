@@ -137,7 +137,7 @@ def _span(kind: str, start: float, end: float, lane: str = "compute") -> Span:
 def test_communication_is_exposed_in_the_step_where_nothing_is_computed() -> None:
     found = part_seconds(
         [
-            _span(OpKind.EXCHANGE, 0, 3, TRANSFER),  # In backward, and one second of the step.
+            _span(OpKind.GATHER, 0, 3, TRANSFER),  # In backward, and one second of the step.
             Span(WHOLE_STEP, 2, 20),
             _span(OpKind.NEWTON_SCHULZ, 4, 8),
             _span(OpKind.SCATTER, 7, 11, TRANSFER),
@@ -145,7 +145,7 @@ def test_communication_is_exposed_in_the_step_where_nothing_is_computed() -> Non
         ]
     )
     assert found == {
-        "nodes": 3,
+        "gather": 3,
         "newton_schulz": 4,
         "scatter": 4,
         "update": 1,
