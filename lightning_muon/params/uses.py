@@ -142,7 +142,7 @@ class _Reader:
         for node in nodes:
             if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
                 self._name(node.targets[0].id, node.value)
-            elif isinstance(node, ast.For) and isinstance(node.target, ast.Name):
+            elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.target, ast.Name):
                 self._name(node.target.id, node.iter)
         for node in nodes:
             if isinstance(node, ast.Attribute) and self._is_swapped(node) is not None:

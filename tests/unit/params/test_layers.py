@@ -118,8 +118,7 @@ class Mixed(nn.Module):
         x = torch.bmm(x, self.stack_turned.transpose(-2, -1)) + torch.einsum("eci, eio -> eco", x, self.stack_einsum)
         x = torch.einsum("bi,ihd->bhd", x, self.over_heads)
         x = F.conv1d(x, self.filter) + F.conv1d(x, self.filter_in_groups, groups=2)
-        for weight in self.listed:
-            x = F.linear(x, weight)
+        x = sum(x @ weight.T for weight in self.listed)
         return x @ self.by_name["used"] * self.by_name["scale"] @ self.inputs_first_row.mT.mT
 
 
