@@ -16,7 +16,7 @@ from lightning_muon.monitor.recorder import TimelineRecorder
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedStep
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program, without_absent
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
 
 
@@ -78,7 +78,7 @@ def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Recording:
             timeline[rank].append(Span(op, max(0.0, start - begun), max(0.0, end - begun)))
     return Recording(
         timeline=Timeline(timeline),
-        program=without_absent({rank: [span.op for span in spans] for rank, spans in timeline.items()}),
+        program={rank: [span.op for span in spans] for rank, spans in timeline.items()},
     )
 
 

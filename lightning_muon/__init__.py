@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
     from lightning.pytorch.strategies import ModelParallelStrategy
 
+    from lightning_muon.checkpoint.saving import full_state_dict
     from lightning_muon.config import MuonConfig
     from lightning_muon.engine.options import Options
     from lightning_muon.errors import DamagedCheckpointError, NonFiniteGradientError
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
     from lightning_muon.sharding.base import ModeOptions
     from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
     from lightning_muon.sharding.modes import make_mode
-    from lightning_muon.sharding.weights import full_state_dict
 
     # What integrations/registry.py makes of the installed Lightning package.
     class ParallelMuonFabricStrategy(FabricStrategy, FabricModelParallelStrategy):  # noqa: D101
@@ -107,6 +107,7 @@ __all__ = [
 __version__ = VERSION
 # Where the names are: torch is imported when one of them is used, and each framework's package when the program does.
 _MODULES = {
+    "checkpoint.saving": "full_state_dict",
     "config": "MuonConfig",
     "engine.options": "Options",
     "errors": "DamagedCheckpointError NonFiniteGradientError",
@@ -124,7 +125,6 @@ _MODULES = {
     "sharding.base": "ModeOptions",
     "sharding.context_parallel": "gather_sequence split_sequence",
     "sharding.modes": "make_mode",
-    "sharding.weights": "full_state_dict",
 }
 
 for _package in ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric"):

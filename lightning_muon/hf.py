@@ -36,6 +36,7 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
 from lightning_muon.config import MuonConfig
+from lightning_muon.engine.conversion import tell
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.monitor.step_monitor import StepMonitor
@@ -123,7 +124,9 @@ class OptimizerFactory:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
                 table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
-                _log.info("%s", table)
+                rates = sorted({group["muon_lr_factor"] for group in optimizer.param_groups})
+                times = " and ".join(f"{rate:g}" for rate in rates)
+                tell(_log, f"Optimizer: ParallelMuon for matrices, at {times} times lr, AdamW for the rest\n{table}")
         # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
         optimizer.route(model)
         return optimizer

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,6 +29,7 @@ from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.nodes import zeros_of_nodes
 from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
+from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.optim.parameters import (
@@ -55,8 +55,11 @@ class Checkpoint:
     weights_advice = "strict=False loads what fits"
     state_advice = "load without {key!r}"
 
-    def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
+    def __init__(
+        self, path: Path, content: dict[str, Any], *, is_sharded: bool, weights_only: bool | None = None
+    ) -> None:
         self.path, self.content, self.is_sharded = path, content, is_sharded
+        self._weights_only = weights_only
 
     @classmethod
     def open(cls, *paths: Path, metadata_name: str, weights_only: bool | None) -> Self:
@@ -82,7 +85,12 @@ class Checkpoint:
         content = together(read)
         if not isinstance(content, dict):
             raise TypeError(f"{path} is no checkpoint: it has a {type(content).__name__} in place of a dict")
-        return cls(path, content, is_sharded=is_sharded)
+        return cls(path, content, is_sharded=is_sharded, weights_only=weights_only)
+
+    @property
+    def reader(self) -> CheckpointReader:
+        """What reads the shards."""
+        return CheckpointReader(self.path, weights_only=self._weights_only)
 
     def whole(self, key: str) -> Any:
         """The content of the single file under a key that is also used for shards."""
@@ -97,7 +105,7 @@ class Checkpoint:
             self._check_weights(key, module, sizes, saved, strict=strict)
             planner = DefaultLoadPlanner(allow_partial_load=not strict)
             try:
-                load(state, checkpoint_id=self.path, planner=planner)
+                load(state, storage_reader=self.reader, planner=planner)
             except CheckpointException as problem:  # On all ranks. Not a subclass of Exception.
                 raise RuntimeError(f"{key!r} in {self.path} cannot be read: {_first_failure(problem)}") from None
             set_model_state_dict(module, state[key], options=StateDictOptions(strict=strict))
@@ -153,7 +161,7 @@ class Checkpoint:
 
     def _sizes_of_shards(self, prefix: str) -> dict[str, Any]:
         """Name -> size of each saved tensor under ``prefix``, ``None`` for other values; local."""
-        saved: Any = FileSystemReader(self.path).read_metadata().state_dict_metadata
+        saved: Any = self.reader.read_metadata().state_dict_metadata
         sizes: dict[str, Any] = {}
         for name, entry in saved.items():
             if name.startswith(prefix):
@@ -240,7 +248,7 @@ class Checkpoint:
                 groups[number] = {k: group.get(k) for k, size in options if k in group or size is None}
         # Keys of the groups may be new, for example those of a scheduler that was added since.
         planner = DefaultLoadPlanner(allow_partial_load=True)
-        load({key: {"state": states, "param_groups": groups}}, checkpoint_id=self.path, planner=planner)
+        load({key: {"state": states, "param_groups": groups}}, storage_reader=self.reader, planner=planner)
         if is_planned:
             gone = {name: {k: entries[k] for k in entries if k in STATE_OF} for name, entries in saved.items()}
             groups = understood({"state": gone, "param_groups": groups})["param_groups"]
@@ -276,13 +284,18 @@ class Checkpoint:
             for name, state in own.items()
             for entry in state.keys() & _of_nodes(optimizer)
         )
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=are_as_before and not is_stage(module))
+        values = chain.from_iterable(entries.values() for entries in named["state"].values())
+        has_tensors = any(
+            isinstance(value, torch.Tensor) and value.ndim for value in values
+        )  # torch asks for their device.
+        from_first = has_tensors and are_as_before and not is_stage(module)
+        options = StateDictOptions(full_state_dict=has_tensors, broadcast_from_rank0=from_first)
         with _all_trained(module, named["state"]):
             set_optimizer_state_dict(module, optimizer, named, options=options)
 
     def _absent(self, state: State, *, strict: bool) -> set[str]:
         """Keys of ``state`` that the checkpoint lacks; raise if ``strict`` or if it has none of them, else warn."""
-        places = FileSystemReader(self.path).read_metadata().planner_data if self.is_sharded else None
+        places = self.reader.read_metadata().planner_data if self.is_sharded else None
         sharded = {place[0] for place in (places or {}).values()}
         wanted = state.modules.keys() | state.optimizers.keys()
         there = sharded if self.is_sharded else self.content.keys()

@@ -248,7 +248,9 @@ def _difference(path: Path, entry: Mapping[str, Any], comment: bytes = b"") -> s
 
 
 def _comment_of(path: Path) -> bytes:
-    """The comment of the archive that a single file is; empty for files of torch before version 1.6."""
+    """The comment of the archive that a single file is; empty for safetensors, and before torch 1.6."""
+    if path.suffix == ".safetensors":
+        return b""
     with path.open("rb") as file:
         if file.read(len(_PICKLE)) == _PICKLE:
             return b""

@@ -1,8 +1,7 @@
 """Checkpoints of nodes that have weights or state of their own.
 
 Weights: one set of them is evaluated and saved, never a mixture. State: a tensor (nodes, *shape of the parameter). With
-the same number of nodes each gets its own back, bit for bit. With another number all nodes get the same, by the rules
-of ``FlexDeMo.per_node``: see :func:`~lightning_muon.flexdemo.node_state.shared_among`.
+the same number of nodes each gets its own back, bit for bit. With another number all nodes get the mean.
 """
 
 from __future__ import annotations

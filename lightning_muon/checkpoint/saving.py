@@ -6,12 +6,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -29,8 +30,8 @@ from lightning_muon.config import VERSION
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
-from lightning_muon.pipeline.runtime import is_stage, names_of_copies, runtime_of
-from lightning_muon.sharding.weights import broadcast_buffers, full_state_dict
+from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
+from lightning_muon.sharding.weights import broadcast_buffers
 
 _README_TEXT = """\
 A checkpoint of lightning_muon in shards. Trainer(strategy="parallel_muon" or "flexdemo") reads the directory.
@@ -111,6 +112,14 @@ def weights_to_save(
         return of_first_node(state, mesh) if differ else state
 
 
+def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Bytes of whole weights and states of optimizers. Collective over all ranks."""
+    states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
+    every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
+    values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
 def optimizer_state_to_save(
     module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
 ) -> dict[str, Any]:
@@ -126,6 +135,39 @@ def full_weights(module: nn.Module) -> dict[str, Any]:
         return _weights_of_stages(module)
     own = {clean_name(name): name for name in module.state_dict()}
     return {own.get(name, name): value for name, value in full_state_dict(module).items()}
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Whole weights and buffers on the CPU on rank 0, an empty dict elsewhere.
+
+    Collective over all ranks, those with other stages of a pipeline too. Names are those of the plain model, without
+    what ``torch.compile`` adds; tied weights have all their names and one memory. A module without shards gives its
+    ordinary state dict, in a program of several ranks on rank 0 only. As in ``Module.state_dict``, tensors that are
+    whole and on the CPU already are not copied: clone them to keep them while training goes on.
+
+    Example::
+
+        state = lightning_muon.full_state_dict(model)  # on every rank
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, "weights.pt")
+
+    Args:
+        module: A sharded model, one of its submodules, or a plain module. Do not pick a submodule with weights that are
+            tied to others outside of it right after a forward pass without gradients: FSDP2 leaves such weights whole,
+            in the dtype of the computation. (The strategy shards them again after each evaluation step.)
+    """
+    stage, place = place_in_stage(module)
+    if stage is not None:
+        prefix, whole = f"{place}." if place else "", _weights_of_stages(stage)
+        return {clean_name(k.removeprefix(prefix)): value for k, value in whole.items() if k.startswith(prefix)}
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    first_names: dict[int, str] = {}
+    # After the gather, which also reshards weights that a forward pass has left whole.
+    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    for name, tensor in ((clean_name(name), tensor) for name, tensor in named):
+        if name in state:
+            state[name] = state[first_names.setdefault(id(tensor), name)]
+    return state  # type: ignore[return-value]
 
 
 def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
@@ -145,7 +187,7 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
                 if stage > 0 and is_first_data_rank:
                     dist.send(value.contiguous(), group=group.group, group_dst=0)
             elif isinstance(entry, torch.Tensor) and group.rank == 0 and is_first_data_rank:
-                value = torch.empty(entry.shape, dtype=entry.dtype, device=next(module.parameters()).device)
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=runtime_of(module).device)
                 dist.recv(value, group=group.group, group_src=stage)
             if dist.get_rank() == 0:
                 whole[name] = value.cpu() if isinstance(value, torch.Tensor) else value

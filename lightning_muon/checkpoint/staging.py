@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +27,8 @@ from lightning_muon.comm.groups import AxisGroup
 README = "README-lightning-muon.txt"
 _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
 _UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
+# Folders in which nothing has changed for so long are of processes that were killed.
+_SECONDS_OF_QUIET = 15 * 60
 # File in a finished folder: names beside it that are removed when its entries are moved.
 _OBSOLETE = ".obsolete"
 
@@ -64,6 +67,8 @@ def replacing(
                 _move_into_place(folder)
 
     def make_folders() -> None:
+        for folder in [each for parent in {folder.parent for folder in folders} for each in _abandoned_in(parent)]:
+            remove(folder)
         for folder in folders:
             remove(folder)
             folder.mkdir(parents=True)
@@ -89,8 +94,10 @@ def replacing(
     try:
         yield drafts
         on_first_rank(require_written, everyone)
-    except BaseException:  # Also dcp.CheckpointException, which is no Exception.
+    except BaseException as error:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
+            if gone := [str(folder) for folder in folders if not folder.exists()]:
+                error.add_note(f"{gone[0]} is gone: does another run save to the same folder? Give each one its own.")
             with suppress(OSError):  # The first error is raised, not one of the cleanup.
                 for folder in folders:
                     remove(folder)
@@ -145,6 +152,16 @@ def _finished_with(target: Path) -> list[Path]:
     """Folders of finished saves that replace or remove ``target``."""
     folders = sorted(target.parent.glob(f"{_FINISHED}*"))
     return [folder for folder in folders if (folder / target.name).exists() or target.name in _obsolete_in(folder)]
+
+
+def _abandoned_in(parent: Path) -> list[Path]:
+    """Drafts, and what was about to be deleted, of processes that were killed."""
+    found: list[Path] = []
+    for folder in (*parent.glob(f"{_UNFINISHED}*"), *parent.glob(f"{_REPLACED}*")):
+        with suppress(OSError):  # Another process removes it.
+            last = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+            found += [folder] if time.time() - last > _SECONDS_OF_QUIET else []
+    return found
 
 
 def _obsolete_in(folder: Path) -> list[str]:

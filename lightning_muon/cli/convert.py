@@ -30,8 +30,7 @@ _DESCRIPTION = """Turn a checkpoint into another format, without the states of o
 one file, which MyModule.load_from_checkpoint and a Trainer with any strategy read; one file becomes a directory of
 shards. A TARGET that ends with .safetensors gets the weights alone; a SOURCE that does becomes one file. Needs no GPU
 and no other process, but memory for the weights, and twice for safetensors."""
-_TRUST = """unpickle objects of any type in the metadata, for example hyper-parameters of your own classes; that can
-run any code. (torch unpickles its own index of the directory in any case.)"""
+_TRUST = """unpickle objects of any type, for example hyper-parameters of your own classes; that can run any code"""
 _SAFETENSORS = ".safetensors"
 # What else a Trainer needs, to start from weights alone.
 _BEGINNING: dict[str, Any] = {"optimizer_states": [], "lr_schedulers": [], "epoch": 0, "global_step": 0}
@@ -90,7 +89,9 @@ def _read(source: Path, metadata_name: str, *, is_trusted: bool) -> dict[str, An
     if source.is_dir():
         rest = source / metadata_name
         # A checkpoint of Accelerate has no such file.
-        return (_unpickled(rest, is_trusted=is_trusted) if rest.is_file() else {}) | _read_shards(source)
+        return (_unpickled(rest, is_trusted=is_trusted) if rest.is_file() else {}) | _read_shards(
+            source, is_trusted=is_trusted
+        )
     if source.suffix == _SAFETENSORS:
         from safetensors.torch import load_file
 
@@ -102,9 +103,9 @@ def _read(source: Path, metadata_name: str, *, is_trusted: bool) -> dict[str, An
     return {key: value for key, value in kept.items() if not (isinstance(value, Mapping) and "param_groups" in value)}
 
 
-def _read_shards(directory: Path) -> dict[str, Any]:
+def _read_shards(directory: Path, *, is_trusted: bool) -> dict[str, Any]:
     try:
-        return load_whole(directory, with_optimizers=False)
+        return load_whole(directory, with_optimizers=False, weights_only=not is_trusted)
     except (CheckpointException, OSError, EOFError, pickle.UnpicklingError) as problem:
         raise ValueError(
             f"the shards in {directory} cannot be read; the directory must have the files of all ranks, complete "
@@ -120,7 +121,7 @@ def _unpickled(path: Path, *, is_trusted: bool) -> dict[str, Any]:
             raise ValueError(f"{path} cannot be read: {error}") from error
         raise ValueError(
             f"{path} has objects that torch.load(weights_only=True) refuses; if you trust whoever wrote it, use "
-            f"--trust-pickle ({str(error).strip().splitlines()[0]})"
+            "--trust-pickle"
         ) from error
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from wrapt import register_post_import_hook
 
 from lightning_muon.cli.main import reporting
+from lightning_muon.compat.transformers import make_folders_first
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.engine.parsing import read_yaml
 
@@ -123,6 +124,7 @@ def replace_accelerator() -> None:
 
     def in_trainer(module: Any) -> None:
         module.Accelerator = importlib.import_module(ours).TrainerAccelerator
+        make_folders_first(module.Trainer)
 
     register_post_import_hook(in_accelerate, "accelerate")
     register_post_import_hook(in_trainer, "transformers.trainer")

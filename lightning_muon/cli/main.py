@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import sys
 import traceback
@@ -119,11 +120,19 @@ def _hint(prog: str, message: str, options: Sequence[str]) -> str:
         return f"; {gone}" if gone else f"; did you mean {meant}?" if meant else ""
     if "Expected a dot import path string: parallel_muon" in message:
         return "\nFor options give --trainer.strategy lightning_muon.ParallelMuonStrategy first"
+    wrong, of_class = (
+        re.search(r"Option '(\w+)' is not accepted", message),
+        re.search(r"class_path '(\S+[.]\w+)'", message),
+    )
     if "class_path 'lightning_muon." not in message:
-        return ""
+        if not (wrong and of_class):
+            return ""
+        module, _, name = of_class[1].rpartition(".")
+        options = list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+        return f"\n{of_class[1]}: {unknown_option(wrong[1], options)}"
     from lightning_muon.engine.options import ELSEWHERE, Options
 
-    if wrong := re.search(r"Option '(\w+)' is not accepted", message):
+    if wrong:
         return f"\n{unknown_option(wrong[1], list(vars(Options())), ELSEWHERE)}"
     value = re.search(r'Parser key "(\w+)":\s+Expected .* Got value: (.+)', message)
     gone = removed(f"{value[1]}={value[2]!r}") if value else None

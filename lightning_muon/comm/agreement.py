@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
@@ -164,56 +164,6 @@ def _waits(how_long: str) -> str:
         f"rank {rank} {how_long} for other ranks, at {place}. Every rank must take each step of the optimizer, outside "
         "of conditions such as `if rank == 0`"
     )
-
-
-class StepAgreement:
-    """One all-reduce of small integers in host memory in each step, shared by reducer and optimizers."""
-
-    def __init__(self, host: AxisGroup) -> None:
-        self._host = host
-        self._ranks = _ranks(host)
-        self._posted: tuple[Callable[[], Sequence[int]], Callable[[Sequence[int]], Collection[Tensor]]] | None = None
-        self._asked: list[tuple[Callable[[], bool], Callable[[], int]]] = []
-        self.is_stale = False
-
-    def is_over(self, host: AxisGroup) -> bool:
-        """Whether ``host`` has the ranks over which it communicates; local."""
-        return _ranks(host) == self._ranks
-
-    def post(
-        self, numbers: Callable[[], Sequence[int]], on_maxima: Callable[[Sequence[int]], Collection[Tensor]]
-    ) -> None:
-        """Add int32 ``numbers``, equally many on all ranks, to the next message; local, alike on all ranks.
-
-        ``on_maxima``, which may be collective over the ranks, takes the maximum of each number over the ranks, and
-        returns the parameters that no rank has a gradient for.
-        """
-        self._posted = numbers, on_maxima
-
-    def join(self, is_stale: Callable[[], bool], word: Callable[[], int]) -> None:
-        """Let every :meth:`ask` find out whether any rank's plan is out of date, or ``word`` differs between ranks.
-
-        Local, alike on all ranks; ``word`` is an int32, not negative.
-        """
-        self._asked.append((is_stale, word))
-
-    def ask(self, numbers: Sequence[int]) -> list[int]:
-        """Return the maxima of ``numbers`` as :meth:`reduce` does, and set :attr:`is_stale` for the optimizers."""
-        is_stale = any(is_stale() for is_stale, _ in self._asked)
-        words = [word() for _, word in self._asked]
-        maxima = self.reduce([*numbers, is_stale, *both_signs(words)])[0]
-        self.is_stale = bool(maxima[len(numbers)]) or not are_equal(maxima[len(numbers) + 1 :])
-        return maxima[: len(numbers)]
-
-    def reduce(self, numbers: Sequence[int]) -> tuple[list[int], set[Tensor]]:
-        """Return the maximum over the ranks of each of ``numbers``, and what the posted ``on_maxima`` returns.
-
-        Collective over the ranks with equally many int32 numbers. The host waits.
-        """
-        posted, self._posted = self._posted, None
-        maxima = maxima_over(self._host, [*numbers, *(posted[0]() if posted else ())])
-        own, others = maxima[: len(numbers)], maxima[len(numbers) :]
-        return own, set(posted[1](others)) if posted else set()
 
 
 @dataclass(kw_only=True)

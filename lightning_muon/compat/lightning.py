@@ -125,11 +125,20 @@ def begin_in_epoch(loops: dict[str, Any], epoch: int, *, by_steps: bool) -> int:
     return 0 if is_last else batches["current"]["processed"]
 
 
-def set_batches_read(loops: dict[str, Any], number: int) -> None:
-    """Make this the number of batches that the saved progress of a fit has read of its epoch; local."""
-    current = loops["epoch_loop.batch_progress"]["current"]
-    is_ending = current["processed"] - current["completed"]  # 1 in on_train_batch_end.
-    current |= dict.fromkeys(("ready", "started", "processed"), number) | {"completed": number - is_ending}
+def set_batches_read(trainer: Any, number: int) -> None:
+    """Make this the number of batches that a resumed fit has read of its epoch, before it begins; local."""
+    loop, window = trainer.fit_loop.epoch_loop, trainer.accumulate_grad_batches
+    current = loop.batch_progress.current
+    is_ending = current.processed - current.completed  # 1 in on_train_batch_end.
+    loop._batches_that_stepped -= bool(current.ready % window) and not number % window  # Lightning adds 1 there.
+    current.ready = current.started = current.processed = number
+    current.completed = number - is_ending
+
+
+def num_accumulated(trainer: Any) -> int:
+    """Micro-batches that are over since the last step of a fit; local."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return 0 if progress.is_last_batch else progress.current.processed % trainer.accumulate_grad_batches
 
 
 def forget_logged(trainer: Any, names: Collection[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import pickle
 import socket
 import struct
 import time
@@ -12,16 +13,19 @@ from datetime import timedelta
 from functools import cache
 from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _composable_state
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _metadata_fn
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Placement, _utils
 from torch.profiler import record_function
 
@@ -193,6 +197,18 @@ def _parameter_groups(unit: FSDPModule) -> list[Any]:
     return _groups_of(unit._get_fsdp_state())
 
 
+def make_shardable(cls: type[torch.nn.Module]) -> None:
+    """Make the class that FSDP2 gives to modules of a ``Generic`` class, of which torch's may have another layout."""
+    if Generic not in cls.__mro__ or issubclass(cls, FSDPModule) or cls in cls_to_fsdp_cls:
+        return
+
+    class Meta(type(cls)):
+        def mro(self) -> list[type]:
+            return [self, FSDPModule, *(base for base in super().mro() if base not in (self, FSDPModule))]
+
+    cls_to_fsdp_cls[cls] = Meta(f"FSDP{cls.__name__}", (cls, FSDPModule), {"__deepcopy__": _unimplemented_deepcopy})
+
+
 def init_fsdp_root(root: FSDPModule) -> None:
     """Make ``root`` the root of the FSDP2 units inside it, as its first forward would; a no-op if it is one."""
     root._get_fsdp_state()._lazy_init()
@@ -333,9 +349,80 @@ def reset_fsdp_by_hand(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def load_whole(directory: Path, *, with_optimizers: bool = True) -> dict[str, Any]:
+def forget_workers(loader: Any) -> None:
+    """Let the next pass of a loader start its workers anew, if they are persistent, with data that know of no state."""
+    if getattr(loader, "persistent_workers", False):
+        loader._iterator = None
+
+
+# What the index of a checkpoint is made of, beside dtypes.
+_IN_INDEX = {
+    *(("torch", "Size"), ("torch.serialization", "_get_layout"), (FileSystemReader.__module__, "_StorageInfo")),
+    *((metadata.__name__, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")),
+    *((module, f"{system}Path") for module in ("pathlib", "pathlib._local") for system in ("Posix", "Windows")),
+}
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype | torch.layout):
+            return found
+        if (module, name) not in _IN_INDEX:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is in no index of torch and may run code")
+        return super().find_class(module, name)
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads shards, but unpickles nothing that could run code; of other values ``weights_only=False`` allows it."""
+
+    def __init__(self, path: Path, *, weights_only: bool | None = None) -> None:
+        super().__init__(path)
+        self._is_trusted = weights_only is False
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The index of the directory; local."""
+        path = Path(self.path, _metadata_fn)
+        try:
+            with path.open("rb") as file:
+                index = _IndexUnpickler(file).load()
+        except pickle.UnpicklingError as problem:
+            raise pickle.UnpicklingError(f"{path} is not read: {problem}") from None
+        index.storage_meta = index.storage_meta or metadata.StorageMeta()
+        index.storage_meta.load_id = self.load_id
+        return index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
+        """Read what this rank needs; local."""
+        return super().read_data(plan, planner if self._is_trusted else _PlainValues(planner))  # type: ignore[arg-type]
+
+
+class _PlainValues:
+    """A planner that refuses values that ``torch.load(weights_only=True)`` refuses: torch's unpickles all of them."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, item: Any, value: Any) -> None:
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError:
+            value.seek(0)
+            names = ", ".join(torch.serialization.get_unsafe_globals_in_checkpoint(value))
+            raise pickle.UnpicklingError(
+                f"{item.storage_index.fqn} has objects ({names}) that torch.load(weights_only=True) refuses; if you "
+                "trust whoever wrote it, load it with weights_only=False (convert: --trust-pickle), or allow them with "
+                "torch.serialization.add_safe_globals"
+            ) from None
+        value.seek(0)
+        self._planner.load_bytes(item, value)
+
+
+def load_whole(directory: Path, *, with_optimizers: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
     """What the shards in a checkpoint directory hold, with whole tensors on the CPU, in one process. Local."""
-    reader, state = FileSystemReader(directory), dict[str, Any]()
+    reader, state = CheckpointReader(directory, weights_only=weights_only), dict[str, Any]()
     places = [place[:2] for place in (reader.read_metadata().planner_data or {}).values()]
     optimizers = {first for first, *second in places if second == ["param_groups"]}
     keys = {first for first, *_ in places if with_optimizers or first not in optimizers}

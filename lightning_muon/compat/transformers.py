@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def is_sharded_at_load(model: Any) -> bool:
 def mesh_of(model: Any) -> DeviceMesh:
     """The mesh on which ``from_pretrained`` has sharded a model."""
     return model._device_mesh
+
+
+def make_folders_first(trainer: Any) -> None:
+    """Let Trainers of a class make the folder of a checkpoint before ranks ask whether it is there.
+
+    It is then the best one. With ``SHARDED_STATE_DICT`` rank 0 would make it while the others ask.
+    """
+    stock = trainer.save_model
+
+    @wraps(stock)
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if _internal_call and output_dir is not None and self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        stock(self, output_dir, _internal_call)
+
+    trainer.save_model = save_model
 
 
 class ShardedAtLoad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
 from lightning_muon.compat.transformers import pretrained_parts
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
-from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
+from lightning_muon.flexdemo.config import MUON_RATE, SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
@@ -115,6 +116,14 @@ def describe_optimizers(conversions: Sequence[Conversion]) -> str:
     return "\n".join(lines or ["Optimizer: none"])
 
 
+def tell(log: Any, text: str) -> None:
+    """Log a text of :func:`describe_optimizers`; where nobody would see it, its first line as a warning."""
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(text)
+    else:
+        log.warning("%s (logging.basicConfig(level='INFO') shows the table of all parameters)", text.partition("\n")[0])
+
+
 def optimizer_warnings(
     conversions: Sequence[Conversion], module: nn.Module, choice: OptimizerChoice, *, is_default: bool = False
 ) -> list[str]:
@@ -205,7 +214,8 @@ def convert_optimizer(
         )
 
     if isinstance(config, FlexDeMoConfig):
-        summary = f"{name} -> FlexDeMo(base={config.base!r}), same learning rates and weight decay"
+        advice = f" ({MUON_RATE}; see docs/flexdemo.md)" if config.base == "muon" else ""
+        summary = f"{name} -> FlexDeMo(base={config.base!r}), same learning rates and weight decay{advice}"
     elif type(optimizer) is torch.optim.Muon:
         summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
     else:

@@ -46,6 +46,27 @@ def _register_packed(module: nn.Module, name: str) -> None:
     setattr(module, name, step)
 
 
+def refuse_parts_of_weights(module: nn.Module) -> None:
+    """Let ``save_pretrained`` of models in ``module`` raise without whole weights, of which this rank has parts."""
+    for child in module.modules():
+        save: Any = getattr(child, "save_pretrained", None)
+        if callable(save) and _mark(child, "save_pretrained"):
+            child.save_pretrained = _with_whole_weights(save)  # type: ignore[assignment]
+
+
+def _with_whole_weights(save: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(save)
+    def save_whole(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            raise ValueError(
+                "save_pretrained would write the part of the weights that this rank has; on every rank call state = "
+                "lightning_muon.full_state_dict(model), then on rank 0 model.save_pretrained(folder, state_dict=state)"
+            )
+        return save(*args, **kwargs)
+
+    return save_whole
+
+
 def unshard_on_call(module: nn.Module) -> None:
     """Gather the root while a child, or ``generate`` in it, runs outside of a step; all ranks must make such calls."""
     places = own_places(module) if isinstance(module, FSDPModule) else []

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.comm.agreement import together
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.shard_model import plan_units, shard_model
@@ -46,87 +49,141 @@ def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionP
 
 def has_meta_tensors(module: nn.Module) -> bool:
     """Whether any parameter or buffer has no memory yet."""
-    return any(tensor.is_meta for tensor in chain(module.parameters(), module.buffers()))
+    return any(tensor.is_meta for tensor in _all_tensors(module))
 
 
 def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, warn: Callable[[str], None]) -> None:
-    """Give meta tensors memory and initial values, unit by unit where weights are sharded."""
-    if not has_meta_tensors(module):
-        return
-    uninitialized = _materialize_user_sharded(module, device) if mode.shards_weights else set[str]()
-    replaced: dict[Tensor, Tensor] = {}
-    options = mode.options
+    """Give meta tensors memory and initial values, unit by unit where weights are sharded.
+
+    Collective over all ranks.
+
+    Raises:
+        ValueError: Nothing initializes a buffer that is in no checkpoint.
+    """
+    meta, options = MetaTensors(module, device), mode.options
     units: Iterable[nn.Module] = ()
-    if mode.shards_weights:
+    if mode.shards_weights and has_meta_tensors(module):
+        _materialize_user_sharded(module, meta)
         units = options.roots or plan_units(module, options.wrap_policy, shard_root=options.shard_root)
     with _own_random_numbers(module, device):
         for unit in units:
-            uninitialized |= initialize_meta(unit, device, replaced)
+            meta.initialize(unit)
             shard_model(unit, mode.mesh, replace(options, wrap_policy=(), shard_root=True))
-        uninitialized |= initialize_meta(module, device, replaced)
-    if uninitialized:
+        meta.initialize(module)
+    together(meta.require_buffers)
+    if left := [name for name, _ in meta.left]:
         warn(
-            f"{', '.join(sorted(uninitialized))} have no reset_parameters(), so their parameters and buffers that were "
-            "on the meta device are NaN now; load a checkpoint, or create these modules on a real device"
+            f"{', '.join(left)}: nothing initializes what waited on the meta device here, and it is NaN now; load a "
+            "checkpoint, or give its module a reset_parameters(), or create it on a real device"
         )
 
 
-def _materialize_user_sharded(module: nn.Module, device: torch.device) -> set[str]:
+def _materialize_user_sharded(module: nn.Module, meta: MetaTensors) -> None:
     """Materialize what ``configure_model`` has sharded on the meta device; ``shard_model`` makes replicas equal."""
     if not isinstance(module, FSDPModule):
-        return set().union(*(_materialize_user_sharded(child, device) for child in module.children()))
-    if not has_meta_tensors(module):
-        return set()
-    with _own_random_numbers(module, device):
-        module.to_empty(device=device)
-        for tensor in chain(module.parameters(), module.buffers()):
+        for child in module.children():
+            _materialize_user_sharded(child, meta)
+    elif has_meta_tensors(module):
+        with _own_random_numbers(module, meta.device):
+            module.to_empty(device=meta.device)
+            meta.fill([child for child in module.modules() if _tensors(child)], list(_all_tensors(module)))
+
+
+class MetaTensors:
+    """Gives the tensors of ``root`` that wait on the meta device memory and initial values, module by module; local.
+
+    A module initializes its own by ``reset_parameters()``, after which the ``_init_weights(module)`` of the innermost
+    model around it has the last word, as in transformers.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.device, self._root = device, root
+        self._replaced: dict[Tensor, Tensor] = {}  # Ties hold from one call to the next.
+        self._left: list[tuple[nn.Module, str]] = []  # What nothing has initialized.
+        holders = [each for each in root.modules() if _takes_module(each)]
+        self._models: dict[nn.Module, Any] = {child: holder for holder in holders for child in holder.modules()}
+
+    def initialize(self, module: nn.Module) -> None:
+        """Replace the meta tensors of ``module``."""
+        touched: list[nn.Module] = []
+        created: list[Tensor] = []
+        for child in module.modules():
+            without_memory = {name: tensor for name, tensor in _tensors(child).items() if tensor.is_meta}
+            for name, tensor in without_memory.items():
+                if tensor not in self._replaced:
+                    empty = torch.empty_like(tensor, device=self.device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    self._replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    created.append(self._replaced[tensor])
+                setattr(child, name, self._replaced[tensor])
+            if without_memory:
+                touched.append(child)
+        self.fill(touched, created)
+
+    def fill(self, modules: Sequence[nn.Module], created: Iterable[Tensor]) -> None:
+        """Initialize the tensors of ``modules``, of which ``created`` have no values yet."""
+        for tensor in created:
             _fill_with_nan(tensor)
-        return _initialize(
-            child
-            for child in module.modules()
-            if list(chain(child.parameters(recurse=False), child.buffers(recurse=False)))
-        )
+        before = [(module, name, each, each._version) for module in modules for name, each in _tensors(module).items()]
+        # The first module that holds a tied weight has the last word, for example the embedding before the head.
+        for module in reversed(modules):
+            reset: Any = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
+            if module in self._models:
+                with torch.no_grad():
+                    self._models[module]._init_weights(module)
+        for module, name, tensor, version in before:
+            is_same = _tensors(module).get(name) is tensor and tensor._version == version
+            if is_same and not _has_values(tensor):
+                self._left.append((module, name))
+
+    @property
+    def left(self) -> list[tuple[str, bool]]:
+        """Name of each tensor that nothing has initialized, and whether checkpoints have it."""
+        names = {child: f"{name}." if name else "" for name, child in self._root.named_modules()}
+        return [(f"{names[own]}{name}", name not in own._non_persistent_buffers_set) for own, name in self._left]
+
+    def require_buffers(self) -> None:
+        """Raise for a buffer that nothing has initialized and no checkpoint has."""
+        if missing := [name for name, is_saved in self.left if not is_saved]:
+            raise ValueError(
+                f"{', '.join(missing)}: nothing initializes what waited on the meta device here, and a buffer with "
+                "persistent=False is in no checkpoint; give its module a reset_parameters() that fills it, or create "
+                "the module under torch.device('cpu')"
+            )
 
 
-def initialize_meta(module: nn.Module, device: torch.device, replaced: dict[Tensor, Tensor]) -> set[str]:
-    """Replace meta tensors (``replaced`` carries ties from call to call); return the classes without initial values."""
-    touched: list[nn.Module] = []
-    for child in module.modules():
-        tensors = chain(
-            child.named_parameters(recurse=False, remove_duplicate=False),
-            child.named_buffers(recurse=False, remove_duplicate=False),
-        )
-        without_memory = [(name, tensor) for name, tensor in tensors if tensor.is_meta]
-        for name, tensor in without_memory:
-            if tensor not in replaced:
-                empty = torch.empty_like(tensor, device=device)
-                _fill_with_nan(empty)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-            setattr(child, name, replaced[tensor])
-        if without_memory:
-            touched.append(child)
-    # The first module that holds a tied weight has the last word, for example the embedding before the head.
-    return _initialize(reversed(touched))
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that ``module`` holds itself, by name; local."""
+    return {name: tensor for name, tensor in (module._parameters | module._buffers).items() if tensor is not None}
 
 
-def _initialize(modules: Iterable[nn.Module]) -> set[str]:
-    """Call ``reset_parameters`` of each; return the classes that have none."""
-    uninitialized = set[str]()
-    for module in modules:
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        else:
-            uninitialized.add(type(module).__name__)
-    return uninitialized
+def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
+    return chain(module.parameters(), module.buffers())
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether a tensor that :func:`_fill_with_nan` was given has other values now; ``False`` if that cannot be seen."""
+    local = local_tensor(tensor.detach())
+    return tensor.numel() == 0 or (_has_nan(local) and not bool(local.isnan().all()))
+
+
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _takes_module(holder: nn.Module) -> bool:
+    """Whether ``holder`` has a method ``_init_weights(module)``; local."""
+    method = getattr(holder, "_init_weights", None)
+    return callable(method) and len(inspect.signature(method).parameters) == 1
 
 
 @torch.no_grad()
 def _fill_with_nan(tensor: Tensor) -> None:
     """Fill with NaN, so that a tensor that nothing initializes is not taken for a weight; local."""
     local = local_tensor(tensor.detach())
-    if local.is_floating_point() or local.is_complex():
+    if _has_nan(local):
         local.fill_(float("nan"))
 
 

@@ -23,11 +23,12 @@ ClipGroups = Literal["all", "elementwise"]
 SECTION = "lightning_muon"  # Section of a file that has the options of Accelerate, too.
 
 _CONFIGS = (MuonConfig, FlexDeMoConfig)
-# Where else a wrong key may belong.
+# Where else a wrong key may belong, in a file and in Python.
 ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
+IN_PYTHON = {f"in optimizer={kind.__name__}(...)": [each.name for each in fields(kind)] for kind in _CONFIGS[::-1]}
 
 
-@takes_options(elsewhere=ELSEWHERE)
+@takes_options(elsewhere=IN_PYTHON)
 @dataclass(frozen=True, kw_only=True)
 class Options(ShardingOptions, PipelineOptions, MeshSizes):
     """The options of a training, beside its model and data.
@@ -49,6 +50,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             are divided by the global number of tokens that the program reports.
         clip_groups: Which gradients are clipped: ``"all"``, or ``"elementwise"``, which leaves out matrices on Muon.
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
+            ``"auto"``: one file if weights and states have less than 2 GiB, and there is no pipeline.
         check_replicas_every_n_steps: After so many steps compare weights and optimizer state between the ranks
             that must have them alike (see docs/reliability.md); 0 never.
         async_save: Checkpoints are written while the training goes on, from a copy in the memory of the host.
@@ -68,7 +70,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     sharding: Sharding = "fsdp"
     loss_scaling: LossScaling = "mean"
     clip_groups: ClipGroups = "all"
-    save_distributed_checkpoint: bool = True
+    save_distributed_checkpoint: bool | Literal["auto"] = "auto"
     check_replicas_every_n_steps: int = 0
     async_save: bool = False
     process_group_backend: str | None = None
@@ -143,6 +145,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
     def _check_values(self) -> None:
         check_one_of("sharding", self.sharding, tuple(MODES))
         check_one_of("clip_groups", self.clip_groups, get_args(ClipGroups))
+        check_one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False, "auto"))
         check_one_of("loss_scaling", self.loss_scaling, get_args(LossScaling))
         if self.optimizer not in ("auto", "keep") and not isinstance(self.optimizer, MuonConfig | FlexDeMoConfig):
             raise ValueError(
@@ -183,7 +186,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                     f"{key}={getattr(self, key)!r} means nothing with pipeline_size: the parts of a stage are its "
                     "units, and their whole weights stay until the gradients of a batch are reduced; remove it"
                 )
-        if self.pipeline_size > 1 and not self.save_distributed_checkpoint:
+        if self.pipeline_size > 1 and self.save_distributed_checkpoint is False:
             raise ValueError(
                 "save_distributed_checkpoint=False does not go with pipeline_size, because no rank has all weights; "
                 "save a directory, of which lightning-muon convert makes one file"

@@ -7,7 +7,8 @@ import inspect
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from lightning_muon.config import nearest, unknown_option
 from lightning_muon.errors import UnknownOptionError
@@ -44,7 +45,8 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
     plain, built = dict[str, Any](), dict[str, Any]()
     for key, value in mapping.items():
         if isinstance(value, Mapping) and "class_path" in value:
-            built[key] = build_class(value, where=f"{where}: {key}")
+            declared = get_type_hints(kind.__init__).get(key)
+            built[key] = build_class(value, _classes_in(declared), where=f"{where}: {key}")
         else:
             (plain if isinstance(value, _PLAIN) else built)[key] = value
     parser = ArgumentParser(exit_on_error=False)
@@ -52,15 +54,24 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         # Every type that jsonargparse looks at takes it milliseconds.
         parser.add_class_arguments(kind, skip=set[str | int](parameters) - plain.keys(), fail_untyped=False)
         parsed = parser.instantiate(parser.parse_object(plain))
-        return kind(**{key: parsed[key] for key in plain}, **built)
     except (ArgumentError, TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    try:
+        return kind(**{key: parsed[key] for key in plain}, **built)
+    except ValueError as error:  # No TypeError, which may be a bug: whoever reads it needs the traceback.
         raise ValueError(f"{where}: {error}") from error
 
 
-def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, where: str) -> Any:
-    """Build what ``{class_path, init_args}`` describes; for arguments alone, the one of ``kinds`` with most of them."""
+def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: str) -> Any:
+    """Build what ``{class_path, init_args}`` describes, one of ``kinds``; for arguments alone, that with most of them.
+
+    The module of a ``class_path`` is imported, and no class of another kind is called.
+    """
     if "class_path" in value:
         kind = _import_class(value["class_path"], where)
+        if not issubclass(kind, tuple(kinds)):
+            wanted = " or ".join(each.__name__ for each in kinds) or "class at all"
+            raise ValueError(f"{where}: class_path {value['class_path']!r} names no {wanted}")
         elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
         check_keys(value, ("class_path", "init_args"), where=where, elsewhere=elsewhere)
         return build(kind, value.get("init_args") or {}, where=where)
@@ -69,6 +80,12 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]] = (), *, wh
     elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
     check_keys(value, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere)
     return build(best, value, where=where)
+
+
+def _classes_in(annotation: Any) -> list[type[Any]]:
+    """The classes that a declared type, maybe a union, takes."""
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [each for each in members if isinstance(each, type)]
 
 
 def check_keys(

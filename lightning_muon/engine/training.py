@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
@@ -14,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
-from lightning_muon.checkpoint.saving import weights_to_save
+from lightning_muon.checkpoint.saving import bytes_to_save, weights_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat.hooks import ModuleHook
@@ -28,6 +30,7 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     repoint_schedulers,
 )
+from lightning_muon.engine.forward_methods import refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
@@ -46,6 +49,7 @@ from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
+_MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
     "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
@@ -138,6 +142,8 @@ class TrainingEngine:
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
         self.is_sharded = True
+        if self.divides_weights:
+            refuse_parts_of_weights(module)
         if self._stages is not None:
             self._stages.take_calls(self.mode, self.run_pipeline)
         self._watch()
@@ -426,6 +432,18 @@ class TrainingEngine:
     def divides_weights(self) -> bool:
         """Whether a rank has some weights, or parts of them, only."""
         return self.mode.shards_weights or self.pipeline is not None
+
+    @cached_property
+    def saves_one_file(self) -> bool:
+        """Whether checkpoints are single files, which the log says once. Collective over all ranks."""
+        choice, is_small = self.options.save_distributed_checkpoint, [False]
+        if choice == "auto" and self.pipeline is None:
+            is_small = [bytes_to_save(self.module, self.optimizers) < _MOST_OF_ONE_FILE]
+            dist.broadcast_object_list(is_small, src=0)
+        kind = "single files" if is_small[0] else "directories of shards, of which lightning-muon convert makes files"
+        if choice is not False:
+            self._info(f"Checkpoints are {kind} (save_distributed_checkpoint={choice!r}).")
+        return choice is False or is_small[0]
 
     def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
         """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""

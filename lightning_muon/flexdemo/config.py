@@ -17,10 +17,11 @@ from lightning_muon.config import (
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, Replicator, check_replicator
 
 # Rates: docs/performance.md, loss at equal steps.
+MUON_RATE = "best were 16 times the lr of AdamW"
 SIGN_SGD = (
     "each step changes each weight by lr, whatever the size of its gradient. Best were 1 to 2 times the lr of AdamW; "
     "one chosen for SGD is far too large (sign=False takes it). base='adamw' has the moments of AdamW, base='muon' "
-    "orthogonalizes matrices (best: 16 times the lr of AdamW); see docs/flexdemo.md"
+    f"orthogonalizes matrices ({MUON_RATE}); see docs/flexdemo.md"
 )
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]

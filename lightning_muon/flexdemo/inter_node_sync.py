@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.node_state import NodeLayout, Rule, local_of_nodes, part_of
+from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, part_of
 from lightning_muon.optim.parameters import Gradients, RoutedParameter, StateCompletion, States
 from lightning_muon.params.layout import local_tensor
 
@@ -48,7 +48,7 @@ class InterNodeSync(StateCompletion):
     # Keys of the state of a parameter that `load` takes, in this order.
     own_state: ClassVar[tuple[str, ...]] = MOMENTS
     # Those of them, and of `saved`, that have an entry for each node, (R, *shape).
-    per_node: ClassVar[Mapping[str, Rule]] = dict.fromkeys(("node_weights", *MOMENTS), "mean")
+    per_node: ClassVar[tuple[str, ...]] = ("node_weights", *MOMENTS)
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__()
@@ -144,13 +144,13 @@ class InterNodeSync(StateCompletion):
         """Load ``own_state``, and what :meth:`saved` has added; collective over the mesh, every rank must call it."""
         self.own_weights.pop(parameter, None)
         if "node_weights" in saved:
-            weights = local_of_nodes(saved["node_weights"], parameter, self.layout, rule="mean")
+            weights = local_of_nodes(saved["node_weights"], parameter, self.layout)
             local_tensor(parameter.detach()).copy_(weights)
         for key in self.own_state:
             if key in saved:
                 value, state[key] = saved[key], self.zeros(key, parameter)
                 if key in self.per_node and value.ndim > parameter.ndim:
-                    value = local_of_nodes(value, parameter, self.layout, rule=self.per_node[key])
+                    value = local_of_nodes(value, parameter, self.layout)
                 elif key != _FLAG:
                     value = part_of(value, parameter)
                 local_tensor(state[key]).copy_(value)

@@ -15,7 +15,6 @@ from lightning_muon.flexdemo.bucket import Exchange, MomentumBucket
 from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
-from lightning_muon.flexdemo.node_state import Rule
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
 from lightning_muon.optim.parameters import Gradients, RoutedParameter, States
 from lightning_muon.params.layout import local_tensor
@@ -28,7 +27,7 @@ class MomentumSync(InterNodeSync):
     """
 
     own_state: ClassVar[tuple[str, ...]] = ("residual",)
-    per_node: ClassVar[Mapping[str, Rule]] = {"residual": "sum"}
+    per_node: ClassVar[tuple[str, ...]] = ("residual",)
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)

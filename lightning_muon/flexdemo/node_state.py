@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from lightning_muon.comm.agreement import checksums, gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 
-# How saved entries of each node are converted for another number of nodes, see `shared_among`.
-Rule = Literal["sum", "mean"]
 _NOT_SHARDED = (
     ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
     "before step(), over the ranks of each node"
@@ -67,10 +64,11 @@ class NodeLayout(Layout):
         return tuple(parameter.placements)
 
 
-def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, *, rule: Rule) -> Tensor:
+def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None) -> Tensor:
     """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the current number of nodes.
 
-    Another number is converted by :func:`shared_among`. Collective over the mesh of a DTensor.
+    Of another number every node gets the mean, so that the mean over the nodes, which is what they apply of residuals,
+    stays the same. Collective over the mesh of a DTensor.
     """
     local = local_tensor(parameter)
     if value.shape[1:] != parameter.shape:
@@ -88,12 +86,7 @@ def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None, 
         own = _redistributed(value, target.device_mesh, (axis, *target.placements[1:]))
     if value.shape[0] == num_nodes:
         return own[0].float().clone()
-    return shared_among(own.float(), num_nodes, rule)
-
-
-def shared_among(saved: Tensor, num_nodes: int, rule: Rule) -> Tensor:
-    """Value for each of ``num_nodes`` from (saved nodes, *shape): the mean, or an equal share of the ``"sum"``."""
-    return saved.sum(0) / (num_nodes if rule == "sum" else saved.shape[0])
+    return own.float().mean(0)
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:

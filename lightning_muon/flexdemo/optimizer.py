@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,14 @@ from lightning_muon.config import (
 )
 from lightning_muon.flexdemo.config import (
     ELSEWHERE,
+    MUON_RATE,
     SIGN_SGD,
     FlexDeMoConfig,
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.momentum_sync import MomentumSync
-from lightning_muon.flexdemo.node_state import Rule, check_equal
+from lightning_muon.flexdemo.node_state import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients
@@ -128,8 +129,8 @@ class FlexDeMo(PlannedOptimizer):
         return self._sync.sent_bytes(self._trained().trainable)
 
     @property
-    def per_node(self) -> Mapping[str, Rule]:
-        """Saved state entries of shape (R, *shape) -> rule that converts them for another number of nodes."""
+    def per_node(self) -> Collection[str]:
+        """Saved state entries of shape (R, *shape), with an entry for each node."""
         return self._sync.per_node
 
     @contextmanager
@@ -185,9 +186,10 @@ class FlexDeMo(PlannedOptimizer):
             f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
-        if config.base != "sgd":
-            return f"{head}\n{super().summary()}"
         rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
+        if config.base != "sgd":
+            rate = f"\nMuon of the merged updates with lr {rates}: {MUON_RATE}; see docs/flexdemo.md"
+            return f"{head}{rate if config.base == 'muon' else ''}\n{super().summary()}"
         return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:
@@ -260,11 +262,9 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.plan(self._trained())
 
     def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
-        if agreed.deferred_check is not None:
-            agreed.deferred_check()
         with planned.matrix_step.executor.measured(Op(kind="nodes", key="all", rank=0)):
             updates = self._sync.updates(self._trained(), agreed.gradients)
-        return replace(agreed, gradients=updates, deferred_check=None)
+        return replace(agreed, gradients=updates)
 
     @property
     def _elementwise(self) -> Elementwise:

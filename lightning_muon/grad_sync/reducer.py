@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lightning_muon.comm.agreement import Message, StepAgreement, maxima_over, require_equal
+from lightning_muon.comm.agreement import Message, maxima_over, require_equal
 from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.compat.torch import profiled
 from lightning_muon.grad_sync.transports import Pending, Transport
@@ -106,7 +106,6 @@ class _Facts(Message):
     # For each parameter whether there is:
     computed: list[int]  # A gradient, sent or not.
     left_over: list[int]  # A gradient that hooks do not send with its bucket: it came later, or was not expected.
-    kept: list[int]  # A sum of an earlier step.
 
 
 class GradientReducer:
@@ -128,7 +127,7 @@ class GradientReducer:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
         self._transport, self._group = transport, group
         host = host_group(group)
-        self.step = StepAgreement(host)
+        self._host = host
         _check(self._parameters, names, host)
         self.buckets = make_buckets(self._parameters, bucket_bytes)  # In the order of launches.
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
@@ -181,11 +180,11 @@ class GradientReducer:
                 self._num_launched += 1
 
     @torch.no_grad()
-    def finish(self) -> frozenset[Tensor] | None:
-        """Send what the hooks have not sent; return the parameters that have a gradient on any rank.
+    def finish(self) -> None:
+        """Send what the hooks have not sent, so that each rank has the gradients that any rank has.
 
-        ``None`` if a plan of :attr:`step` is out of date on any of them. Collective over the group and the groups of
-        the transport after the last backward pass of a step, also one that had none. Calling it again changes nothing.
+        Collective over the group and the groups of the transport after the last backward pass of a step, also one that
+        had none. Calling it again changes nothing.
         """
         agreed = self._agree()
         # The mean over the ranks of a gradient that is equal on all ranks is the same; other factors would change it.
@@ -195,9 +194,7 @@ class GradientReducer:
                 "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
                 "synchronizing passes, or run all but the last pass inside no_sync()."
             )
-        computed, left_over, kept = (
-            set(compress(self._parameters, flags)) for flags in (agreed.computed, agreed.left_over, agreed.kept)
-        )
+        computed, left_over = (set(compress(self._parameters, own)) for own in (agreed.computed, agreed.left_over))
         for index in range(self._num_launched, len(self.buckets)):
             self._launch(index, self._expected if index < agreed.num_launched else computed)
         for index in range(agreed.num_launched):
@@ -205,7 +202,6 @@ class GradientReducer:
         self._finish_pending(computed)
         self._expected = computed or self._expected
         self._begin_step()
-        return None if self.step.is_stale else frozenset(computed | kept | self._transport.present)
 
     def _finish_pending(self, present: Collection[Tensor]) -> None:
         """Make the sums of ``present`` available, drop the others; collective over the transport's groups."""
@@ -249,11 +245,10 @@ class GradientReducer:
     def _agree(self) -> _Facts:
         """Tell all ranks what this rank has launched and which gradients it has; collective over the group."""
         results = self._transport.results
-        kept = [results.is_untouched(parameter) for parameter in self._parameters]
         has = {
             parameter
-            for parameter, is_kept in zip(self._parameters, kept, strict=True)
-            if parameter.grad is not None and parameter.requires_grad and not is_kept
+            for parameter in self._parameters
+            if parameter.grad is not None and parameter.requires_grad and not results.is_untouched(parameter)
         }
         own = _Facts(
             num_launched=self._num_launched,
@@ -264,10 +259,9 @@ class GradientReducer:
                 and (self._bucket_of[parameter] < self._num_launched or parameter not in self._expected)
                 for parameter in self._parameters
             ],
-            kept=[*kept],
         )
         with profiled("agree", "parameters"):
-            return own.unpack(self.step.ask(own.pack()))
+            return own.unpack(maxima_over(self._host, own.pack()))
 
 
 def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:

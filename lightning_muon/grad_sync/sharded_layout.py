@@ -34,7 +34,6 @@ class ShardedLayout(Layout):
         all_gather: ParameterAllGather,
     ) -> None:
         super().__init__(shard_map.mesh)
-        self.may_arrive_late = shard_map.mesh.size() > 1
         self.arrival_order = reducer.buckets
         self._updating: Collection[Tensor] = ()
         self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
@@ -54,10 +53,6 @@ class ShardedLayout(Layout):
     @override
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return self._gradients.reduced(parameter)
-
-    @override
-    def were_read(self, parameters: Collection[Tensor]) -> None:
-        self.arrives_late = self.arrives_late and not self._gradients.present.issubset(parameters)
 
     @override
     def forget(self, parameters: Collection[Tensor]) -> None:

@@ -61,8 +61,7 @@ class MuonStrategy:
         self._meshes: Meshes | None = None
         self._saves: BackgroundSaves | None = None
         self._watchdog: Watchdog | None = None  # Until the first engine has it.
-        of_lightning = ("save_distributed_checkpoint", "process_group_backend", "timeout")
-        self._begin(**{name: getattr(self.options, name) for name in of_lightning})
+        self._begin(process_group_backend=self.options.process_group_backend, timeout=self.options.timeout)
 
     def _begin(self, **arguments: Any) -> None:
         """The rest of the constructor; ``arguments`` are those that the class beside it has, too."""

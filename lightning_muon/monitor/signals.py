@@ -67,7 +67,8 @@ class SharedSignals:
         self._closed = threading.Event()
         for number in handlers:
             signal.signal(number, self._receive)
-        threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True)
+        self._thread.start()
 
     @property
     def unanswered(self) -> list[int]:
@@ -98,6 +99,7 @@ class SharedSignals:
             # A rank that has got a signal meanwhile needs the last batch number of this one.
             with suppress(RuntimeError), self._lock:
                 self._say_batch()
+            self._thread.join(2 * _INTERVAL)  # It may wait in the store.
 
     def _receive(self, number: int, frame: Any) -> None:
         if os.getpid() == self._process:

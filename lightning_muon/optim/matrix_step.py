@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,8 +22,7 @@ from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
-from lightning_muon.schedule import program
-from lightning_muon.schedule.program import Condition, Op, OpKind
+from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.step import scatter_buffers_for
 
 
@@ -32,14 +31,8 @@ class AgreedGradients:
     """What all ranks know of the gradients of a step, equal on all of them but for the tensors."""
 
     gradients: Gradients  # Local gradient of every parameter that takes part.
-    # Where the values of gradients are not known yet (CUDA, or gradients that arrive late): waits for them, and raises
-    # on all ranks to give up the step. On CUDA the host waits for the device here, and nowhere else in a step.
-    deferred_check: Callable[[], None] | None = None
-    # Values of hyper-parameters that are tensors on a device; `deferred_check` fills it.
-    numbers: dict[Tensor, float] = field(default_factory=dict[Tensor, float])
-    # Whether this rank knows that the deferred check will raise. It may lack state or have a wrong hyper-parameter, so
-    # it communicates with whatever is in the buffers.
-    is_given_up: bool = False
+    # Values of hyper-parameters that are tensors on a device.
+    numbers: Mapping[Tensor, float] = field(default_factory=dict[Tensor, float])
 
 
 class MatrixStep:
@@ -62,12 +55,9 @@ class MatrixStep:
             for index, key in enumerate(plan.buckets)
         }
         self._transfers: dict[str, Transfer] = {}
-        # Of the current step: its input, whether it may still be given up, buckets whose momentum is in the state.
+        # Of the current step.
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
-        self._may_be_given_up = False
-        self._committed: set[str] = set()
-        self.facts: program.Facts = {}  # Which branches of the program the last step took.
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[MatrixJob, Tensor], None] | None = None
         self.executor = make_executor(
@@ -77,7 +67,6 @@ class MatrixStep:
                 OpKind.NEWTON_SCHULZ: self._newton_schulz,
                 OpKind.SCATTER: self._communicate,
                 OpKind.UPDATE: self._update,
-                OpKind.CHECK: self._check,
                 OpKind.ADAMW: self._adamw,
             },
             plan.device,
@@ -86,26 +75,13 @@ class MatrixStep:
     def run(self, agreed: AgreedGradients, states: States) -> None:
         """Update all parameters with gradients. Collective over the axes of each exchange group."""
         self._agreed, self._states = agreed, states
-        self._may_be_given_up = agreed.deferred_check is not None
-        self._committed.clear()
         taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
-        self.facts = {
-            Condition.GRADIENTS: taking_part,
-            Condition.DEFERRED: program.EVERY_KEY if self._may_be_given_up else (),
-        }
-        if not self._may_be_given_up:
-            self.plan.layout.begin_step(list(agreed.gradients))
+        self.plan.layout.begin_step(list(agreed.gradients))
         for op in self.plan.ops:
-            if program.runs(op, self.facts):
+            if op.kind == OpKind.ADAMW or op.key in taking_part:
                 self.executor.execute(op)
-        self._finish()
-
-    def _finish(self) -> None:
-        """Wait for all ops, and forget what the step was about."""
         self.executor.finish()
-        # The check refers to the gradients, which would live until the next step.
-        self._agreed = replace(self._agreed, gradients={}, deferred_check=None)
-        self._states = {}
+        self._agreed, self._states = AgreedGradients(gradients={}), {}
 
     def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
         """The transfer of a bucket; views are costly, so it is kept as long as the same jobs take part."""
@@ -117,22 +93,10 @@ class MatrixStep:
             transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool, self._slots[key])
         return transfer
 
-    def _check(self, op: Op) -> Sequence[dist.Work]:
-        """Run the deferred check, before anything changes."""
-        assert self._agreed.deferred_check is not None
-        try:
-            self._agreed.deferred_check()
-        except Exception:
-            self._finish()  # The same on all ranks, so what is on its way arrives.
-            raise
-        self._may_be_given_up = False
-        self.plan.layout.begin_step(list(self._agreed.gradients))
-        return ()
-
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
         """Update the parameters of a batch that take part."""
         layout, gradients = self.plan.layout, self._agreed.gradients
-        for group, members in self.plan.batches[int(op.key.partition(" ")[0])]:
+        for group, members in self.plan.batches[int(op.key)]:
             tensors = [tensor for tensor in members if tensor in gradients]
             if tensors:
                 self._elementwise(
@@ -142,7 +106,7 @@ class MatrixStep:
                     group,
                     self._agreed.numbers,
                 )
-        layout.updated(self.plan.done[replace(op, key=op.key.partition(" ")[0]).name])
+        layout.updated(self.plan.done[op.name])
         return ()
 
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
@@ -153,10 +117,8 @@ class MatrixStep:
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Pack the look-ahead of the local pieces, and second moments; state changes if the step cannot be given up."""
-        if self._agreed.is_given_up:
-            return ()
-        transfer, in_place = self._transfers[op.key], not self._may_be_given_up
+        """Update the momentum of the local pieces; pack its look-ahead, and second moments."""
+        transfer = self._transfers[op.key]
         for job, neurons in transfer.moments.items():
             if neurons.holds_some:
                 transfer.pack([neurons], [self._second_moments(job)])
@@ -166,19 +128,12 @@ class MatrixStep:
                 continue
             buffers = self._momenta(jobs)
             grads = self._grads(jobs, buffers[0].dtype)
-            if in_place:
-                foreach.lerp_(buffers, grads, 1 - momentum)
-            else:
-                buffers = foreach.lerp(buffers, grads, 1 - momentum)
+            foreach.lerp_(buffers, grads, 1 - momentum)
             transfer.pack(jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers)
-        if in_place:
-            self._committed.add(op.key)
         return ()
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
-        if self._agreed.is_given_up:
-            return ()
         transfer, device = self._transfers[op.key], self._pool.device
         batches = [
             (jobs, torch.empty((len(jobs), *jobs[0].matrix.box.shape), dtype=self._pool.dtype, device=device))
@@ -217,10 +172,8 @@ class MatrixStep:
         return newton_schulz.orthogonalize(matrices, eps=eps)
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
-        """Decay and update the local pieces of a bucket's parameters, and their momentum if it was not updated yet."""
+        """Decay and update the local pieces of a bucket's parameters."""
         transfer = self._transfers[op.key]
-        if self._has_momentum and op.key not in self._committed:
-            self._catch_up_momentum(transfer)
         update_of = transfer.updates()
         for job, neurons in transfer.moments.items():
             if neurons in update_of:
@@ -238,12 +191,6 @@ class MatrixStep:
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         self.plan.layout.updated(self.plan.done[op.name])
         return ()
-
-    def _catch_up_momentum(self, transfer: Transfer) -> None:
-        """Update the momentum in the state; while the step could still be given up, only a copy was updated."""
-        for (momentum,), jobs in self._runs(transfer.jobs, "momentum"):
-            buffers = self._momenta(jobs)
-            foreach.lerp_(buffers, self._grads(jobs, buffers[0].dtype), 1 - momentum)
 
     def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
         """Subtract from the weights of ``views`` this fraction of them."""

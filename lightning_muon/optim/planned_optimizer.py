@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import StepAgreement, named_waits, together, warn_on_first_rank
+from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
@@ -81,7 +81,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
-        self._step_agreement: StepAgreement | None = None
         # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
@@ -112,14 +111,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             if saved is not None:
                 self.load_state_dict(saved)
         self._complete_state()
-
-    def join(self, step: StepAgreement) -> None:
-        """Let ``step``, which reduces gradients, carry the message before each step too; local, alike on all ranks."""
-        self._step_agreement = step
-        step.join(
-            lambda: self._planned is None or self._is_stale(self._planned),
-            lambda: parameters.hyperparameter_digest(self.param_groups),
-        )
 
     @property
     def routes(self) -> list[Route]:
@@ -162,12 +153,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         has_loss = closure is None or loss is not None
         try:
             planned, agreed = self._begin_step(has_loss=has_loss)
-            try:
-                planned.matrix_step.run(self._received(planned, agreed), self.state)
-            except gradients.GradientsHaveChanged:
-                # On some rank, after they were finished. Nothing was updated yet; this time the ranks ask.
-                planned, agreed = self._begin_step(has_loss=has_loss)
-                planned.matrix_step.run(self._received(planned, agreed), self.state)
+            planned.matrix_step.run(self._received(planned, agreed), self.state)
             self._end_step(planned)
         except gradients.GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
@@ -264,6 +250,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
+        A state of whole tensors, which every rank has, is divided as the parameters are.
+
         Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
         """
         state_dict = understood(state_dict)
@@ -273,6 +261,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.is_fresh = False
         self._completion.loaded()
         self._take_second_moments(state_dict)
+        for parameter in self._routed_parameters():
+            parameters.divide_whole_(parameter, self._existing_state[parameter.tensor])
         given, states = parameters_of(self), self._existing_state
         located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._shape_of_state)
@@ -448,7 +438,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         given = parameters_of(self)
         return agree_on_gradients(
             planned.plan,
-            self._step_agreement,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,

@@ -53,14 +53,6 @@ class Layout:
     always given as the tensor that its module holds.
     """
 
-    # Whether gradients may still be on their way, so that an optimizer should not ask for all of them before it begins,
-    # and whether this may ever be so; equal on all ranks.
-    arrives_late = False
-    may_arrive_late = False
-    # Parameters with a gradient on all ranks, if the ranks have agreed on them when they finished the gradients of this
-    # step; `None` if an optimizer has to ask. Equal on all ranks. The optimizer that uses it sets it to `None`.
-    agreed: Collection[Tensor] | None = None
-
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
         self._mesh = mesh
@@ -85,9 +77,6 @@ class Layout:
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Gradient of :meth:`local`, in its shape; waits until it is there. Shares memory."""
         return None if parameter.grad is None else local_tensor(parameter.grad)
-
-    def were_read(self, parameters: Collection[Tensor]) -> None:
-        """Called when all ranks have waited for the gradients of these parameters; local, alike on all ranks."""
 
     def forget(self, parameters: Collection[Tensor]) -> None:
         """Drop the gradients of these parameters; local."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -243,6 +245,8 @@ class PipelineRuntime:
 
 
 _KEY = "lightning_muon_pipeline"  # Attribute of a module that was cut: options and runtime.
+# Each module in one that was cut, itself too -> that one, and the name in it.
+_PLACES: WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = WeakKeyDictionary()
 
 
 def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> PipelineRuntime:
@@ -271,6 +275,7 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     before, runtime = known
     if options.own() != before.own() or runtime.group.size != num_ranks:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
+    _PLACES.update({child: (weakref.ref(module), name) for name, child in module.named_modules()})
     # Forget the known sizes of messages: parameters may have been frozen or unfrozen since.
     runtime.links.clear()
     runtime.batches.forget()
@@ -280,6 +285,26 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
 def is_stage(module: nn.Module) -> bool:
     """Whether :func:`cut_once` has removed parts of other ranks from a module; local."""
     return _KEY in vars(module)
+
+
+def place_in_stage(module: nn.Module) -> tuple[nn.Module | None, str]:
+    """The module that was cut and holds ``module``, and its name there; ``None`` without a pipeline. Local.
+
+    A wrapper, such as Fabric's, is at the place of what it wraps.
+
+    Raises:
+        ValueError: If ``module`` has weights beside those of a stage.
+    """
+    for inner in module.modules():
+        if inner in _PLACES:
+            stage, name = _PLACES[inner]
+            if set(module.parameters()) != set(inner.parameters()):
+                raise ValueError(
+                    f"{type(module).__name__} holds a stage of a pipeline, {type(inner).__name__}, and other weights; "
+                    "ask for those of each by itself"
+                )
+            return stage(), name
+    return None, ""
 
 
 def runtime_of(stage: nn.Module) -> PipelineRuntime:

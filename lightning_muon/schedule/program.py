@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 # Lanes.
 COMPUTE = "compute"
 TRANSFER = "transfer"
-
-
-class Condition:
-    """Conditions of ops: each holds for some keys in a step, the same on all ranks that share an op."""
-
-    GRADIENTS = "gradients"  # Some parameter of the bucket has a gradient.
-    # Only after `check` has waited, for a device for example, it is known whether the step may change anything.
-    DEFERRED = "deferred"
 
 
 class OpKind:
@@ -26,7 +17,6 @@ class OpKind:
     NEWTON_SCHULZ = "newton_schulz"  # Unpack, orthogonalize the owned matrices, and pack the updates.
     SCATTER = "scatter"  # Bring the updates back to the ranks that hold the pieces.
     UPDATE = "update"  # Weight decay and update of the local pieces of the weights.
-    CHECK = "check"  # Wait until it is known whether all gradients are finite.
     ADAMW = "adamw"  # AdamW for some of the parameters that are no matrices.
 
 
@@ -57,10 +47,6 @@ class Op:
     # Ranks that take part in a communication. It begins when all of them have reached their op of this name. Empty if
     # a rank does it alone.
     group: tuple[int, ...] = ()
-    # Conditions under which it runs; all of them must hold for its key. Ops that depend on one that does not run do not
-    # wait for it.
-    when: tuple[str, ...] = ()
-    unless: tuple[str, ...] = ()  # Conditions under which it does not run, whatever `when` says.
 
     @property
     def name(self) -> str:
@@ -70,42 +56,3 @@ class Op:
 
 Program = dict[int, list[Op]]
 """Rank -> its ops, in the order in which the rank issues them."""
-
-Facts = Mapping[str, Container[str]]
-"""Condition -> the keys for which it holds in one step."""
-
-
-class EveryKey:
-    """The keys of a condition that does not depend on the key."""
-
-    def __contains__(self, key: object) -> bool:
-        return True
-
-
-EVERY_KEY = EveryKey()
-
-
-def runs(op: Op, facts: Facts) -> bool:
-    """Whether an op runs in a step with these facts."""
-    return all(op.key in facts.get(name, ()) for name in op.when) and not any(
-        op.key in facts.get(name, ()) for name in op.unless
-    )
-
-
-def branch(program: Program, facts: Facts) -> Program:
-    """The part of a program that runs in a step with these facts, as ops without conditions."""
-    return without_absent({rank: [op for op in ops if runs(op, facts)] for rank, ops in program.items()})
-
-
-def without_absent(program: Program) -> Program:
-    """Remove dependencies on ops that are not in the program, and all conditions."""
-    chosen: Program = {}
-    for rank, ops in program.items():
-        names = {op.name for op in ops}
-        chosen[rank] = [
-            op
-            if not op.when and not op.unless and names.issuperset(op.deps)
-            else replace(op, deps=tuple(name for name in op.deps if name in names), when=(), unless=())
-            for op in ops
-        ]
-    return chosen

@@ -1,8 +1,8 @@
-"""The last pass: all ops that a rank runs in an optimizer step, in order, with the branches of the step.
+"""The last pass: all ops that a rank runs in an optimizer step, in order.
 
 The program of a step is made here once, is checked by :func:`~.validate.check_step`, timed by
-:func:`~.simulate.simulate` (a :func:`~.program.branch` of it), and run unchanged by
-:class:`~lightning_muon.optim.matrix_step.MatrixStep`.
+:func:`~.simulate.simulate`, and run by :class:`~lightning_muon.optim.matrix_step.MatrixStep`, but for buckets without
+gradients.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from lightning_muon.schedule.program import (
     STEP_KINDS,
-    Condition,
     Op,
     OpKind,
     Program,
@@ -75,29 +74,3 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
         for earlier, later in zip(buckets, buckets[distance:], strict=False)
         if kind in later and frees in earlier
     }
-
-
-def step_program(program: Program, *, look_ahead: int, is_late: bool = False) -> Program:
-    """Overlap transfers with arithmetic (:func:`prefetch`), and add the branches of the step.
-
-    - A bucket runs only if one of its parameters has a gradient.
-    - ``check`` comes before the first op that changes anything.
-    - AdamW runs during the first gathers, or after a deferred check, or if gradients may be late (``is_late``).
-    """
-    return {rank: _with_check(ops, is_late=is_late) for rank, ops in prefetch(program, look_ahead).items()}
-
-
-def _with_check(ops: Sequence[Op], *, is_late: bool) -> list[Op]:
-    """Add a ``check`` before the first op that changes anything; AdamW runs in its place, or after the check."""
-    ordered, behind = list[Op](), list[Op]()
-    for op in ops:
-        if op.kind != OpKind.ADAMW:
-            ordered.append(replace(op, when=(Condition.GRADIENTS,)))
-        elif is_late:
-            behind.append(op)
-        else:
-            ordered.append(replace(op, unless=(Condition.DEFERRED,)))
-            behind.append(replace(op, key=f"{op.key} after check", when=(Condition.DEFERRED,)))
-    check = [Op(kind=OpKind.CHECK, key="", rank=op.rank, when=(Condition.DEFERRED,)) for op in ops[:1]]
-    first = next((index for index, op in enumerate(ordered) if op.kind == OpKind.UPDATE), len(ordered))
-    return [*ordered[:first], *check, *behind, *ordered[first:]]

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
 from lightning_muon.schedule.graph import NAMED, build_graph, where
 from lightning_muon.schedule.muon import MuonPlan
 from lightning_muon.schedule.program import (
-    EVERY_KEY,
     STEP_KINDS,
-    Condition,
-    Facts,
     Op,
     OpKind,
     Program,
-    branch,
 )
 
 
@@ -37,7 +33,7 @@ def validate(program: Program) -> None:
 
 
 def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = True) -> None:
-    """Check that a program of :func:`~.step.step_program` can run, and that each branch does what the plans say, once.
+    """Check that a program of :func:`~.step.prefetch` can run, and that it does what the plans say, once.
 
     If only some ranks are listed (not ``is_whole``), communications count as ops of single ranks: their order is
     compared between ranks elsewhere.
@@ -48,32 +44,11 @@ def check_step(program: Program, plans: Sequence[MuonPlan], *, is_whole: bool = 
         validate({rank: [replace(op, group=(), rank=rank) for op in ops] for rank, ops in program.items()})
     for plan in plans:
         _check_owners(plan)
-    for facts in _scenarios(program):
-        planned = {(op.rank, op.name): op for plan in plans for ops in plan.program.values() for op in ops}
-        for ops in branch(program, facts).values():
-            _check_changes(ops, is_deferred=Condition.DEFERRED in facts)
-            _take_off(ops, planned)
-        for op in planned.values():
-            raise ValueError(f"{where(op)} is in the plan and not in the step; each bucket needs one")
-
-
-def _scenarios(program: Program) -> Iterator[Facts]:
-    """Yield the facts of the branches that differ in their ops."""
-    found = {name for ops in program.values() for op in ops for name in (*op.when, *op.unless)}
-    for deferred in ([], [Condition.DEFERRED]) if Condition.DEFERRED in found else ([],):
-        yield dict.fromkeys([Condition.GRADIENTS, *deferred], EVERY_KEY)
-
-
-def _check_changes(ops: Sequence[Op], *, is_deferred: bool) -> None:
-    """Check that no op changes parameters before the check, and that AdamW runs once."""
-    is_checked = not is_deferred
-    for op in ops:
-        is_checked = is_checked or op.kind == OpKind.CHECK
-        if op.kind in (OpKind.ADAMW, OpKind.UPDATE) and not is_checked:
-            raise ValueError(f"{where(op)} changes parameters before the step has waited for check; put it behind")
-    batches = [op.key.partition(" ")[0] for op in ops if op.kind == OpKind.ADAMW]
-    if len(set(batches)) != len(batches):
-        raise ValueError(f"rank {ops[0].rank} has the {OpKind.ADAMW} ops {batches}; each must run once in a step")
+    planned = {(op.rank, op.name): op for plan in plans for ops in plan.program.values() for op in ops}
+    for ops in program.values():
+        _take_off(ops, planned)
+    for op in planned.values():
+        raise ValueError(f"{where(op)} is in the plan and not in the step; each bucket needs one")
 
 
 def _check_owners(plan: MuonPlan) -> None:

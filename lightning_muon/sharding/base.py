@@ -7,14 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import StepAgreement
 from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout, parameters_of
@@ -22,6 +21,7 @@ from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device
 
+T = TypeVar("T")
 BucketBytes = int | Literal["auto"]
 
 
@@ -110,6 +110,13 @@ class ShardingMode(ABC):
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         """Watch gradients, and create the state of all optimizers that step the parameters of the prepared module."""
 
+    @staticmethod
+    def attached(part: T | None) -> T:
+        """Return what :meth:`attach` has made; raise before it. Local."""
+        if part is None:
+            raise RuntimeError("call mode.prepare(module) and mode.attach(module, optimizers) first")
+        return part
+
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which forward and backward do not communicate gradients; local."""
@@ -171,7 +178,6 @@ class ShardingMode(ABC):
             across = axis_group(self.mesh, axes)
         max_norm, layout, copies = max_norm * root, self.layout, self.copies
         norm = clip_norm_(parameters, max_norm, layout=layout, across=across, device=device, copies=copies)
-        layout.were_read(parameters)
         return norm / root
 
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
@@ -204,11 +210,10 @@ def attach_optimizers(
     layout: Layout | None,
     *,
     nodes: DeviceMesh | None = None,
-    step: StepAgreement | None = None,
 ) -> None:
     """Attach the optimizers that can be attached; all others make their own state. Local.
 
-    ``nodes`` is the mesh if its replicas are decoupled; with ``step`` optimizers use it for the message of each step.
+    ``nodes`` is the mesh if its replicas are decoupled.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -227,5 +232,3 @@ def attach_optimizers(
             optimizer.use_mesh(nodes)
         if is_attachable(optimizer):
             optimizer.attach(module, layout)
-            if step is not None:
-                optimizer.join(step)

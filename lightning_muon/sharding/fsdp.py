@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import StepAgreement
-from lightning_muon.comm.groups import axis_group, host_group, shard_axis
+from lightning_muon.comm.agreement import maxima_over
+from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, shard_axis
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
     finish_reducing,
@@ -34,7 +34,7 @@ from lightning_muon.compat.torch import (
     unreduced_gradients,
 )
 from lightning_muon.params.uses import clean_name
-from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
+from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.fsdp_call_log import END, NO_DIGEST, FsdpCallLog
 from lightning_muon.sharding.outputs import without_views
 from lightning_muon.sharding.shard_model import (
@@ -96,7 +96,7 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self._divisor: float | None = None
-        self._step: StepAgreement | None = None  # Sends the message of each step.
+        self._host: AxisGroup | None = None  # All ranks of the mesh, in the memory of hosts; from `attach` on.
         self._used: list[bool] = []  # Whether this rank has a gradient for each watched parameter.
         # Number of a watched parameter -> its gradient; plain parameter -> its gradient, and a copy of its values.
         self._agreed: dict[int, TensorWeakRef] = {}
@@ -105,7 +105,6 @@ class Fsdp(ShardingMode):
         self._reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self._num_nodes = mesh.size() // self._reduced_over.size()
         self._node = mesh.get_local_rank(0) if options.decoupled_nodes else 0
-        self._is_deferred = False
         self._hooks = ExitStack()
         self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are being reduced.
         # Units that `no_sync` has changed, with their settings from before.
@@ -166,7 +165,7 @@ class Fsdp(ShardingMode):
         self.watch(module)
         assert self.call_log is not None
         self._everyone = self.call_log.everyone
-        self._step = StepAgreement(host_group(axis_group(self.mesh, tuple(range(self.mesh.ndim)))))
+        self._host = host_group(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._places: list[tuple[nn.Module, str]] = []
         self._parameters: list[Tensor] = []
         self._used = []
@@ -178,10 +177,8 @@ class Fsdp(ShardingMode):
             initialize_roots(module)
             for unit in fsdp_modules(module):
                 self._watch_weights(unit, self.call_log)
-        # Our optimizers send a message before each step, which also carries what is compared here.
-        self._is_deferred = bool(optimizers) and all(map(is_attachable, optimizers))
         nodes = self.mesh if self.options.decoupled_nodes else None
-        attach_optimizers(module, optimizers, layout=None, nodes=nodes, step=self._step)
+        attach_optimizers(module, optimizers, layout=None, nodes=nodes)
 
     def _watch_weights(self, unit: FSDPModule, call_log: FsdpCallLog) -> None:
         """Hook the whole weights of a unit, which exist from the first all-gather on and are reused."""
@@ -213,6 +210,7 @@ class Fsdp(ShardingMode):
     @override
     @contextmanager
     def no_sync(self) -> Generator[None]:
+        self.attached(self._host)
         # Each micro-batch gathers the weights again; or whole weights stay from the first forward to the last backward.
         if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
@@ -260,6 +258,7 @@ class Fsdp(ShardingMode):
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
+        self.attached(self._host)
         if divisor is not None:
             divisor /= self._num_nodes  # The average over nodes supplies that factor.
         if divisor != self._divisor:
@@ -276,9 +275,9 @@ class Fsdp(ShardingMode):
     def finish_gradients(self) -> None:
         """Average the gradients of plain parameters, and remove gradients that no rank has computed.
 
-        If the ranks ran different units, this raises on all of them, or the optimizer's next message of the step does.
+        If the ranks ran different units, this raises on all of them.
         """
-        assert self._step is not None and self.call_log is not None, "attach comes first"
+        call_log = self.attached(self.call_log)
         self._finish_reducing()
         self.require_no_failure()
         for unit, meshes in self._resharding:
@@ -287,12 +286,10 @@ class Fsdp(ShardingMode):
         plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._everyone.group is not None:
             self._parameters = [getattr(owner, attribute) for owner, attribute in self._places]
-            self.call_log.mark(END)
-            self._step.post(self._numbers, self._drop_unused_gradients)
-            if plain or not self._is_deferred:
-                self._step.reduce(())
+            call_log.mark(END)
+            self._drop_unused_gradients(maxima_over(self.attached(self._host), self._numbers()))
         else:
-            self.call_log.restart()  # There is nobody to compare it with.
+            call_log.restart()  # There is nobody to compare it with.
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
 
@@ -308,7 +305,7 @@ class Fsdp(ShardingMode):
         before, after = self._node * len(own), (self._num_nodes - self._node - 1) * len(own)
         return [*[NO_DIGEST] * before, *own, *[NO_DIGEST] * after]
 
-    def _drop_unused_gradients(self, maxima: Sequence[int]) -> list[Tensor]:
+    def _drop_unused_gradients(self, maxima: Sequence[int]) -> None:
         """Remove gradients that no rank has computed. Collective over the mesh."""
         assert self.call_log is not None
         size, num_words = len(maxima) // self._num_nodes, len(self.call_log.digest_numbers())
@@ -318,15 +315,12 @@ class Fsdp(ShardingMode):
         if any(self.call_log.differs(each[:num_words]) for each in nodes):
             raise RuntimeError("The ranks of another node run different units of the model; see the error of its ranks")
         self._agreed = {}
-        unused: list[Tensor] = []
         for index, (parameter, was_used) in enumerate(zip(self._parameters, own[num_words:], strict=True)):
             if not was_used:
                 parameter.grad = None
-                unused.append(parameter)
             elif parameter.grad is not None:
                 self._agreed[index] = TensorWeakRef(parameter.grad)
         self._used[:] = [False] * len(self._used)
-        return unused
 
     def _average(self, plain: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.
@@ -371,7 +365,6 @@ class Fsdp(ShardingMode):
 
     @override
     def close(self) -> None:
-        self._step = None
         # Module.to fails on gradients with a weak reference.
         self._agreed.clear()
         self._plain_sums.clear()

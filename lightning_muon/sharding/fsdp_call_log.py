@@ -262,6 +262,11 @@ class FsdpCallLog:
 
         def begin(current: int, _: Tensor) -> None:
             nonlocal num_begun
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"a backward pass with create_graph=True (forces, a gradient penalty) reaches {self.name(unit)}, "
+                    "whose weights FSDP2 frees before the next one needs them; use sharding='zero2' or 'ddp'"
+                )
             if unit in self.before_backward:
                 self.before_backward[unit]()
             # FSDP2 reduces when the weights are freed; while they stay whole, further calls add to the same sum.

@@ -126,26 +126,23 @@ class Ddp(ShardingMode):
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
-        reducer = self._watch_gradients(module, AllReduce(self._everyone))
+        self._watch_gradients(module, AllReduce(self._everyone))
         self.layout = Layout(self.mesh)
-        attach_optimizers(module, optimizers, self.layout, step=reducer.step)
+        attach_optimizers(module, optimizers, self.layout)
 
     @override
     def no_sync(self) -> AbstractContextManager[None]:
-        assert self._reducer is not None, "attach comes first"
-        return self._reducer.no_sync()
+        return self.attached(self._reducer).no_sync()
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        assert self._reducer is not None, "attach comes first"
-        self._reducer.set_divisor(self.mesh.size() if divisor is None else divisor)
+        self.attached(self._reducer).set_divisor(self.mesh.size() if divisor is None else divisor)
 
     @override
     def finish_gradients(self) -> None:
-        assert self._reducer is not None, "attach comes first"
+        reducer = self.attached(self._reducer)
         self.require_no_failure()
-        self.layout.agreed = self._reducer.finish()
-        self.layout.arrives_late = self.layout.may_arrive_late
+        reducer.finish()
         if self.call_log is not None:
             self.call_log.restart()
 
@@ -192,7 +189,7 @@ class Zero2(Ddp):
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         self._all_gather = ParameterAllGather(shard_map, buckets, units, transport.shard)
         self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
-        attach_optimizers(module, used, self.layout, step=reducer.step)
+        attach_optimizers(module, used, self.layout)
 
     @override
     def begin_forward(self) -> None:

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
-from lightning_muon.compat.torch import init_fsdp_root, shards_over_one_rank
+from lightning_muon.compat.torch import init_fsdp_root, make_shardable, shards_over_one_rank
 from lightning_muon.params.uses import Use, clean_name, parameter_uses
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
 
@@ -65,6 +65,8 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
     policy, reshard_after_forward = options.mp_policy or MixedPrecisionPolicy(), options.reshard_after_forward
     plain = _prepare_parameters(module, mesh) | (set() if shard_root else _of_no_child(module, units))
     shard = partial(fully_shard, mesh=inner_mesh, ignored_params=plain)
+    for each in (*units, module):
+        make_shardable(type(each))
     roots = [module] if shard_root else units
     inside = {child for root in roots for child in root.modules() if child is not root}
     for unit in units:

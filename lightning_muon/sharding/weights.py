@@ -1,20 +1,19 @@
-"""Makes weights equal on all ranks at the start, and gathers whole weights on demand."""
+"""Makes weights and buffers equal on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.params.uses import clean_name, parameter_uses
+from lightning_muon.params.uses import parameter_uses
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -94,35 +93,6 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device
 def names_of(module: nn.Module) -> dict[str, Tensor]:
     """First name of each parameter, without the parts that wrappers add -> parameter."""
     return {uses[0].name: uses[0].parameter for uses in parameter_uses(module)}
-
-
-def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
-    """Whole weights and buffers on the CPU on rank 0, an empty dict elsewhere.
-
-    Collective over all ranks of the mesh. Names are those of the plain model, without what ``torch.compile`` adds; tied
-    weights have all their names and one memory. A module without shards gives its ordinary state dict, in a program of
-    several ranks on rank 0 only. As in ``Module.state_dict``, tensors that are whole and on the CPU already are not
-    copied: clone them to keep them while training goes on.
-
-    Example::
-
-        state = lightning_muon.full_state_dict(model)  # on every rank
-        if torch.distributed.get_rank() == 0:
-            torch.save(state, "weights.pt")
-
-    Args:
-        module: A sharded model, one of its submodules, or a plain module. Do not pick a submodule with weights that are
-            tied to others outside of it right after a forward pass without gradients: FSDP2 leaves such weights whole,
-            in the dtype of the computation. (The strategy shards them again after each evaluation step.)
-    """
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    first_names: dict[int, str] = {}
-    # After the gather, which also reshards weights that a forward pass has left whole.
-    named = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-    for name, tensor in ((clean_name(name), tensor) for name, tensor in named):
-        if name in state:
-            state[name] = state[first_names.setdefault(id(tensor), name)]
-    return state  # type: ignore[return-value]
 
 
 @torch.no_grad()

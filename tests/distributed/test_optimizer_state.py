@@ -1,5 +1,6 @@
 """Optimizer state through torch's distributed checkpoint: same and other world size, meshes mixed in one optimizer."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +67,11 @@ def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: P
                     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
 
 
-def _mixed_meshes() -> list[Tensor]:
-    """Parameters on a 1-D mesh, on a 2-D mesh and local ones, in one optimizer."""
+def _mixed_meshes(**options: bool) -> list[Tensor]:
+    """Parameters on a 1-D mesh, on a 2-D mesh and local ones, in one optimizer, which loads the state of one process.
+
+    That state, of whole tensors in another dtype, is loaded in place of what another step has left.
+    """
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     torch.manual_seed(0)
     alone = [nn.Parameter(torch.randn(shape)) for shape in ((9, 5), (5, 9), (6, 6), (8,))]
@@ -77,9 +81,21 @@ def _mixed_meshes() -> list[Tensor]:
         return tensor.clone() if layout is None else distribute_tensor(tensor, *layout)
 
     parameters = [nn.Parameter(place(one.detach(), layout)) for one, layout in zip(alone, layouts, strict=True)]
-    optimizer = ParallelMuon(parameters, lr=0.1, compute_dtype="float32")
-    reference = ParallelMuon(alone, lr=0.1, compute_dtype="float32")
+    optimizer = ParallelMuon(parameters, lr=0.1, compute_dtype="float32", **options)
+    reference = ParallelMuon(alone, lr=0.1, compute_dtype="float32", **options)
     for step in range(3):
+        if step == 1:
+            saved = copy.deepcopy(reference.state_dict())
+            states = saved["state"].values()
+            saved["state"] = dict(
+                enumerate({k: v.double() if v.ndim else v for k, v in each.items()} for each in states)
+            )
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+            optimizer.load_state_dict(saved)
+            loaded = [value for state in optimizer.state.values() for value in state.values()]
+            assert all(value.dtype == torch.float32 for value in loaded)
         set_gradients(alone, step)
         for parameter, one, layout in zip(parameters, alone, layouts, strict=True):
             parameter.grad = place(one.grad, layout)  # type: ignore[arg-type]
@@ -88,8 +104,9 @@ def _mixed_meshes() -> list[Tensor]:
     return [(whole(mine) - one.detach()).abs().max() for mine, one in zip(parameters, alone, strict=True)]
 
 
-def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool) -> None:
-    for differences in gloo.run(_mixed_meshes):
+@pytest.mark.parametrize("options", [{}, {"normuon": True}], ids=str)
+def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool, options: dict[str, bool]) -> None:
+    for differences in gloo.run(_mixed_meshes, **options):
         assert max(map(float, differences)) <= 1e-6
 
 

@@ -1,8 +1,7 @@
-"""Transfers behind arithmetic: the same weights bit for bit, however buckets, owners and waits of the host lie."""
+"""Transfers behind arithmetic: the same weights bit for bit, however buckets and owners lie."""
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.optim import gradients
 from lightning_muon.params.layout import local_tensor
 from tests.distributed.backward_passes import (
     BACKWARDS,
@@ -27,8 +25,6 @@ from tests.support.recorded_ops import recorded_ops
 from tests.support.tensors import are_equal, weights_of
 
 NUM_STEPS = 4
-# With a host that sees no gradient before Newton-Schulz is under way, as on CUDA.
-UNSEEN = {"looks_at_once": False}
 
 
 def _train(
@@ -48,12 +44,10 @@ def _train(
 def _compare(
     mesh_shape: tuple[int, ...], variants: list[dict[str, Any]], backward: Callable[..., None], **common: Any
 ) -> list[str]:
-    """Names of weights that differ from those of a step without any overlap; a variant may have ``looks_at_once``."""
+    """Names of weights that differ from those of a step without any overlap."""
     expected, different = _train(mesh_shape, {"overlap": "off", **common}, backward), list[str]()
     for options in variants:
-        made = {key: value for key, value in options.items() if key != "looks_at_once"}
-        with mock.patch.object(gradients, "_host_reads_at_once", return_value=options.get("looks_at_once", True)):
-            weights = _train(mesh_shape, common | made, backward)
+        weights = _train(mesh_shape, common | options, backward)
         different += [f"{options} {name}" for name in weights if not torch.equal(weights[name], expected[name])]
     return different
 
@@ -62,7 +56,7 @@ def _compare(
 def test_overlap_gives_the_weights_of_a_serial_step(gloo: ProcessPool, backward: Callable[..., None]) -> None:
     # Where one rank differs, there are two others that do not.
     size = 3 if backward is branch_on_some_ranks else 2
-    for differences in gloo.run(_compare, (size,), [{}, UNSEEN], backward, world_size=size):
+    for differences in gloo.run(_compare, (size,), [{}], backward, world_size=size):
         assert differences == []
 
 
@@ -85,7 +79,7 @@ VARIANTS = [
         ((3,), VARIANTS, plain),
         ((4,), VARIANTS[1:2], plain),
         ((2, 2), [VARIANTS[3], {"dedupe": "always"}], plain),
-        ((2, 2), [{"dedupe": "always"} | UNSEEN], clipped),
+        ((2, 2), [{"dedupe": "always"}], clipped),
     ],
 )
 def test_every_schedule_gives_the_same_bits(
@@ -96,8 +90,8 @@ def test_every_schedule_gives_the_same_bits(
         assert differences == []
 
 
-def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
-    """A NaN reaches the step, maybe when its bucket is on the way: is nothing changed, and does the next step work?"""
+def _step_over_nan() -> tuple[bool, bool]:
+    """A NaN reaches the step: is nothing changed, and does the next step work?"""
     model = sharded((dist.get_world_size(),))
     optimizer = make_optimizer(model, max_skipped_steps=0)
     plain(model, optimizer, 0)
@@ -111,10 +105,7 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
     optimizer.zero_grad()
     loss = model(tokens(1)).square().mean()
     (loss * (float("nan") if dist.get_rank() == 0 else 1.0)).backward()
-    with (
-        mock.patch.object(gradients, "_host_reads_at_once", return_value=looks_at_once),
-        pytest.raises(NonFiniteGradientError),
-    ):
+    with pytest.raises(NonFiniteGradientError):
         optimizer.step()
     unchanged = are_equal(before, snapshot())
     plain(model, optimizer, 2)
@@ -122,6 +113,5 @@ def _step_over_nan(looks_at_once: bool) -> tuple[bool, bool]:
     return unchanged, all(tensor.isfinite().all() for tensor in snapshot())
 
 
-@pytest.mark.parametrize("looks_at_once", [True, False], ids=["host", "device"])
-def test_a_step_that_is_given_up_leaves_nothing_behind(gloo: ProcessPool, looks_at_once: bool) -> None:
-    assert gloo.run(_step_over_nan, looks_at_once, world_size=2) == [(True, True)] * 2
+def test_a_step_that_is_given_up_leaves_nothing_behind(gloo: ProcessPool) -> None:
+    assert gloo.run(_step_over_nan, world_size=2) == [(True, True)] * 2

@@ -92,6 +92,29 @@ def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool) -> Non
     gloo.expect_error_on_all_ranks(_with_callback, "EMAWeightAveraging", world_size=2, match=match)
 
 
+def _logged_rates(folder: str) -> list[str]:
+    pl = training.load()
+
+    class TwoOptimizers(training.language_model(pl).__class__):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", 0.0)
+
+        def configure_optimizers(self) -> Any:
+            both = [torch.optim.AdamW(block.parameters(), lr=1e-2) for block in self.network.blocks]
+            return both, [torch.optim.lr_scheduler.StepLR(each, 1) for each in both]
+
+    logger, monitor = pl.loggers.CSVLogger(folder), pl.callbacks.LearningRateMonitor()
+    fitter = training.trainer(pl, callbacks=[monitor], logger=logger, max_epochs=1, log_every_n_steps=1)
+    fitter.fit(TwoOptimizers(), training.loader())
+    return sorted(monitor.lrs)
+
+
+def test_logged_rates_keep_the_names_of_the_users_optimizers(gloo: ProcessPool, tmp_path: Path) -> None:
+    assert gloo.run(_logged_rates, str(tmp_path), world_size=1) == [["lr-AdamW", "lr-AdamW-1"]]
+
+
 def _fail(package: str, directory: str, ranks: tuple[int, ...]) -> None:
     import torch.distributed as dist
 
@@ -112,7 +135,7 @@ def test_a_checkpoint_is_saved_when_all_ranks_fail(gloo: ProcessPool, tmp_path: 
     gloo.expect_error_on_all_ranks(
         _fail, training.PACKAGES[0], str(tmp_path), (0, 1), world_size=2, exception=ArithmeticError, match="on purpose"
     )
-    saved = torch.load(tmp_path / "on_exception.ckpt" / "meta.pt", weights_only=False)
+    saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=False)
     assert saved["global_step"] == 3
 
 

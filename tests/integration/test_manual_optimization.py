@@ -157,3 +157,24 @@ def _call_a_layer_of_a_child() -> str:
 def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
     for note in gloo.run(_call_a_layer_of_a_child, world_size=2):
         assert "child of the LightningModule itself" in note
+
+
+def _forces(sharding: str) -> None:
+    pl = training.load()
+    model = training.language_model(pl)
+
+    def training_step(self: Any, _: Any, batch_idx: int) -> Tensor:
+        positions = torch.ones(2, 16, requires_grad=True)
+        energy = self.network.blocks[1](self.network.blocks[0](positions)).sum()
+        loss = torch.autograd.grad(energy, positions, create_graph=True)[0].square().mean()
+        self.log("loss", loss)
+        return loss
+
+    type(model).training_step = training_step
+    training.trainer(pl, strategy=training.strategy_class()(sharding=sharding)).fit(model, training.loader())
+
+
+def test_a_loss_of_gradients_trains_or_is_an_error(gloo: ProcessPool) -> None:
+    gloo.run(_forces, "zero2", world_size=2)
+    match = r"create_graph=True .* reaches 'network.blocks.1' \(Block\).*; use sharding='zero2' or 'ddp'"
+    gloo.expect_error_on_all_ranks(_forces, "fsdp", world_size=2, exception=RuntimeError, match=match)

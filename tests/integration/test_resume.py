@@ -1,8 +1,9 @@
 """Save and resume: every later step is bit-equal to the run that was not interrupted."""
 
+import threading
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -146,7 +147,7 @@ def _hyper_parameters(path: str) -> tuple[list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitter.save_checkpoint(path)
-    kept = torch.load(f"{path}/meta.pt", weights_only=False)["hyper_parameters"]
+    kept = torch.load(path, weights_only=False)["hyper_parameters"]
     return sorted(kept), [str(each.message) for each in caught if "hyper-parameters" in str(each.message)]
 
 
@@ -154,3 +155,34 @@ def test_a_part_of_the_module_is_no_hyper_parameter(gloo: ProcessPool, tmp_path:
     (kept, warned), (_, other) = gloo.run(_hyper_parameters, str(tmp_path / "nested.ckpt"), world_size=2)
     assert kept == ["loss", "width"] and not other
     assert len(warned) == 1 and "['network'], which are parts of the module" in warned[0]
+
+
+_T = TypeVar("_T")
+
+
+def _typed(path: str, epochs: int, resume: str | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Weights of a ``Generic`` module with an optimizer that keeps no state, and the threads of ours that are left."""
+    pl = training.load()
+
+    class Typed(Generic[_T], training.language_model(pl).__class__):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Concrete(Typed[int]):
+        pass
+
+    model = Concrete()
+    fitter = training.trainer(pl, max_epochs=epochs)
+    fitter.fit(model, training.loader(), ckpt_path=resume)
+    left = [each.name for each in threading.enumerate() if each.name.startswith("lightning_muon")]
+    fitter.save_checkpoint(path)
+    return training.full_weights(model), left
+
+
+def test_a_generic_module_and_an_optimizer_without_state(gloo: ProcessPool, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("whole.ckpt", "half.ckpt", "rest.ckpt")]
+    (whole, left), _ = gloo.run(_typed, paths[0], 2, world_size=2)
+    gloo.run(_typed, paths[1], 1, world_size=2)
+    (resumed, _), _ = gloo.run(_typed, paths[2], 2, paths[1], world_size=2)
+    assert left == [] and whole.keys() == resumed.keys()
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)

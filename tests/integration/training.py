@@ -3,6 +3,7 @@
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,7 +140,8 @@ def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 32) ->
 
 
 def strategy_class(package: str = PACKAGES[0]) -> Any:
-    return registry.strategy_class(package)
+    """The class, whose checkpoints are directories of shards, as those of large models are."""
+    return partial(registry.strategy_class(package), save_distributed_checkpoint=True)
 
 
 def full_weights(module: nn.Module) -> dict[str, Tensor]:

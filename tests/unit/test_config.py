@@ -94,7 +94,7 @@ def test_a_wrong_keyword_names_the_nearest_one() -> None:
     for kind in (Options, ParallelMuonStrategy, ParallelMuonFabricStrategy):
         with pytest.raises(TypeError, match=r": there is no option 'replicat_size'; did you mean 'replicate_size'\?"):
             kind(replicat_size=2)
-        with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs under optimizer:"):
+        with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs in optimizer=MuonConfig"):
             kind(momentum=0.9)
 
 

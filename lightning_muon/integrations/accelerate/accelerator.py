@@ -259,8 +259,8 @@ class Accelerator(accelerate.Accelerator):
     def save_state(self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Any:
         """Collective over all ranks.
 
-        Writes directories with the shards of each rank, or with ``fsdp_state_dict_type: FULL_STATE_DICT`` (or
-        ``save_distributed_checkpoint=False``) a file for each object. Hooks get weights that every rank has whole.
+        Writes directories with the shards of each rank or a file for each object, as ``fsdp_state_dict_type`` says, or
+        ``save_distributed_checkpoint`` where there is none. Hooks get weights that every rank has whole.
         """
         local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
@@ -16,22 +17,28 @@ from lightning_muon.checkpoint.manifest import require_one_save, write_file
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.saving import describe_save, skipped_steps, write_shards
 from lightning_muon.checkpoint.staging import last_written, replacing
-from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together
+from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together, warn_on_first_rank
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.params.uses import parameter_uses
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
 _MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
 _OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
+_STOCK = "model.safetensors", "pytorch_model.bin"  # What Accelerate calls a model that it has not sharded.
 
 
 def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any]) -> Any:
     """Call ``stock``, Accelerate's ``save_state``; we write models and optimizers. Collective over all ranks."""
+    if not accelerator.sync_gradients:
+        text = "save_state inside of an accumulated batch: the gradients of its micro-batches are in no checkpoint; "
+        warn_on_first_rank(f"{text}call it where accelerator.sync_gradients is true", stacklevel=3)
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    whole = whole or not accelerator.options.save_distributed_checkpoint
+    if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
+        whole = whole or engine.saves_one_file
 
     def save(directory: str, with_model: bool) -> None:
         chosen = [with_model]
@@ -69,6 +76,7 @@ def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_m
 
 def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
     """Call ``stock``, Accelerate's ``load_state``; we load models and optimizers. Collective over all ranks."""
+    require_equal([("input_dir", str(directory))], None, "what load_state is to load")
     missing = directory is not None and not Path(directory).expanduser().is_dir()
     fail_together(FileNotFoundError(f"there is no directory {directory}") if missing else None, None)
 
@@ -88,10 +96,15 @@ def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) ->
     """Load what :func:`write_states` has written. Collective over all ranks."""
     prepare_for_reading(engine)
     parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(engine.optimizers))]
-    parts += [_find(directory, _MODEL, 0, _MODEL_KEY)] if with_model else []
+    parts += [_find(directory, _MODEL, 0, _MODEL_KEY, *_STOCK)] if with_model else []
     together(lambda: require_one_save([part.path for part in parts]))
     if with_model:
-        parts.pop().load_weights(_MODEL_KEY, engine.module, strict=True)
+        weights = parts.pop()
+        content = weights.content.get(_MODEL_KEY, {})
+        for uses in parameter_uses(engine.module):  # Safetensors has tied weights under one of their names.
+            known = [content[use.name] for use in uses if use.name in content]
+            content |= {use.name: value for value in known[:1] for use in uses}
+        weights.load_weights(_MODEL_KEY, engine.module, strict=True)
     for part, optimizer in zip(parts, engine.optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
         part.load_skipped_steps(_checks(engine))
@@ -138,9 +151,9 @@ def _among_hooks(
     return result
 
 
-def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
-    """Open what is there. Collective over all ranks."""
-    paths = _paths(directory, name, index)
+def _find(directory: Path, name: str, index: int, key: str, *others: str) -> Checkpoint:
+    """Open what is there, under the names of FSDP2 or one of ``others``. Collective over all ranks."""
+    paths = [*_paths(directory, name, index), *(directory / other for other in others)]
     # Rank 0 decides: a save may be about to end while the ranks look.
     found = [next((path for path in paths if last_written(path).exists()), None)]
     dist.broadcast_object_list(found, src=0)
@@ -148,8 +161,8 @@ def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
     def look() -> Path:
         if found[0] is None or not last_written(found[0]).exists():
             raise FileNotFoundError(
-                f"{directory} has neither {paths[0].name} nor {paths[1].name}; load_state reads what save_state of "
-                "an Accelerator with as many optimizers wrote, in a directory that every rank sees"
+                f"{directory} has none of {', '.join(path.name for path in paths)}; load_state reads what save_state "
+                "of an Accelerator with as many optimizers wrote, in a directory that every rank sees"
             )
         return found[0]
 
@@ -158,7 +171,8 @@ def _find(directory: Path, name: str, index: int, key: str) -> Checkpoint:
     def read() -> Checkpoint:
         if path.is_dir():
             return Checkpoint(path, {}, is_sharded=True)
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        is_safe = path.suffix == ".safetensors"
+        content = load_file(path) if is_safe else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         return Checkpoint(path, {key: content}, is_sharded=False)
 
     part = together(read)

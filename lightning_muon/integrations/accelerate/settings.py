@@ -16,8 +16,9 @@ from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.engine.conversion import tell
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy, of_float16
@@ -183,15 +184,7 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
     options: Options = accelerator.options
     state = accelerator.state
 
-    def check() -> None:
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if tensor.is_meta:
-                raise ValueError(
-                    f"{name} {tuple(tensor.shape)} is on the meta device; give all ranks real tensors (their values "
-                    "come from the first rank), for example with model.to_empty(device='cpu')"
-                )
-
-    together(check)
+    _give_memory(module)
     free_unsharded(module)  # It may have been sharded and evaluated before.
     if accelerator.mixed_precision != "no":
         for parameter in module.parameters():
@@ -208,13 +201,31 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
         sharding=sharding_of(state, options),
         mode_options=mode_options(state, options, module),
         watchdog=watchdog,
-        info=_log.info,
+        info=partial(tell, _log),
         warn=_log.warning,
     )
     engine.shard(accelerator.device)
     engine.follow_forward()
     register_steps(module)
     return engine
+
+
+def _give_memory(module: nn.Module) -> None:
+    """Give memory to what waits on the meta device: ``fsdp_cpu_ram_efficient_loading`` makes values on rank 0 alone.
+
+    Collective over all ranks; the values follow.
+    """
+    waiting = {name: t for name, t in (*module.named_parameters(), *module.named_buffers()) if t.is_meta}
+    if of_first := gather({name: tuple(tensor.shape) for name, tensor in waiting.items()}, None)[0]:
+        name, shape = next(iter(of_first.items()))
+        raise ValueError(
+            f"{name} {shape} is on the meta device on rank 0, too, whose values all ranks get; load or initialize the "
+            "model there before prepare"
+        )
+    for tensor in waiting.values():
+        empty = torch.zeros_like(tensor, device="cpu")
+        # An optimizer may have it already.
+        torch.utils.swap_tensors(tensor, nn.Parameter(empty, tensor.requires_grad) if tensor.requires_grad else empty)
 
 
 def _is_larger(num_parameters: int, _: str, module: nn.Module) -> bool:

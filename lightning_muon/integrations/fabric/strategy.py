@@ -20,14 +20,14 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, of_float16
-from lightning_muon.engine.options import ELSEWHERE, Options
+from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
 from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
 
 
-@takes_options(Options, ELSEWHERE)
+@takes_options(Options, IN_PYTHON)
 class FabricStrategy(MuonStrategy):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
@@ -186,7 +186,9 @@ class FabricStrategy(MuonStrategy):
         """Save as ``ModelParallelStrategy`` does. Collective over all ranks."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
-        metadata_name = metadata_filename(self.package) if self.options.save_distributed_checkpoint else None
+        are_small = [engine.saves_one_file for engine in self._engines]
+        is_file = self.options.save_distributed_checkpoint is not True and all(are_small)
+        metadata_name = None if is_file else metadata_filename(self.package)
         target = local_path(self.broadcast(path))
         assert self._meshes is not None, "fabric.launch() comes first"
         kinds, filters = self._by_kind(state), filter or {}

@@ -12,7 +12,7 @@ import torch
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING, LightningPackage
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
 PREFIX_OF_REQUEUE = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves for SLURM's requeue.
@@ -26,8 +26,8 @@ class AutoResumeCallback:
     the first one begins from the start. A damaged checkpoint is named in a warning, and the one before it is taken.
 
     Its base classes are this one, ``OnExceptionCheckpoint``, because a Trainer asks such callbacks for a path, and
-    ``ModelCheckpoint``, each of one Lightning package. It comes behind a ``ModelCheckpoint`` of yours, because
-    ``ckpt_path="best"`` means the first callback.
+    ``ModelCheckpoint``, each of one Lightning package. The strategy moves it behind each ``ModelCheckpoint`` of yours,
+    because ``ckpt_path="best"`` means the first callback.
 
     Args:
         dirpath: Folder of the checkpoints, which all ranks see; it belongs to one training.
@@ -61,13 +61,18 @@ class AutoResumeCallback:
             dirpath=str(dirpath),
             monitor=_STEPS,  # The newest ones are those with most steps.
             mode="max",
-            save_top_k=keep,
+            save_top_k=-1,
             every_n_train_steps=every_n_train_steps,
             train_time_interval=train_time_interval,
             every_n_epochs=every_n_epochs,
         )
+        self._keep = keep
         # Lightning takes a fit without ckpt_path for a question, if there is a callback of this kind.
-        warnings.filterwarnings("ignore", message=r".*`\.fit\(ckpt_path=None\)` was called without a model")
+        for text in (
+            r"`\.fit\(ckpt_path=None\)` was called without",
+            r"\.fit\(ckpt_path=\"last\"\) is set, but there is no",
+        ):
+            warnings.filterwarnings("ignore", message=f".*{text}")
 
     @property
     def ckpt_path(self) -> str:
@@ -91,7 +96,36 @@ def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
     return found | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
 
 
+def _save_and_remove(callback: Any, trainer: Any, found: dict[str, Any]) -> None:
+    """Save, and keep the newest. A checkpoint names those that are about to go, so that none outlives a kill."""
+    getattr(super(AutoResumeCallback, callback), SAVE_TOP_K)(trainer, found)
+    by_steps = sorted(callback.best_k_models, key=callback.best_k_models.get)
+    for path in by_steps[: -callback._keep]:
+        del callback.best_k_models[path]
+        trainer.strategy.remove_checkpoint(path)
+
+
 setattr(AutoResumeCallback, MONITOR_CANDIDATES, _candidates_with_steps)
+setattr(AutoResumeCallback, SAVE_TOP_K, _save_and_remove)
+
+
+def order(callbacks: list[Any]) -> None:
+    """Move each :class:`AutoResumeCallback` behind all others, in place; local."""
+    callbacks.sort(key=lambda callback: isinstance(callback, AutoResumeCallback))
+
+
+def share_metrics(callback: Any, package: LightningPackage) -> None:
+    """Let a ``ModelCheckpoint`` choose and name by the metrics of rank 0, with one path on all ranks; local."""
+    if not isinstance(callback, package.module("callbacks").ModelCheckpoint):
+        return
+    own = getattr(callback, MONITOR_CANDIDATES)
+
+    def of_first_rank(trainer: Any) -> dict[str, Any]:
+        found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own(trainer).items()}
+        # After an exception this rank may be alone.
+        return found if trainer.state.status == "interrupted" else trainer.strategy.broadcast(found)
+
+    vars(callback)[MONITOR_CANDIDATES] = of_first_rank
 
 
 def candidates(trainer: Any, path: Path) -> list[Path]:

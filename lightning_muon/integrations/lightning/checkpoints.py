@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from typing_extensions import override
 
 from lightning_muon.checkpoint.loading import Checkpoint
@@ -27,9 +26,9 @@ class TrainerCheckpoint(Checkpoint):
     # Weights that wait for the model to be sharded, and whether their names must be those of the model.
     pending: tuple[Mapping[str, Any], bool] | None = None
 
-    def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool) -> None:
-        super().__init__(path, content, is_sharded=is_sharded)
-        keys = FileSystemReader(path).read_metadata().state_dict_metadata if is_sharded else {}
+    def __init__(self, path: Path, content: dict[str, Any], *, is_sharded: bool, **options: Any) -> None:
+        super().__init__(path, content, is_sharded=is_sharded, **options)
+        keys = self.reader.read_metadata().state_dict_metadata if is_sharded else {}
         if optimizers := {key.split(".", 1)[0] for key in keys if key.startswith("optimizer_")}:
             # Lightning asks whether the key is there; the states follow later.
             content["optimizer_states"] = [{} for _ in optimizers]

@@ -15,6 +15,7 @@ from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_chec
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
+    MONITOR_CANDIDATES,
     apply_layer_sync,
     is_placeholder_optimizer,
     metadata_filename,
@@ -24,13 +25,15 @@ from lightning_muon.compat.lightning import (
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.options import ELSEWHERE, Options
+from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
     candidates,
+    order,
     require_same_checkpoint,
+    share_metrics,
 )
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.first_callback import describe_run
@@ -51,7 +54,7 @@ from lightning_muon.integrations.strategy import MuonStrategy
 _SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
 
 
-@takes_options(Options, ELSEWHERE)
+@takes_options(Options, IN_PYTHON)
 class TrainerStrategy(MuonStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
@@ -74,7 +77,6 @@ class TrainerStrategy(MuonStrategy):
     _engine: TrainingEngine | None = None
     _checkpoint: TrainerCheckpoint | None = None
     _first_callback: Any = None
-    _has_saved = False
     _data = TrainingData()  # Each run gets its own; a run may fail before.
 
     # ---- before the first step
@@ -99,6 +101,7 @@ class TrainerStrategy(MuonStrategy):
         """Start the process group and make the mesh. Collective over all ranks."""
         check_run(self.lightning_module, self.options, self.package)
         set_device_mesh(self, self._start_processes().user)
+        order(self.lightning_module.trainer.callbacks)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks."""
@@ -106,6 +109,7 @@ class TrainerStrategy(MuonStrategy):
             require_same_checkpoint(None)
         for each in trainer.checkpoint_callbacks:
             local_path(getattr(each, "dirpath", None) or "")
+            share_metrics(each, self.package)
         if self.options.async_save:
             require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
@@ -159,6 +163,8 @@ class TrainerStrategy(MuonStrategy):
         # In a pipeline ranks have different parameters, so that one may fail alone.
         together(partial(self._create_optimizers, trainer))
         given = [each for each in self.optimizers if not is_placeholder_optimizer(self.package, each)]
+        unnamed = [each for each in self.lr_scheduler_configs if each.name is None]  # type: ignore[attr-defined]
+        names = [f"lr-{type(each.scheduler.optimizer).__name__}" for each in unnamed]
         used = self._running_engine.attach(
             given,
             [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
@@ -166,6 +172,10 @@ class TrainerStrategy(MuonStrategy):
             is_default=has_default_optimizer(self.lightning_module),
         )
         self.optimizers = used or self.optimizers
+        for number, (config, name) in enumerate(zip(unnamed, names, strict=True)):
+            # As LearningRateMonitor would call it without us.
+            same = names[:number].count(name)
+            config.name = f"{name}-{same}" if same else name
 
     def _create_optimizers(self, trainer: Any) -> None:
         try:
@@ -185,7 +195,7 @@ class TrainerStrategy(MuonStrategy):
         set_sampler_epoch(self.package, dataloader, epoch)
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         if trainer.training:
-            self._data.follow(dataloader, epoch)
+            dataloader = self._data.follow(dataloader, epoch, trainer)
         return dataloader
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -276,6 +286,7 @@ class TrainerStrategy(MuonStrategy):
         engine = self._running_engine
         take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
         result = engine.step(optimizer, take_step, closure)
+        self._data.window = None
         if skipped := engine.finite_check(optimizer).skipped_steps:
             self.lightning_module.log("skipped_steps", float(skipped))
         return result
@@ -320,6 +331,8 @@ class TrainerStrategy(MuonStrategy):
             del self.lightning_module.configure_optimizers
         vars(self.lightning_module).pop("optimizer_zero_grad", None)
         callbacks = self.lightning_module.trainer.callbacks
+        for each in callbacks:
+            vars(each).pop(MONITOR_CANDIDATES, None)
         if self._first_callback in callbacks:
             self._first_callback.teardown()  # Lightning calls those of callbacks later.
             callbacks.remove(self._first_callback)
@@ -343,14 +356,14 @@ class TrainerStrategy(MuonStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
         require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
-        return self._running_engine.weights_to_save(whole=not self.options.save_distributed_checkpoint)
+        return self._running_engine.weights_to_save(whole=self._running_engine.saves_one_file)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        whole, offload = not self.options.save_distributed_checkpoint, self._saves is None
+        whole, offload = self._running_engine.saves_one_file, self._saves is None
         return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -360,21 +373,16 @@ class TrainerStrategy(MuonStrategy):
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
-        whole = not self.options.save_distributed_checkpoint
+        whole = self._running_engine.saves_one_file
         self._leave_out_modules(checkpoint)
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
             checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
-            super().save_checkpoint(checkpoint, filepath)  # type: ignore[misc]
+            if self.is_global_zero:  # type: ignore[attr-defined]
+                self.checkpoint_io.save_checkpoint(checkpoint, filepath)  # type: ignore[attr-defined]
             return
         target, rest = local_path(self.broadcast(filepath)), dict(checkpoint)
-        if not whole and not self._has_saved:
-            self._has_saved = True
-            self.package.fabric("utilities.rank_zero").rank_zero_info(
-                f"{target} is a directory of shards; load_from_checkpoint and strategies of Lightning read one file: "
-                f"lightning-muon convert {target} FILE"
-            )
         content, metadata_name = {}, None
         if not whole:
             states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)

@@ -219,6 +219,17 @@ def test_an_unknown_mode_is_an_error_that_lists_the_known_ones() -> None:
         make_mode("zero3", mesh, ModeOptions())
 
 
+def _too_early(sharding: Any) -> None:
+    with make_mode(sharding, init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions()).no_sync():
+        pass
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
+def test_a_mode_that_is_not_attached_says_so(gloo: ProcessPool, sharding: str) -> None:
+    match = r"call mode.prepare\(module\) and mode.attach\(module, optimizers\) first"
+    gloo.expect_error_on_all_ranks(_too_early, sharding, world_size=1, exception=RuntimeError, match=match)
+
+
 def _gradient(divisor: float | None, *, is_finished_between: bool = False) -> float:
     net = nn.Linear(1, 1, bias=False)
     mode = make_mode("none", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions())

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.checkpoint.saving import full_state_dict
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.sharding.models import Net, full, make_mesh, tokens_of_all
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool

@@ -5,6 +5,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, MuonConfig, ParallelMuon
+from lightning_muon.checkpoint.saving import bytes_to_save
+from lightning_muon.engine import training
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import VOCABULARY, full_weights, loss_of, max_difference
 from tests.support.family import muon_plus
@@ -95,6 +99,28 @@ def test_a_resumed_run_is_bit_equal(
         assert found.keys() == expected.keys() and found_states.keys() == states.keys() and states
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert all(torch.equal(found_states[name], states[name]) for name in states)
+
+
+def _saved_by_size(path: str, **options: Any) -> tuple[int, list[bool]]:
+    run = _Run(save_distributed_checkpoint="auto", **options)
+    run.train(1)
+    engine, are_directories = run.fabric.strategy._engines[0], list[bool]()
+    num_bytes = bytes_to_save(engine.module, engine.optimizers)
+    for most in (num_bytes, num_bytes + 1):
+        vars(engine).pop("saves_one_file", None)
+        with mock.patch.object(training, "_MOST_OF_ONE_FILE", most):
+            run.fabric.save(f"{path}/{most}", run.state)
+        are_directories.append(Path(f"{path}/{most}").is_dir())
+    return num_bytes, are_directories
+
+
+@pytest.mark.parametrize("options", [{}, {"sharding": "zero2"}, {"replicate_size": 3, "optimizer": _NODES}])
+def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path, options: dict[str, Any]) -> None:
+    results = gloo.run(_saved_by_size, str(tmp_path), world_size=3, **options)
+    num_bytes, are_directories = results[0]
+    assert results == [results[0]] * 3 and are_directories == [True, False]
+    leaves = tree_leaves(torch.load(tmp_path / str(num_bytes + 1), weights_only=True))
+    assert num_bytes == sum(each.nbytes for each in leaves if isinstance(each, Tensor))
 
 
 @pytest.mark.parametrize("sharded", [True, False])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import resource
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
+from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.manifest import SaveClock, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import write_checkpoint
@@ -242,3 +244,55 @@ def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.Ca
     assert len(newest_first(folder)) == 2 and not proof.exists()
     pickle.loads(written)
     assert proof.exists()
+
+
+class _MakesFolder:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.folder,)
+
+
+class _WithExtraState(torch.nn.Linear):
+    def get_extra_state(self) -> int:
+        return 1
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def _plant(path: str, folder: str, place: str) -> None:
+    """Save a checkpoint with an object that runs code in one of the three places where there are pickles."""
+    code = _MakesFolder(Path(folder))
+    weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2), "_extra_state": code if place == "shard" else 1}
+    rest = {"about": code} if place == "meta.pt" else {}
+    write_checkpoint(Path(path), {"model": weights}, rest, metadata_name="meta.pt")
+    if place == ".metadata" and dist.get_rank() == 0:
+        (Path(path) / ".metadata").write_bytes(pickle.dumps(code))
+        write_manifest(Path(path), {}, {"save": "of somebody else"})
+
+
+def _load_planted(path: str, *, weights_only: bool | None) -> None:
+    opened = Checkpoint.open(Path(path), metadata_name="meta.pt", weights_only=weights_only)
+    opened.load_weights("model", _WithExtraState(3, 2), strict=True)
+
+
+@pytest.mark.parametrize("place", ["meta.pt", ".metadata", "shard"])
+def test_no_load_runs_code_of_a_checkpoint(gloo: ProcessPool, tmp_path: Path, place: str) -> None:
+    path, folder = tmp_path / "last.ckpt", tmp_path / "made"
+    gloo.run(_plant, str(path), str(folder), place, world_size=2)
+    for weights_only in (None, True):
+        options: Any = {"exception": Exception, "match": "mkdir", "world_size": 2}
+        gloo.expect_error_on_all_ranks(_load_planted, str(path), weights_only=weights_only, **options)
+    with pytest.raises(SystemExit, match=r"mkdir|--trust-pickle"):
+        main(["convert", str(path), str(tmp_path / "one")])
+    assert not folder.exists()
+    if place == ".metadata":  # torch writes no objects there, so that nobody needs it.
+        with pytest.raises(SystemExit, match=r"\.metadata is not read"):
+            main(["convert", str(path), str(tmp_path / "one"), "--trust-pickle"])
+        return
+    gloo.run(_load_planted, str(path), weights_only=False, world_size=1)
+    assert folder.exists()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -205,8 +206,13 @@ def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_p
     if not whole:
         left.rmdir()
         left.write_text("old")
+    # And in saves under other names, of which one may still be under way.
+    for name, minutes in ((".unfinished-1", 16), (".replaced-1", 16), (".unfinished-2", 14)):
+        (tmp_path / name / "inside").mkdir(parents=True)
+        for each in (tmp_path / name / "inside", tmp_path / name):
+            os.utime(each, times=2 * (time.time() - 60 * minutes,))
     gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
-    assert _read(path) == 2 and _names(tmp_path) == ["checkpoint"]
+    assert _read(path) == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]
 
 
 def _save_to_a_url(by: str) -> None:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 
+from lightning_muon.checkpoint.saving import full_state_dict
 from lightning_muon.cli.main import main
-from lightning_muon.sharding.weights import full_state_dict
 from tests.distributed.pipeline.models import causal_lm
-from tests.integration.training import PACKAGES, Network, load, loader, loss_of, trainer
+from tests.integration.training import PACKAGES, Network, load, loader, loss_of, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 pl = pytest.importorskip(PACKAGES[0])
@@ -56,7 +56,7 @@ def _train(path: str, rate: Any) -> tuple[dict[str, Any], float]:
     package = load(PACKAGES[0])
     package.seed_everything(0)
     model = Model(num_blocks=2, rate=rate)
-    fitter = trainer(package, max_epochs=1)
+    fitter = trainer(package, strategy=strategy_class()(), max_epochs=1)
     fitter.fit(model, loader(), loader())
     fitter.save_checkpoint(path)
     value = fitter.validate(model, loader(), verbose=False)[0]["val"]
@@ -113,7 +113,7 @@ def test_what_cannot_be_converted_is_explained(
     for words, message in (
         ((tmp_path, file, "--force"), r"is no checkpoint directory: there is no file meta.pt in it"),
         ((missing, new), "there is no .*one.ckpt"),
-        ((file, new), "one.ckpt is no file that torch.save writes$"),
+        ((file, new), "or is no file that torch.save writes$"),
         ((directory, missing), "there is no folder"),
         ((directory, tmp_path, "--force"), "is a directory"),
         ((directory, file), "exists; --force overwrites it"),

@@ -209,6 +209,10 @@ def test_a_mistyped_word_names_the_nearest(ended: Any, words: list[str], message
         ("trainer: {max_epochs: many}", "Expected a <class 'int'>"),
         (_STRATEGY.replace("0.02", "fast"), "Expected a <class 'float'>. Got value: fast"),
         (_STRATEGY.replace("size: 2", "size: x"), "Expected a typing.Literal['auto']"),
+        (
+            "model: {class_path: own.net.Net, init_args: {widt: 3}}",
+            "own.net.Net: there is no option 'widt'; did you mean",
+        ),
         (_STRATEGY.replace("wrap_policy", "wrap_polici"), "'wrap_polici'; did you mean 'wrap_policy'?"),
         (_STRATEGY.replace("w_patterns", "w_pattern"), "did you mean 'adamw_patterns'? It belongs under optimizer:"),
         (_STRATEGY.replace("wrap_policy", "learning_rate"), "did you mean 'lr'? It belongs under optimizer:"),

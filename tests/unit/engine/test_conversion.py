@@ -1,5 +1,7 @@
 """Conversion keeps what the user set: groups, order, numbers, schedulers; and says what becomes of an optimizer."""
 
+import logging
+import re
 import warnings
 from typing import Any
 
@@ -23,6 +25,7 @@ from lightning_muon.engine.conversion import (
     convert_optimizers,
     describe_optimizers,
     optimizer_warnings,
+    tell,
 )
 
 
@@ -310,3 +313,23 @@ def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choi
 def test_a_flexdemo_without_nodes_is_an_error(model: nn.Module, choice: Any) -> None:
     with pytest.raises(ValueError, match=r"or Trainer\(strategy='flexdemo'\)"):
         convert_optimizer(FlexDeMo(model.parameters()), model, choice)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("auto", "AdamW -> ParallelMuon for matrices with 3 times its learning rate"),
+        (FlexDeMoConfig(base="muon"), "AdamW -> FlexDeMo(base='muon'), .* (best were 16 times the lr of AdamW"),
+    ],
+)
+def test_what_replaces_adamw_is_told_once_with_its_rate(
+    model: nn.Sequential, capsys: pytest.CaptureFixture[str], config: Any, said: str
+) -> None:
+    text = describe_optimizers(convert_optimizers([torch.optim.AdamW(model.parameters())], model, choice=config))
+    log = logging.Logger("nobody.listens")
+    tell(log, text)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(re.escape(said).replace(r"\.\*", ".*"), line) and "logging.basicConfig(level='INFO')" in line
+    log.addHandler(logging.StreamHandler())
+    tell(log, text)
+    assert capsys.readouterr().err == f"{text}\n"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_muon.engine.forward_methods import STEPS, register_steps
-from lightning_muon.engine.model_setup import has_meta_tensors, initialize_meta
+from lightning_muon.engine.model_setup import MetaTensors, has_meta_tensors
 from tests.support.processes import ProcessPool
 
 
@@ -22,37 +22,62 @@ class _Net(nn.Module):
         self.head.weight = self.embedding.weight
         self.norm = nn.BatchNorm1d(4)
         self.raw = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
         self.register_buffer("count", torch.ones(2, dtype=torch.long))
 
 
-def test_ties_flags_persistence_and_values_are_right() -> None:
+class _Own(_Net):
+    """Initializes what is in it, as models of transformers and of nanoGPT do."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self:
+            self.raw.data.fill_(4.0)
+            self.mask.fill_(True)
+            self.count = torch.zeros(2, dtype=torch.long)
+        elif isinstance(module, nn.Embedding):
+            nn.init.ones_(module.weight)
+
+
+_CPU = torch.device("cpu")
+
+
+def _on_meta(kind: type[nn.Module]) -> Any:
     torch.manual_seed(0)
     with torch.device("meta"):
-        module = _Net()
+        return kind()
+
+
+def test_ties_flags_persistence_and_values_are_right() -> None:
+    module = _on_meta(_Net)
     before = module.state_dict().keys()
-    assert initialize_meta(module, torch.device("cpu"), {}) == {"_Net"}
+    meta = MetaTensors(module, _CPU)
+    meta.initialize(module)
+    assert meta.left == [("raw", True), ("mask", False), ("count", True)]
+    with pytest.raises(ValueError, match=r"mask: nothing initializes .* persistent=False is in no checkpoint; give"):
+        meta.require_buffers()
     assert not has_meta_tensors(module) and module.state_dict().keys() == before
     assert module.head.weight is module.embedding.weight and not module.raw.requires_grad
     assert module.embedding.weight.abs().max() > 1, "normal, as its first holder makes it, not uniform in +- 1/2"
-    assert module.raw.isnan().all() and module.mask.isnan().all(), "what cannot initialize itself"
+    assert module.raw.isnan().all(), "what cannot initialize itself"
     assert torch.equal(module.norm.running_var, torch.ones(4))
 
 
-def test_real_tensors_are_left_alone() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-    before = module[0].weight.clone()
-    initialize_meta(module, torch.device("cpu"), {})
-    assert torch.equal(module[0].weight, before) and not has_meta_tensors(module)
+def test_the_model_around_a_module_has_the_last_word() -> None:
+    module = nn.Sequential(_on_meta(_Own), nn.Linear(2, 2))
+    before = module[1].weight.clone()
+    meta = MetaTensors(module, _CPU)
+    meta.initialize(module)
+    assert meta.left == [] and not has_meta_tensors(module)
+    assert module[0].raw.tolist() == [4] * 3 and module[0].mask.all() and module[0].embedding.weight.eq(1).all()
+    assert torch.equal(module[1].weight, before), "real tensors are left alone"
 
 
 def test_ties_between_calls_survive() -> None:
-    with torch.device("meta"):
-        module = _Net()
-    replaced: dict[Tensor, Tensor] = {}
-    initialize_meta(module.head, torch.device("cpu"), replaced)
+    module = _on_meta(_Net)
+    meta = MetaTensors(module, _CPU)
+    meta.initialize(module.head)
     assert has_meta_tensors(module)
-    initialize_meta(module, torch.device("cpu"), replaced)
+    meta.initialize(module)
     assert module.head.weight is module.embedding.weight
 
 

@@ -40,6 +40,19 @@ def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], message: s
         Options(**options)
 
 
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("momentum", r"^Options: there is no option 'momentum'; it belongs in optimizer=MuonConfig\(\.\.\.\)$"),
+        ("learning_rate", r"did you mean 'lr'\? It belongs in optimizer=MuonConfig\("),
+        ("replicator", r"it belongs in optimizer=FlexDeMoConfig\(\.\.\.\)$"),
+    ],
+)
+def test_a_wrong_keyword_is_told_where_it_belongs_in_python(key: str, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Options(**{key: 1})
+
+
 _YAML = """
 replicate_size: 2
 wrap_policy: [Block]
@@ -91,6 +104,16 @@ def test_lightning_reads_the_same_from_the_same_file(tmp_path: Path) -> None:
     assert {key: str(value) for key, value in asdict(theirs).items()} == {k: str(v) for k, v in asdict(ours).items()}
 
 
+def test_a_bug_in_a_class_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MuonConfig, "__post_init__", lambda _: 1 < "2")
+    with pytest.raises(TypeError, match="'<' not supported"):
+        Options.from_mapping({"optimizer": {"momentum": 0.5}}, source="side.yaml")
+
+
+# A file of a stranger.
+_POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
+
+
 def test_keys_of_a_config_need_no_class_path() -> None:
     assert Options.from_mapping({"optimizer": {"momentum": 0.5}}) == Options(optimizer=MuonConfig(momentum=0.5))
     assert Options.from_mapping({"optimizer": {"lr": 0.5}}).optimizer == MuonConfig(lr=0.5)
@@ -111,7 +134,17 @@ def test_keys_of_a_config_need_no_class_path() -> None:
             {"optimizer": {"look_ahead": 2, "base": "adamw"}},
             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig",
         ),
+        *(
+            ({"optimizer": config}, rf"^side.yaml: optimizer{key}: class_path 'subprocess.Popen' names no {names}$")
+            for config, key, names in (
+                (_POPEN, "", "MuonConfig or FlexDeMoConfig"),
+                ({"replicator": _POPEN}, ".*: replicator", "Replicator or LocalSteps"),
+                ({"decay": _POPEN}, ".*: decay", "float"),
+            )
+        ),
+        ({"wrap_policy": _POPEN}, "^side.yaml: wrap_policy: .* names no class at all$"),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
+        # Classes of other types are not made.
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:

@@ -1,7 +1,5 @@
 """Tensors of all nodes as one DTensor, the way back on another number of nodes, and weights that differ by node."""
 
-from typing import Any, Literal
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -37,7 +35,7 @@ def _rows(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
     return pieces[rank] if rank < len(pieces) else whole.narrow(dim, 0, 0)
 
 
-def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum", "mean"], is_dtensor: bool) -> None:
+def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, is_dtensor: bool) -> None:
     mesh = _mesh(mesh_shape)
     layout, (num_nodes, _), node = NodeLayout(mesh), mesh_shape, mesh.get_local_rank("replicate")
     for shape in SHAPES:
@@ -46,11 +44,11 @@ def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum
         if is_dtensor:
             placements = [Shard(0), Shard(1)] if num_saved == num_nodes else [Shard(1), Replicate()]
             value = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        found = local_of_nodes(value, _parameter(shape, mesh), layout, rule=rule)
+        found = local_of_nodes(value, _parameter(shape, mesh), layout)
         if num_saved == num_nodes:
             assert torch.equal(found, _rows(whole[node], mesh))
         else:
-            expected = whole.double().sum(0) / (num_nodes if rule == "sum" else num_saved)
+            expected = whole.double().mean(0)
             torch.testing.assert_close(found.double(), _rows(expected, mesh), rtol=0, atol=1e-6)
         assert found.dtype == torch.float32
         found.fill_(5)
@@ -58,29 +56,28 @@ def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, rule: Literal["sum
 
 
 @pytest.mark.parametrize(
-    ("mesh_shape", "rule", "is_dtensor"),
-    [((2, 2), "sum", True), ((2, 2), "mean", False), ((3, 1), "mean", True), ((1, 3), "sum", False)],
+    ("mesh_shape", "is_dtensor"),
+    [((2, 2), True), ((2, 2), False), ((3, 1), True), ((1, 3), False)],
     ids=str,
 )
-def test_a_node_gets_its_own_or_its_share_of_all(
-    gloo: ProcessPool, mesh_shape: tuple[int, int], rule: str, is_dtensor: bool
+def test_a_node_gets_its_own_or_the_mean_of_all(
+    gloo: ProcessPool, mesh_shape: tuple[int, int], is_dtensor: bool
 ) -> None:
     for num_saved in {mesh_shape[0], 1, 3}:
-        gloo.run(_taken_apart, mesh_shape, num_saved, rule, is_dtensor, world_size=mesh_shape[0] * mesh_shape[1])
+        gloo.run(_taken_apart, mesh_shape, num_saved, is_dtensor, world_size=mesh_shape[0] * mesh_shape[1])
 
 
-@pytest.mark.parametrize(("rule", "divisor"), [("sum", 1), ("mean", 3)])
-def test_a_process_alone_takes_what_several_nodes_had(rule: Any, divisor: int) -> None:
+def test_a_process_alone_takes_the_mean_of_several_nodes() -> None:
     parameter, whole = nn.Parameter(torch.zeros(4, 3)), _saved((4, 3), 3)
-    found = local_of_nodes(whole, parameter, None, rule=rule)
-    torch.testing.assert_close(found, whole.sum(0) / divisor, rtol=0, atol=1e-6)
-    assert torch.equal(local_of_nodes(whole[1:2], parameter, None, rule=rule), whole[1])
+    found = local_of_nodes(whole, parameter, None)
+    torch.testing.assert_close(found, whole.mean(0), rtol=0, atol=1e-6)
+    assert torch.equal(local_of_nodes(whole[1:2], parameter, None), whole[1])
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 4), (2, 3, 4), (2, 12), (2, 1, 4, 3)])
 def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) has the shape .*\(number of nodes, \*shape\)"):
-        local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None, rule="sum")
+        local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])

@@ -1,4 +1,4 @@
-"""The program of a step: its order, what its branches run, and what is refused."""
+"""The program of a step: its order, and what is refused."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,22 +7,11 @@ import pytest
 
 from benchmarks.timelines import host_order
 from lightning_muon.schedule.muon import MuonPlan
-from lightning_muon.schedule.program import (
-    COMPUTE,
-    EVERY_KEY,
-    TRANSFER,
-    Condition,
-    Facts,
-    Op,
-    Program,
-    branch,
-)
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import prefetch, step_program
+from lightning_muon.schedule.step import prefetch
 from lightning_muon.schedule.validate import check_step
 from tests.unit.schedule.specs import UNIT, plan_of, sharded, with_adamw
-
-ALL_IN_STEP: Facts = {Condition.GRADIENTS: EVERY_KEY}
 
 
 @pytest.fixture
@@ -31,20 +20,15 @@ def plan() -> MuonPlan:
     return plan_of(sharded([8] * 6, 2), itemsize=4)
 
 
-def _program(plan: MuonPlan, look_ahead: int = 2, *, is_late: bool = False) -> Program:
-    return step_program(with_adamw(plan.program), look_ahead=look_ahead, is_late=is_late)
+def _program(plan: MuonPlan, look_ahead: int = 2) -> Program:
+    return prefetch(with_adamw(plan.program), look_ahead)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-@pytest.mark.parametrize("is_late", [False, True])
-def test_every_branch_is_a_step(plan: MuonPlan, look_ahead: int, is_late: bool) -> None:
-    program = _program(plan, look_ahead, is_late=is_late)
+def test_every_look_ahead_is_a_step(plan: MuonPlan, look_ahead: int) -> None:
+    program = _program(plan, look_ahead)
     check_step(program, [plan])
-    assert simulate(branch(program, ALL_IN_STEP), UNIT).makespan > 0
-
-
-def _check_late(ops: list[Op]) -> list[Op]:
-    return [op for op in ops if op.name != "check[]"] + [op for op in ops if op.name == "check[]"]
+    assert simulate(program, UNIT).makespan > 0
 
 
 def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[list[Op]], list[Op]]:
@@ -54,14 +38,13 @@ def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[li
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (_check_late, "changes parameters before the step has waited for check"),
-        (_changed("adamw[0 after check]", lambda op: replace(op, when=()), 0, 1), "each must run once"),
+        (lambda ops: [op for op in ops if op.key != "1"], "is in the plan and not in the step"),
         (
             _changed("newton_schulz[1]", lambda op: replace(op, deps=op.deps[1:]), 0, 1),
             r"\bgather\[1\] of rank 0 has a result|does not depend on gather",
         ),
     ],
-    ids=["check", "adamw", "gather"],
+    ids=["bucket", "gather"],
 )
 def test_a_broken_step_is_refused(plan: MuonPlan, change: Callable[[list[Op]], list[Op]], message: str) -> None:
     with pytest.raises(ValueError, match=message):

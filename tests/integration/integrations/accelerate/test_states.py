@@ -1,5 +1,6 @@
 """States that are saved and loaded: the same training goes on, also on other ranks."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import HYPER, adamw, network, reference
 from tests.integration.training import full_weights, max_difference
-from tests.support.accelerate_cpu import fsdp2_on_cpu
+from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
+from tests.support.tensors import whole as gathered
 
 _TOLERANCE = 1e-6
 _FLEXDEMO = FlexDeMoConfig(replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100, base="adamw")
@@ -151,8 +153,25 @@ def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tenso
 def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path: Path) -> None:
     weight = network().head.weight.detach()
     for files, by_hook, by_us in gloo.run(_with_hooks, str(tmp_path), "zero2", world_size=2):
-        assert files == ["optimizer_0", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
+        assert files == ["optimizer.bin", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
         assert torch.equal(by_hook, 2 * weight) and torch.equal(by_us, weight)
+
+
+def _saved_in_a_window(directory: str) -> list[str]:
+    with training_on_cpu() as (accelerator, model, optimizer):
+        run_steps(accelerator, model, optimizer, steps=range(1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accelerator.save_state(directory)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.arange(6).reshape(1, 6)).sum())
+            accelerator.save_state(directory)
+        return [str(each.message) for each in caught if "accumulated batch" in str(each.message)]
+
+
+def test_a_save_inside_of_an_accumulated_batch_warns(gloo: ProcessPool, tmp_path: Path) -> None:
+    texts, others = gloo.run(_saved_in_a_window, str(tmp_path), world_size=2)
+    assert len(texts) == 1 and "where accelerator.sync_gradients is true" in texts[0] and others == []
 
 
 class _FailsOnOneRank(_Counter):
@@ -182,7 +201,7 @@ def _fails(directory: str, what: str) -> None:
     ("what", "match"),
     [
         ("missing", "there is no directory"),
-        ("empty", "has neither"),
+        ("empty", "has none of"),
         ("custom", "own mistake"),
         ("save hook", "own mistake"),
         ("load hook", "leave to be loaded differs"),
@@ -228,26 +247,39 @@ def _stock_one(directory: str, variables: dict[str, str], *, saves: bool) -> tup
         return _train_or_load(Accelerator(gradient_accumulation_steps=2), directory, saves=saves)
 
 
+def _muon(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
+    with accelerator_on_cpu(variables=variables) as accelerator:
+        return _train_or_load(accelerator, directory, saves=saves)
+
+
+def _stock_ddp(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
+    with ddp_on_cpu(**variables):
+        return _train_or_load(Accelerator(gradient_accumulation_steps=2), directory, saves=saves)
+
+
 def _train_or_load(accelerator: Any, directory: str, *, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    """Weights, and one tensor of the state of the optimizer."""
-    model: Any = network()
+    """Weights, and one first moment, or momentum."""
+    model: Any = network(tied=True)
     model, optimizer = accelerator.prepare(model, adamw(model))
     if saves:
         run_steps(accelerator, model, optimizer, steps=range(1))
         accelerator.save_state(directory)
     else:
         accelerator.load_state(directory)
-    state = optimizer.state[model.blocks[0].up.weight]["exp_avg"].full_tensor()
-    return full_weights(model), state
+    model = accelerator.unwrap_model(model)
+    state = optimizer.state[model.blocks[0].up.weight]
+    return full_weights(model), gathered(state.get("exp_avg", state.get("momentum_buffer")))
 
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}])
-@pytest.mark.parametrize(("writer", "reader"), [(_ours, _stock_one), (_stock_one, _ours)])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(_ours, _stock_one), (_stock_one, _ours), (_stock_one, _muon), (_stock_ddp, _muon)]
+)
 def test_accelerate_and_we_read_what_the_other_wrote(
     gloo: ProcessPool, tmp_path: Path, writer: Any, reader: Any, variables: dict[str, str]
 ) -> None:
     written = gloo.run(writer, str(tmp_path), variables, saves=True, world_size=2)[0]
     read = gloo.run(reader, str(tmp_path), variables, saves=False, world_size=2)[0]
-    assert max_difference(written[0], network().state_dict()) > 1e-3
+    assert max_difference(written[0], network(tied=True).state_dict()) > 1e-3
     assert max_difference(read[0], written[0]) == 0.0
     assert torch.equal(read[1], written[1])

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.integrations.registry import FABRICS as PACKAGES
-from lightning_muon.integrations.registry import strategy_class
-from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of
+from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of, strategy_class
 from tests.reference.muon_and_adamw import MuonAndAdamW
 
 FABRICS = tuple(PACKAGES)

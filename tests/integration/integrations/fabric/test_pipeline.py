@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from lightning_muon import forward_backward
+from lightning_muon import forward_backward, full_state_dict
 from tests.distributed.pipeline.models import batch_of, causal_lm
 from tests.integration.integrations.fabric import loop
 from tests.support.processes import ProcessPool
@@ -20,7 +19,7 @@ _NUM_ROWS, _ROWS = 32, 8
 
 
 def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], Tensor, Tensor]:
-    """Weights of this rank, losses of its data rank, the logits of a call, and what is generated."""
+    """Whole weights, losses of this data rank, the logits of a call, and what is generated."""
     fabric = loop.launch(**options)
     net = causal_lm(kind, tied=True)
     model, optimizer = fabric.setup(net, loop.adamw(net))
@@ -48,7 +47,12 @@ def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], T
         called = model(**batch)
         texts = model.generate(batch["input_ids"][:2], max_new_tokens=3, do_sample=False)
     losses.append(called.loss.item())
-    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in net.named_parameters()}
+    weights = full_state_dict(model)
+    part = full_state_dict(net.base_model)
+    assert part.keys() == {name.partition(".")[2] for name in weights if name.startswith(net.base_model_prefix)}
+    if "pipeline_size" in options:
+        with pytest.raises(ValueError, match="save_pretrained would write the part of the weights that this rank has"):
+            net.save_pretrained("never")
     result = {name: value.detach().clone() for name, value in weights.items()}, losses, called.logits, texts
     fabric.strategy.teardown()
     return result
@@ -65,10 +69,11 @@ def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], T
 def test_a_loop_trains_as_one_process(gloo: ProcessPool, kind: str, world_size: int, options: dict[str, Any]) -> None:
     expected, losses, logits, texts = gloo.run(_train, kind, world_size=1)[0]
     results = gloo.run(_train, kind, pipeline_size=2, world_size=world_size, **options)
-    for weights, own, called, generated in results:
-        for name, value in weights.items():
-            wanted = expected.get(name, next(iter(expected.values())))  # A copy of a tied weight.
-            torch.testing.assert_close(value, wanted, rtol=1e-5, atol=5e-6)
+    assert [bool(weights) for weights, *_ in results] == [True] + [False] * (world_size - 1)
+    assert results[0][0].keys() == expected.keys()
+    for name, value in results[0][0].items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=5e-6)
+    for _, own, called, generated in results:
         torch.testing.assert_close(called, logits, rtol=1e-4, atol=1e-5)
         assert torch.equal(generated, texts)
         assert own[-1] == pytest.approx(losses[-1], rel=1e-5)

@@ -199,12 +199,13 @@ _FLEXDEMO = "optimizer: {class_path: lightning_muon.FlexDeMoConfig, init_args: {
 
 
 @contextmanager
-def _launched(directory: str, parallel: str) -> Generator[None]:
+def _launched(directory: str, parallel: str, **variables: str) -> Generator[None]:
     """As in a script that ``lightning-muon launch`` starts with ``options.yaml``."""
     with ExitStack() as stack:
         for module in (accelerate, accelerate.accelerator, transformers.trainer):
             stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
-        stack.enter_context(runs.accelerator_of(parallel))
+        stack.enter_context(mock.patch.object(transformers.Trainer, "save_model", transformers.Trainer.save_model))
+        stack.enter_context(runs.accelerator_of(parallel, **variables))
         stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": f"{directory}/options.yaml"}))
         replace_accelerator()
         yield
@@ -254,6 +255,34 @@ def test_an_unchanged_trainer_resumes_bit_for_bit(
     _, resumed = gloo.run(_trained, str(tmp_path), parallel, resume=checkpoint, world_size=world_size)[0]
     assert name == (FlexDeMo if text == _FLEXDEMO else ParallelMuon).__name__
     assert all(torch.equal(resumed[key], whole[key]) for key in whole)
+
+
+def _best(directory: str) -> tuple[str | None, float, list[float]]:
+    """The best checkpoint, the loss after the training, and the losses before."""
+    with _launched(directory, "fsdp", FSDP_STATE_DICT_TYPE="SHARDED_STATE_DICT"):
+        run = runs.trainer(
+            f"{directory}/out",
+            runs.causal_lm(),
+            optimizer_cls_and_kwargs=None,
+            learning_rate=runs.LR,
+            load_best_model_at_end=True,
+            save_strategy="steps",
+            save_steps=1,
+            eval_strategy="steps",
+            eval_steps=1,
+        )
+        run.train()
+        best, losses = run.state.best_model_checkpoint, runs.logged(run, "eval_loss")
+        result = best, run.evaluate()["eval_loss"], losses
+        run.accelerator.free_memory()
+        return result
+
+
+def test_the_last_model_is_loaded_if_it_is_the_best(gloo: ProcessPool, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(_EXACT)
+    for best, after, losses in gloo.run(_best, str(tmp_path), world_size=2):
+        assert best == str(tmp_path / "out" / f"checkpoint-{runs.NUM_STEPS}")
+        assert after == losses[-1] == min(losses)
 
 
 @pytest.mark.parametrize(
