@@ -6,7 +6,7 @@ import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -141,7 +141,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
             warn_on_first_rank(f"{integers} are left out of {type(self).__name__}", stacklevel=4)
             for key in ("params", "param_names"):
                 if key in group:
-                    group[key] = list(compress(group[key], is_number))
+                    group[key] = [each for each, is_kept in zip(group[key], is_number, strict=True) if is_kept]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
