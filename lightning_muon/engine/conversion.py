@@ -373,7 +373,7 @@ def hand_back(
 
 
 def _copy_rates(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
-    for ours, theirs in zip(source.param_groups, target.param_groups, strict=True):
+    for ours, theirs in zip(source.param_groups, target.param_groups, strict=False):  # A callback may have added some.
         theirs["lr"] = ours["lr"]
 
 
