@@ -182,7 +182,7 @@ class OptimizerConfig:
         orthogonalize: ``"newton_schulz"``, or a function ``(matrices, *, newton_schulz) -> updates`` that is called on
             the owner with whole matrices (batch, outputs, inputs), as Muon+ in docs/family.md. ``newton_schulz`` is the
             function that it takes the place of. Updates have the shape and the dtype of the matrices.
-        adjust_lr_fn: Factor on the learning rate of a matrix: ``"original"`` ``sqrt(max(1, rows / cols))``,
+        adjust_lr_fn: Factor on the learning rate of a matrix: ``"original"`` ``sqrt(max(1, outputs / inputs))``,
             ``"match_rms_adamw"`` ``0.2 * sqrt(max(rows, cols))``, ``"spectral_mup"`` ``sqrt(outputs / inputs)``.
         muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
             that schedulers act on both. ``"auto"``: 3 for a ParallelMuon that takes the place of an AdamW or that the

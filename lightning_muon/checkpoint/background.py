@@ -30,7 +30,14 @@ class BackgroundSaves:
     def __init__(self, ranks: AxisGroup) -> None:
         self._ranks, has_card = ranks, torch.accelerator.is_available()
         # Each copy is in the memory of the last one.
-        self._stager = DefaultStager(StagingOptions(has_card, False, False, has_card))
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=has_card,
+                use_shared_memory=False,
+                use_async_staging=False,
+                use_non_blocking_copy=has_card,
+            )
+        )
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()

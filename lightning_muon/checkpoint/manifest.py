@@ -26,6 +26,7 @@ MANIFEST = "manifest.json"
 INDEX = ".metadata"  # The index file of torch.distributed.checkpoint.
 _FORMAT = 1
 _MARK = b"lightning-muon "  # Before our comment of an archive.
+_HASH_MARK = b" sha256="  # In those of version 0.1: a hash of all bytes before it ends the file.
 _END_OF_ARCHIVE, _SIZE_OF_END, _MOST_OF_COMMENT = b"PK\5\6", 22, 2**16
 _LENGTH = 2  # Bytes of a comment's length, before it; hashed as zeros.
 _PICKLE = b"\x80"  # Begins the files of torch before version 1.6.
@@ -185,8 +186,11 @@ def describe(path: Path) -> dict[str, Any] | None:
     manifest, index = path / MANIFEST, path / INDEX
     try:
         if not path.is_dir():
-            comment = _comment_of(path)
-            return _unsealed(path, comment.removeprefix(_MARK)) if comment else None
+            text, mark, sha256 = _comment_of(path).removeprefix(_MARK).partition(_HASH_MARK)
+            if not mark:
+                return _unsealed(path, text) if text else None
+            entry = {"size": path.stat().st_size - len(sha256), "sha256": sha256.decode(errors="replace")}
+            return {**_unsealed(path, text, is_sealed=False), "file": entry}
         if manifest.is_file():
             return _unsealed(manifest, manifest.read_bytes())
         if index.is_file() and MANIFEST.encode() in index.read_bytes():  # See ShardWriter.storage_meta.
@@ -209,10 +213,13 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
         return [str(problem)]
     if path.is_dir() and path.suffix == ".ckpt" and about is None and not (path / INDEX).is_file():
         return [f"{path} has neither {MANIFEST} nor {INDEX}: it was not written to its end, or they were lost"]
-    if about is None or not about.keys() & {"files", "file"}:
+    if about is None:
         return None
     if not path.is_dir():
-        found = [_difference(path, about["file"], _comment_of(path))] if part == 0 else []
+        comment = _comment_of(path)
+        _, mark, sha256 = comment.partition(_HASH_MARK)
+        left_out, zeros = (len(sha256), 0) if mark else (len(comment), _LENGTH)
+        found = [_difference(path, about["file"], left_out, zeros)] if part == 0 else []
     else:
         sizes = {name: entry["size"] for name, entry in about["files"].items()}
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
@@ -227,15 +234,17 @@ def require_one_save(paths: Sequence[Path]) -> None:
         raise DamagedCheckpointError(f"{', '.join(map(str, saves))} were written by different saves")
 
 
-def _difference(path: Path, entry: Mapping[str, Any], comment: bytes = b"") -> str | None:
-    """A line on the damage of a file that ends with ``comment``; ``None`` if there is none."""
+def _difference(path: Path, entry: Mapping[str, Any], left_out: int = 0, zeros: int = 0) -> str | None:
+    """A line on the damage of a file; ``None`` if there is none.
+
+    Its last ``left_out`` bytes were not hashed, and of those before them the last ones as ``zeros``.
+    """
     if not path.is_file():
         return f"{path} is missing"
-    size = path.stat().st_size - len(comment)
+    size = path.stat().st_size - left_out
     if size != entry["size"]:
         return f"{path} has {size} bytes, not the {entry['size']} that were written"
-    of_length = _LENGTH if comment else 0
-    sha256, left = hashlib.sha256(), size - of_length
+    sha256, left = hashlib.sha256(), size - zeros
     try:
         with path.open("rb", buffering=0) as file:
             while left > 0 and (piece := file.read(min(_PIECE, left))):
@@ -243,7 +252,7 @@ def _difference(path: Path, entry: Mapping[str, Any], comment: bytes = b"") -> s
                 left -= len(piece)
     except OSError as problem:  # A disk that fails.
         return f"{path} cannot be read: {problem}"
-    sha256.update(bytes(of_length))
+    sha256.update(bytes(zeros))
     return None if sha256.hexdigest() == entry["sha256"] else f"{path} is not as it was written"
 
 
@@ -268,13 +277,11 @@ def _sealed(about: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, "sha256": hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()}
 
 
-def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
+def _unsealed(path: Path, text: bytes, *, is_sealed: bool = True) -> dict[str, Any]:
     try:
-        sealed, end = json.JSONDecoder().raw_decode(text.decode())
+        sealed = json.loads(text)
         about = {key: value for key, value in sealed.items() if key != "sha256"}
-        # Single files of version 0.1 have no such hash, only one of all bytes before it.
-        of_earlier_version = text[end:].startswith(b" sha256=")
-        if not of_earlier_version and (text[end:] or _sealed(about) != sealed):
+        if is_sealed and _sealed(about) != sealed:
             raise ValueError("its hash is another")
     except (ValueError, AttributeError) as problem:  # Also bytes that are no text, and other values than a mapping.
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
+import sys
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cache
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
@@ -21,6 +27,10 @@ if TYPE_CHECKING:
     from lightning_muon.comm.groups import AxisGroup
 
 _Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+_LATE = 30  # Seconds after which a rank says that it waits for others.
+# Where code of a program is not.
+_NOT_OF_USER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
 _BLOCK = 1 << 16  # Words in a block: each is multiplied by a random number of its place, drawn once.
 _PART = 8 * 256 * _BLOCK  # Bytes that are processed together.
 
@@ -123,6 +133,39 @@ def warn_on_first_rank(text: str, *, stacklevel: int) -> None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
+@contextlib.contextmanager
+def named_waits(*, late: bool) -> Iterator[None]:
+    """Name the place in the error where other ranks never come; if ``late``, warn after a while of waiting, too. Local.
+
+    :func:`maxima_over` warns by itself.
+    """
+    timer = threading.Timer(_LATE, _log.warning, (_waits(f"has waited for {_LATE} s"),)) if late else None
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise RuntimeError(_waits("has waited until the timeout of the process group")) from error
+    finally:
+        if timer is not None:
+            timer.cancel()
+
+
+def _waits(how_long: str) -> str:
+    """A sentence that names the rank, and the line of the program in which it waits for others; local."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_OF_USER):
+        frame = frame.f_back
+    rank, place = dist.get_rank() if dist.is_initialized() else 0, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return (
+        f"rank {rank} {how_long} for other ranks, at {place}. Every rank must take each step of the optimizer, outside "
+        "of conditions such as `if rank == 0`"
+    )
+
+
 @dataclass(kw_only=True)
 class Message:
     """int32 numbers that a rank sends to the others: each field is one, or a list equally long on all ranks."""
@@ -192,7 +235,14 @@ def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
         return [int(number) for number in numbers]
     let_gloo_finish_at_exit()
     message = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group)
+    work: Any = dist.all_reduce(message, op=dist.ReduceOp.MAX, group=host.group, async_op=True)
+    try:
+        work.wait(timedelta(seconds=_LATE))
+    except RuntimeError:
+        if work.is_completed():  # It has failed.
+            raise
+        _log.warning(_waits(f"has waited for {_LATE} s"))
+        work.wait()
     return message.tolist()
 
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,8 @@ _SOURCES: dict[type[torch.optim.Optimizer], tuple[Mapping[str, str], tuple[str |
     torch.optim.SGD: ({"lr": "lr", "weight_decay": "weight_decay"}, ("sgd",)),
     torch.optim.Muon: ({name: name for name in _MUON_KEYS}, (None, "muon")),
 }
+# What has taken the place of an optimizer in a training that has ended, and the choice that led to it.
+_HANDED_BACK: WeakKeyDictionary[torch.optim.Optimizer, tuple[OptimizerChoice, PlannedOptimizer]] = WeakKeyDictionary()
 # Least usual betas[0]: 0.9 and 0.95 are usual, and 0 to 0.5 where models train against each other.
 _LEAST_BETA = 0.8
 _WAITS_FOR_MATRICES = (
@@ -163,7 +166,9 @@ def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) 
 
 def _require_works_on_shards(optimizer: torch.optim.Optimizer) -> None:
     name, where = type(optimizer).__name__, "on the shards of FSDP2; use {}, or sharding='ddp', where each rank has all"
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop):
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"{name} of torch does not work on the shards of FSDP2; use another optimizer, such as AdamW")
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
         raise ValueError(f"{name} of torch does not work {where.format('another optimizer')}")
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
         group.get("fused") for group in optimizer.param_groups
@@ -189,6 +194,11 @@ def convert_optimizer(
         _require_works_on_shards(optimizer)
     if choice == "keep":
         return Conversion(optimizer=optimizer, summary=f"{name}, kept: optimizer='keep'")
+    before, used = _HANDED_BACK.pop(optimizer, (None, None))
+    if used is not None and before == choice and set(parameters_of(used)) == set(parameters_of(optimizer)):
+        _copy_rates(optimizer, used)
+        used.route(module)
+        return Conversion(optimizer=used, summary=f"{name} -> {type(used).__name__}, as in the training before")
 
     reason = _reason_against(optimizer, config.base if isinstance(config, FlexDeMoConfig) else None)
     if not reason and choice == "auto":
@@ -211,7 +221,7 @@ def convert_optimizer(
     else:
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         measured = "muon_lr_factor; measured in docs/performance.md"
-        rate = "" if factor == 1 else f" with {factor:g} times its learning rate ({measured})"
+        rate = "" if factor == 1 else f" with {factor:g} times its learning rate, in weight decay too ({measured})"
         summary = f"{name} -> ParallelMuon for matrices{rate}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
@@ -350,6 +360,21 @@ def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, ne
     for group, values in zip(new.param_groups, kept, strict=True):
         group.pop("initial_lr", None)
         group.update(values)
+
+
+def hand_back(
+    schedulers: Iterable[Any], used: torch.optim.Optimizer, given: torch.optim.Optimizer, choice: OptimizerChoice
+) -> None:
+    """End a training with ``used`` in the place of ``given``, which the program may give to the next one; local."""
+    if isinstance(used, PlannedOptimizer) and used is not given:
+        _copy_rates(used, given)
+        repoint_schedulers(schedulers, used, given)
+        _HANDED_BACK[given] = choice, used
+
+
+def _copy_rates(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
+    for ours, theirs in zip(source.param_groups, target.param_groups, strict=False):  # A callback may have added some.
+        theirs["lr"] = ours["lr"]
 
 
 class OptimizerProxy:

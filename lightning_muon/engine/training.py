@@ -26,6 +26,7 @@ from lightning_muon.engine.conversion import (
     OptimizerProxy,
     convert_optimizers,
     describe_optimizers,
+    hand_back,
     optimizer_warnings,
     repoint_schedulers,
 )
@@ -176,6 +177,8 @@ class TrainingEngine:
                 repoint_schedulers(schedulers, old, new)
                 if self._is_loop_of_user:  # The loop holds the given one, and may make schedulers for it.
                     self.proxies.append(OptimizerProxy(old, new))
+                else:
+                    self._hooks.callback(hand_back, schedulers, new, old, choice)
 
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.

@@ -78,7 +78,6 @@ class MomentumSync(InterNodeSync):
         residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
         plans = self._bucket_plans(parameters)
         self._buckets = [MomentumBucket(plan, parameters, residuals) for plan in plans]
-        self.layout.arrival_order = [bucket.parameters for bucket in self._buckets]
 
     @override
     def updates(self, trained: Trained, gradients: Gradients) -> Gradients:

@@ -291,7 +291,7 @@ class FlexDeMo(PlannedOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does; most options of FlexDeMo cannot differ between groups."""
         for key in sorted(vars(self.config).keys() & param_group.keys() - self.defaults.keys()):
-            raise ValueError(f"{key} is an option of FlexDeMo, not of a param group; give it to the constructor")
+            raise ValueError(f"{key} is an option of FlexDeMo, not of a param group")
         if param_group.get("normuon"):
             raise ValueError("normuon is an option of ParallelMuon, which FlexDeMo does not have; remove it")
         super().add_param_group(param_group)

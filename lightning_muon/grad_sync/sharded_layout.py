@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
-from lightning_muon.grad_sync.reducer import GradientReducer
 from lightning_muon.grad_sync.shard_map import ShardMap, boxes_on_axis
 from lightning_muon.grad_sync.transports import ReduceScatterToOwners
 from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, contiguous_stride
@@ -29,14 +28,12 @@ class ShardedLayout(Layout):
     def __init__(
         self,
         shard_map: ShardMap,
-        reducer: GradientReducer,
         gradients: ReduceScatterToOwners,
         all_gather: ParameterAllGather,
     ) -> None:
         super().__init__(shard_map.mesh)
-        self.arrival_order = reducer.buckets
         self._updating: Collection[Tensor] = ()
-        self._shard_map, self._reducer, self._gradients, self._all_gather = shard_map, reducer, gradients, all_gather
+        self._shard_map, self._gradients, self._all_gather = shard_map, gradients, all_gather
 
     @override
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:

@@ -241,16 +241,17 @@ def _frobenius_norm(x: Tensor) -> Tensor:
 
 
 def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr, *, is_transposed: bool = False) -> float:
-    """Factor on the learning rate of a ``rows x cols`` matrix.
+    """Factor on the learning rate of a ``rows x cols`` matrix; outputs are the rows, or the columns if transposed.
 
-    ``original``: ``sqrt(max(1, rows / cols))`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
+    ``original``: ``sqrt(max(1, outputs / inputs))`` (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
     ``match_rms_adamw``: ``0.2 * sqrt(max(rows, cols))``, so that the update has the root mean square of AdamW's
     (Liu et al. 2025, arXiv:2502.16982, equation 4).
     ``spectral_mup``: ``sqrt(outputs / inputs)``, so that updates of any width change outputs as much (Yang et al. 2023,
-    arXiv:2310.17813, condition 1); outputs are the rows, or the columns where ``is_transposed``.
+    arXiv:2310.17813, condition 1).
     """
+    outputs_per_input = cols / rows if is_transposed else rows / cols
     if adjust_lr_fn == "original":
-        return math.sqrt(max(1.0, rows / cols))
+        return math.sqrt(max(1.0, outputs_per_input))
     if adjust_lr_fn == "spectral_mup":
-        return math.sqrt(cols / rows if is_transposed else rows / cols)
+        return math.sqrt(outputs_per_input)
     return 0.2 * math.sqrt(max(rows, cols))

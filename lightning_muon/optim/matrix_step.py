@@ -94,9 +94,9 @@ class MatrixStep:
         return transfer
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
-        """Update the parameters of a batch that take part."""
+        """Update the parameters that are no matrices and take part."""
         layout, gradients = self.plan.layout, self._agreed.gradients
-        for group, members in self.plan.batches[int(op.key)]:
+        for group, members in self.plan.elementwise:
             tensors = [tensor for tensor in members if tensor in gradients]
             if tensors:
                 self._elementwise(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
@@ -218,6 +219,10 @@ class KnownRoutes:
     def __getitem__(self, parameter: Tensor) -> Route:
         return self._found[parameter][1]
 
+    def forget(self) -> None:
+        """Find all routes anew at the next :meth:`update`, which compares them with those of before; local."""
+        self._found = {parameter: ("", route) for parameter, (_, route) in self._found.items()}
+
     def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
         """Find routes that are not known, drop state that nobody needs, and return whether any route was missing."""
         current = {param: group["algorithm"] for group in groups for param in group["params"]}
@@ -229,20 +234,31 @@ class KnownRoutes:
         for param in [param for param in states if param not in current]:
             del states[param]
         for param in before.keys() & current.keys() & states.keys():
-            for key in {*state_keys(before[param][1].algorithm), SECOND_MOMENT} - state_keys(self[param].algorithm):
+            old, new = before[param][1], self[param]
+            for key in state_keys(old.algorithm) - state_keys(new.algorithm):
                 states[param].pop(key, None)
+            if old.algorithm != new.algorithm or neuron_place(param, old) != neuron_place(param, new):
+                states[param].pop(SECOND_MOMENT, None)
         return True
 
 
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
     """One route for every parameter of ``groups``."""
     known: dict[Tensor, Route]
+    given = [p for group in groups for p in group["params"]]
+    if any(isinstance(each, FlatParameter) for each in given) or (
+        module is not None and any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+    ):
+        raise ValueError(
+            "FullyShardedDataParallel (FSDP1) makes vectors of matrices, so there is nothing for Muon; shard the model "
+            "with torch.distributed.fsdp.fully_shard (FSDP2) before the optimizer is made"
+        )
     if module is None:
         named = _named_parameters(groups)
         known = dict(zip(named.values(), route_named(named, options).values(), strict=True))
     else:
         known = dict(zip(module.parameters(), route_module(module, options).values(), strict=True))
-        strangers = [p for group in groups for p in group["params"] if isinstance(p, DTensor) and p not in known]
+        strangers = [p for p in given if isinstance(p, DTensor) and p not in known]
         if strangers:
             raise RuntimeError(
                 f"{len(strangers)} sharded parameters of the optimizer, the first of shape "
@@ -307,11 +323,16 @@ def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: boo
         )
 
 
+def neuron_place(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of a parameter's second moments of neurons, and the dimensions that they share with it."""
+    shape = tuple(parameter.shape)
+    return neuron_shape(shape, route), neuron_dims(shape, route)
+
+
 def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
     if parameter.route.algorithm != "adamw":
-        shape = tuple(parameter.tensor.shape)
-        of_neurons = neuron_shape(shape, parameter.route), neuron_dims(shape, parameter.route)
+        of_neurons = neuron_place(parameter.tensor, parameter.route)
         return {MOMENTUM: parameter.layout.zeros_like(parameter.tensor)} | {
             key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
             for key in neuron_state_keys(parameter.route.algorithm, parameter.group)

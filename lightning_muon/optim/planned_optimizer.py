@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
-from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
+from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
 from lightning_muon.grad_sync.clipping import FiniteCheck
 from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
@@ -30,6 +32,7 @@ from lightning_muon.params.exchange import PlanOptions
 from lightning_muon.params.layout import Layout, local_tensor, parameters_of
 from lightning_muon.params.logical import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
+from lightning_muon.removed import removed
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -91,25 +94,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
         self._module = module
-        self._routes = parameters.KnownRoutes(self._options)
+        self._routes.forget()
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now; local.
 
         Call it on each rank once the parameters have their final form (after ``fully_shard``). ``layout`` says where
-        their parts and gradients lie; without it the tensors say so themselves. Raises a ``RuntimeError`` if there is
-        state already, laid out in another way.
+        their parts and gradients lie; without it the tensors say so themselves. State that is laid out in another way
+        is divided anew; that is collective over the mesh of the parameters.
         """
         self.route(module)
         if layout is not None and layout is not self._layout:
-            if self.is_fresh:
-                self._existing_state.clear()
-            if self._existing_state:
-                raise RuntimeError(
-                    f"{type(self).__name__} has state already, which cannot be divided anew; attach it to the model "
-                    "before its first step, and load a state_dict afterwards"
-                )
+            saved = self.state_dict() if self._existing_state and not self.is_fresh else None
+            self._existing_state.clear()
             self._layout, self._planned = layout, None
+            if saved is not None:
+                self.load_state_dict(saved)
         self._complete_state()
 
     @property
@@ -124,10 +124,24 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return list(parameters.routes_of([group], self._module, self._options).values()) if frozen else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; the plan is made anew at the next step."""
+        """Add a group; the plan is made anew at the next step. Keys of others stay, but not one that resembles ours."""
+        for key in map(str, param_group.keys() - {"params", *self.defaults}):
+            if key in vars(self._options).keys() - {"fused"}:  # Of that name torch's AdamW has an option of a group.
+                raise ValueError(f"{key} is an option of {type(self).__name__}, not of a param group")
+            alike = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
+            if removed(key) or (alike and alike[0][0] == key[0]):
+                raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
         group = self.defaults | param_group
         parameters.check_group_(group)
         super().add_param_group(group)
+        group = self.param_groups[-1]
+        is_number = [each.is_floating_point() or each.is_complex() for each in group["params"]]
+        if not all(is_number):
+            integers = f"{is_number.count(False)} parameters of integers (quantized weights)"
+            warn_on_first_rank(f"{integers} are left out of {type(self).__name__}", stacklevel=4)
+            for key in ("params", "param_names"):
+                if key in group:
+                    group[key] = [each for each, is_kept in zip(group[key], is_number, strict=True) if is_kept]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -173,13 +187,16 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
         """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
-        planned = self._planned or self._make_plan()
-        with profiled("agree", "gradients"):
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-        if agreed is None:
-            planned = self._make_plan()
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-            assert agreed is not None, "parameters changed during the step"
+        with named_waits(late=self._planned is None):
+            planned = self._planned or self._make_plan()
+            with profiled("agree", "gradients"):
+                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+            if agreed is None:
+                planned = self._make_plan()
+                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+                assert agreed is not None, "parameters changed during the step"
+        if not agreed.gradients:
+            self._follow_module(is_late=True)
         self.is_fresh = False
         return planned, agreed
 
@@ -289,7 +306,28 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """The gradients that the update uses. Collective as :meth:`step` is."""
         return agreed
 
+    def _follow_module(self, *, is_late: bool) -> None:
+        """Take parameters that ``fully_shard`` has put into the module since this optimizer was made; local.
+
+        If there is state already, or a step ``is_late``: raise a ``RuntimeError`` instead, alike on all ranks.
+        """
+        now: dict[str, Tensor] = {} if self._module is None else dict(self._module.named_parameters())
+        held = set(now.values())
+        for group in self.param_groups:
+            for place, (name, old) in enumerate(zip(group.get("param_names", ()), group["params"], strict=False)):
+                new = now.get(name)
+                if old in held or isinstance(old, DTensor) or new is None or not (is_late or isinstance(new, DTensor)):
+                    continue
+                if is_late or not self.is_fresh:
+                    raise RuntimeError(
+                        f"{name} of the module is no longer the parameter that {type(self).__name__} was made "
+                        "with, so it would not be trained. Make the optimizer after fully_shard, and after layers are "
+                        "replaced; load a state_dict afterwards"
+                    )
+                group["params"][place] = new
+
     def _complete_state(self) -> None:
+        self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
 
     def _own_completion(self) -> parameters.StateCompletion:
@@ -335,6 +373,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _make_plan(self) -> PlannedStep:
         """Make the plan. Collective over the meshes of the parameters."""
+        self._follow_module(is_late=False)
         meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)

@@ -74,10 +74,6 @@ class MatrixBucket:
         return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
 
 
-# Parameters that one `adamw` op updates, since their gradients arrive together, by their param groups.
-ElementwiseBatch = Sequence[tuple[ParamGroup, Sequence[Tensor]]]
-
-
 @dataclass(frozen=True, eq=False)
 class StepPlan:
     """Everything that :class:`~lightning_muon.ParallelMuon` knows of its parameters, and the ops of a step."""
@@ -88,7 +84,7 @@ class StepPlan:
     exchange_groups: tuple[ExchangeGroup, ...]  # Matrices by the ranks among which they travel.
     # Matrices that travel together, by the key of their ops, in the order of the step.
     buckets: Mapping[str, MatrixBucket]
-    batches: Sequence[ElementwiseBatch]  # Other parameters, by the number in the key of their op.
+    elementwise: Sequence[tuple[ParamGroup, Sequence[Tensor]]]  # Other parameters, which op `adamw` updates.
     done: Mapping[str, Sequence[Tensor]]  # Name of an op -> parameters that have their new values after it.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
     # All ops that this rank runs in a step, in this order; ranks are those of each op's own group. Made and checked in
@@ -156,14 +152,11 @@ def make_step_plan(
         for index, taken in enumerate(group.plan.buckets)
     }
     matrices = [op for group in groups for op in group.plan.program[group.axes.rank]]
-    batches = _batches(parameters, layout)
-    adamw: list[Op] = []
-    updates: dict[str, list[Tensor]] = {}
-    for number, batch in enumerate(batches):
-        tensors = [tensor for _, members in batch for tensor in members]
-        num_bytes = ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in tensors)
-        adamw.append(Op(kind=OpKind.ADAMW, key=str(number), rank=0, bytes=num_bytes))
-        updates[adamw[-1].name] = tensors
+    elementwise = _elementwise(parameters)
+    others = [tensor for _, members in elementwise for tensor in members]
+    num_bytes = ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in others)
+    adamw = [Op(kind=OpKind.ADAMW, key="all", rank=0, bytes=num_bytes)] if others else []
+    updates = {op.name: others for op in adamw}
     updates |= {op.name: buckets[op.key].tensors for op in matrices if op.kind == OpKind.UPDATE}
     # A parameter of several matrices is updated once the last of them is.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
@@ -172,7 +165,9 @@ def make_step_plan(
     (ops,) = prefetch({0: [*matrices, *adamw]}, look_ahead).values()
     check_step({0: ops}, [group.plan for group in groups], is_whole=False)
     _require_equal_plans(groups, buckets, ops)
-    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, batches, done, options.arithmetic, tuple(ops))
+    return StepPlan(
+        tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options.arithmetic, tuple(ops)
+    )
 
 
 def _require_equal_plans(
@@ -195,21 +190,13 @@ def _require_equal_plans(
         require_equal(lines, axes, "the plan of ParallelMuon")
 
 
-def _batches(parameters: Sequence[RoutedParameter], layout: Layout) -> Sequence[ElementwiseBatch]:
-    """The parameters that are no matrices, in batches whose gradients arrive together."""
-    groups: dict[Tensor, ParamGroup] = {
-        each.tensor: each.group for each in parameters if each.route.algorithm == "adamw"
-    }
-    known = {tensor for tensors in layout.arrival_order for tensor in tensors}
-    batches: list[ElementwiseBatch] = []
-    for arriving in (*layout.arrival_order, [tensor for tensor in groups if tensor not in known]):
-        by_group: dict[int, tuple[ParamGroup, list[Tensor]]] = {}
-        for tensor in arriving:
-            if tensor in groups:
-                by_group.setdefault(id(groups[tensor]), (groups[tensor], []))[1].append(tensor)
-        if by_group:
-            batches.append(list(by_group.values()))
-    return batches
+def _elementwise(parameters: Sequence[RoutedParameter]) -> list[tuple[ParamGroup, list[Tensor]]]:
+    """The parameters that are no matrices, by their param groups."""
+    found: dict[int, tuple[ParamGroup, list[Tensor]]] = {}
+    for each in parameters:
+        if each.route.algorithm == "adamw":
+            found.setdefault(id(each.group), (each.group, []))[1].append(each.tensor)
+    return list(found.values())
 
 
 def _exchange_groups(

@@ -233,7 +233,7 @@ class _ParameterShards:
         self._ranks = ranks
         self._shards = ShardBoxes(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
-        self._known_neurons: dict[tuple[Box, int], Pieces] = {}
+        self._known_neurons: dict[tuple[object, ...], Pieces] = {}
         self._on_ranks: dict[tuple[object, ...], MatrixShards] = {}
 
     def pieces(self, matrix: LogicalMatrix) -> Pieces:
@@ -255,7 +255,7 @@ class _ParameterShards:
         They are sharded like the parameter's output dimension; a rank that holds only some inputs of its neurons still
         holds their values.
         """
-        key = matrix.box, width
+        key = matrix.neuron_box, matrix.neuron_dims, shape, width
         if key not in self._known_neurons:
             kept, own = matrix.neuron_dims, matrix.neuron_box
             held = [

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from lightning_muon.params.uses import Use, inside_repeated_block, walk
+from lightning_muon.params.uses import Path, Usage, Use, inside_repeated_block, usage, walk
 from lightning_muon.schedule.shapes import ParameterKind
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)
 _RECURRENT = (nn.RNNBase, nn.RNNCellBase)
 # `Norm` in the name of a class or a base class; but neither a normal distribution nor a layer that normalizes and
 # multiplies (LayerNormLinear).
@@ -30,17 +31,13 @@ _REPARAMETRIZED_WEIGHT = ("weight_v", "weight_orig")
 
 # Words that outweigh a table word: `token_proj` and `token_mixer` are multiplied.
 _MATRIX_WORDS = frozenset("proj projection projector mix mixer mixing kernel".split())
+# Words of names that are taken for matrices where the code of their layer does not say how they are used.
+_WEIGHT_WORDS = _MATRIX_WORDS | {"weight", "weights", "w"}
 
 
 def layer_kind(use: Use) -> tuple[ParameterKind, str]:
     """Kind and reason for one use of a parameter: by the type of its layer, by its class name, by shape and name."""
-    parameter, owner, attribute = use.parameter, use.owner, use.attribute
-    if isinstance(owner, ParametrizationList) and len(use.path) > 2:
-        # parametrizations.weight.original0 stands for `weight` of the layer two levels up.
-        attribute = use.path[-1][0].rsplit(".", 1)[-1]
-        owner = use.path[-3][1]
-    elif attribute in _REPARAMETRIZED_WEIGHT:
-        attribute = "weight"
+    parameter, (owner, attribute) = use.parameter, _layer_of(use)
     is_known = _direct_kind(owner, 2) is not None or isinstance(owner, (*_CONVOLUTIONS, *_RECURRENT))
     if not is_known and _is_table_class(owner) and hasattr(owner, "weight"):
         return "elementwise", "embedding"
@@ -61,8 +58,33 @@ def layer_kind(use: Use) -> tuple[ParameterKind, str]:
     return _raw_kind(use)
 
 
-def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is the ``Conv1D`` of transformers: a linear layer with a weight of (inputs, outputs)."""
+def _layer_of(use: Use) -> tuple[nn.Module, str]:
+    """The layer that uses a parameter, and the name of its attribute that the parameter is, or stands for."""
+    owner, attribute = use.owner, use.attribute
+    if isinstance(owner, ParametrizationList) and len(use.path) > 2:
+        # parametrizations.weight.original0 stands for `weight` of the layer two levels up.
+        return use.path[-3][1], use.path[-1][0].rsplit(".", 1)[-1]
+    return owner, "weight" if attribute in _REPARAMETRIZED_WEIGHT else attribute
+
+
+def is_transposed(use: Use) -> bool:
+    """Whether a parameter is stored as (inputs, outputs), by the class of its layer, or by its code."""
+    owner, _ = _layer_of(use)
+    if isinstance(owner, _TRANSPOSED) or _is_transposed_linear(owner):
+        return True
+    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) == "inputs first"
+
+
+def _usage(use: Use) -> Usage:
+    """What the code of its layer does with a parameter; entries of a ParameterList are used by the module above."""
+    owner, attribute = _layer_of(use)
+    if isinstance(owner, nn.ParameterList | nn.ParameterDict) and len(use.path) > 1:
+        return usage(type(use.path[-2][1]), use.path[-1][0].rsplit(".", 1)[-1], attribute)
+    return usage(type(owner), attribute)
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether ``module`` is the ``Conv1D`` of transformers, a linear layer."""
     return "Conv1D" in _class_names(module) and hasattr(module, "nf") and not isinstance(module, _CONVOLUTIONS)
 
 
@@ -71,10 +93,13 @@ def _direct_kind(module: nn.Module, ndim: int) -> tuple[ParameterKind, str] | No
     if isinstance(module, nn.Linear) and ndim == 2:
         return "matrix", "Linear weight"
     if isinstance(module, _CONVOLUTIONS) and ndim > 2:
+        if module.groups > 1:
+            # Each group, or each channel, has a matrix or a filter of its own.
+            return "elementwise", f"{_layer_name(module)} in groups"
         return "convolution", f"{_layer_name(module)} weight"
     if isinstance(module, nn.Bilinear):
         return "stack", "Bilinear weight"
-    if is_transposed_linear(module) and ndim == 2:
+    if _is_transposed_linear(module) and ndim == 2:
         return "matrix", "Conv1D (linear) weight"
     return None
 
@@ -91,9 +116,13 @@ def _raw_kind(use: Use) -> tuple[ParameterKind, str]:
         return "elementwise", "bias"
     if (words & _TABLE_WORDS or _is_table_class(use.owner)) and not words & _MATRIX_WORDS:
         return "elementwise", "learned table"
+    used = _usage(use)
+    if used == "no product" or (used == "unknown" and not words & _WEIGHT_WORDS):
+        return "elementwise", "not multiplied as a matrix" if used == "no product" else "unknown use; see muon_patterns"
     if len(shape) == 2:
         return "matrix", "raw 2-D parameter"
-    return ("stack", f"stack of {shape[0]} matrices") if len(shape) == 3 else ("convolution", f"raw {len(shape)}-D")
+    is_stack = len(shape) == 3 and used != "convolution"
+    return ("stack", f"stack of {shape[0]} matrices") if is_stack else ("convolution", f"raw {len(shape)}-D")
 
 
 def _words(use: Use) -> set[str]:
@@ -123,14 +152,15 @@ def _layer_name(module: nn.Module) -> str:
 _NOT_NETWORK = re.compile(r"Loss|Metric")
 
 
-def find_output_heads(module: nn.Module) -> tuple[dict[int, str], int | None]:
-    """The output heads of ``module``: id of a weight -> reason; or else the id of a weight as a guess.
+def find_output_heads(module: nn.Module) -> tuple[dict[int, str], set[int]]:
+    """The output heads of ``module``: id of a weight -> reason; or else ids of weights as a guess.
 
     Heads are what ``get_output_embeddings()`` of any submodule returns, or linear layers with an embedding's shape; the
-    guess is the last layer that has a weight, if it is linear and lies in no repeated block.
+    guess is the last registered layer that has a weight, if it is linear and lies in no repeated block, and with it
+    its twins: linear layers beside it of as many outputs whose names end in the same word (CLIP's two projections).
     """
     known = dict(_declared_heads(module)) or dict(_vocabulary_heads(module))
-    return known, None if known else _last_linear(module)
+    return known, set() if known else set(_last_linears(module))
 
 
 def _declared_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
@@ -167,14 +197,18 @@ def _vocabulary_heads(module: nn.Module) -> Iterator[tuple[int, str]]:
             yield id(weight), "output head (size of the embedding)"
 
 
-def _last_linear(module: nn.Module) -> int | None:
-    last = None
+def _last_linears(module: nn.Module) -> Iterator[int]:
+    last: Path = ()
     for path in walk(module):
         has_parameters = next(path[-1][1].parameters(recurse=False), None) is not None
         classes = [base.__name__ for _, ancestor in path[1:] for base in type(ancestor).__mro__]
-        if has_parameters and not any(map(_NOT_NETWORK.search, classes)):
+        if has_parameters and path[1:] and not any(map(_NOT_NETWORK.search, classes)):
             last = path
-    if last is None or not isinstance(last[-1][1], nn.Linear) or inside_repeated_block(last):
-        return None
-    weight = last[-1][1]._parameters.get("weight")
-    return None if weight is None else id(weight)
+    if not last or not isinstance(last[-1][1], nn.Linear) or inside_repeated_block(last):
+        return
+    head, word = last[-1][1], last[-1][0].rpartition("_")[2]
+    for name, layer in last[-2][1].named_children():
+        is_twin = isinstance(layer, nn.Linear) and layer.out_features == head.out_features and name.endswith(f"_{word}")
+        weight = layer._parameters.get("weight")
+        if weight is not None and (layer is head or is_twin):
+            yield id(weight)

@@ -57,8 +57,6 @@ class Layout:
         """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
         self._mesh = mesh
         self._fsdp_units: Sequence[FSDPModule] = ()  # One unit of each model.
-        # Groups of parameters whose gradients or updates arrive together, in order of arrival.
-        self.arrival_order: Sequence[Sequence[Tensor]] = ()
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
         """Mesh, and one placement for each of its axes; ``None`` and ``()`` for a tensor of this process alone."""

@@ -123,7 +123,10 @@ class LogicalMatrix:
 
 def neuron_dims(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
     """Dimensions of a parameter that count neurons (outputs of its layer), or in a stack also matrices."""
-    return tuple(range(len(shape) - 1)) if route.kind == "stack" else (int(route.is_transposed),)
+    every = range(len(shape))
+    if route.kind == "stack":
+        return tuple(every[:-2]) + ((every[-1],) if route.is_transposed else (every[-2],))
+    return tuple(every[1:]) if route.is_transposed else (0,)
 
 
 def neuron_shape(shape: tuple[int, ...], route: Route) -> tuple[int, ...]:
@@ -145,6 +148,7 @@ def logical_matrices(shape: tuple[int, ...], route: Route) -> tuple[LogicalMatri
                 Box((*index, 0, 0), (*(i + 1 for i in index), rows, cols)),
                 rows,
                 cols,
+                route.is_transposed,
                 neuron_dims=neuron_dims(shape, route),
             )
             for index in product(*map(range, leading))

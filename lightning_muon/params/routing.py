@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.layers import find_output_heads, is_transposed_linear, layer_kind
+from lightning_muon.params.layers import find_output_heads, is_transposed, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
 from lightning_muon.schedule.shapes import ParameterKind, Route
 
@@ -58,10 +58,10 @@ def _route_all(module: nn.Module, places: Sequence[tuple[Use, ...]]) -> list[Rou
     """Routes by the layers alone, without patterns."""
     known, guessed = find_output_heads(module)
     routes = [_route_parameter(uses, known) for uses in places]
-    if guessed is not None:
+    if guessed:
         with_guess = [
-            replace(route, kind="elementwise", reason="output head (last layer)")
-            if id(uses[0].parameter) == guessed and route.algorithm == "muon"
+            replace(route, kind="elementwise", reason="output head (last layer registered)")
+            if id(uses[0].parameter) in guessed and route.algorithm == "muon"
             else route
             for route, uses in zip(routes, places, strict=True)
         ]
@@ -119,8 +119,10 @@ def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
             reason = f"{reason}, tied to {others[-1]}"
         elif blocking is not None:
             kind, reason = "elementwise", f"tied to {uses[blocking].name} ({kinds[blocking][1]})"
-    is_transposed = kind == "matrix" and is_transposed_linear(uses[0].owner)
-    return Route(name=uses[0].name, kind=kind, reason=reason, is_transposed=is_transposed)
+    inputs_first = is_transposed(uses[0])
+    if inputs_first and kind != "elementwise":
+        reason = f"{reason} (inputs, outputs)"
+    return Route(name=uses[0].name, kind=kind, reason=reason, is_transposed=inputs_first)
 
 
 def _apply_patterns(
@@ -193,7 +195,7 @@ def _declare_fused_(
         if routes[i].splits:
             raise ValueError(f"{routes[i].name} is matched by two patterns, the second is {key}: {pattern!r}")
         use = places[i][0]
-        shape, dim = tuple(use.parameter.shape), int((key == "fused_inputs") != is_transposed_linear(use.owner))
+        shape, dim = tuple(use.parameter.shape), int((key == "fused_inputs") != routes[i].is_transposed)
         where = f"{key}: {routes[i].name} {shape}"
         if routes[i].kind == "stack":
             raise ValueError(f"{where} is a stack of matrices already; leave it out of {key}")

@@ -188,7 +188,7 @@ class Zero2(Ddp):
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         self._all_gather = ParameterAllGather(shard_map, buckets, units, transport.shard)
-        self.layout = ShardedLayout(shard_map, reducer, transport, self._all_gather)
+        self.layout = ShardedLayout(shard_map, transport, self._all_gather)
         attach_optimizers(module, used, self.layout)
 
     @override

@@ -1,7 +1,8 @@
 """NorMuon on shards against full matrices in one process; its state, and steps that are not taken."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,8 +31,10 @@ SHAPES = {
     "convolution": (6, 4, 3, 3),
     "queries": (12, 8),
     "heads": (5, 12),
+    "other_heads": (5, 12),
 }
-PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3}}
+# The last part of both heads is the same box, and has another number.
+PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3, "other_heads": (4, 2, 2, 4)}}
 NUM_STEPS, LR = 4, 0.02
 NORMUON: dict[str, Any] = {"normuon": True}
 CHOICES: list[dict[str, Any]] = [NORMUON, NORMUON | {"normuon_beta2": 0.8, "weight_decay": 0.0}]
@@ -86,7 +89,7 @@ def _train_all(mesh_shape: tuple[int, ...]) -> list[tuple[dict[str, Any], dict[s
 
 
 def _cut(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4))}
+    parts = {"queries": (0, (6, 4, 2)), "heads": (1, (4, 4, 4)), "other_heads": (1, (4, 2, 2, 4))}
     cut: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         dim, sizes = parts.get(name, (0, (tensor.shape[0],)))
@@ -113,8 +116,33 @@ def test_shards_give_the_weights_of_full_matrices(gloo: ProcessPool, mesh_shape:
             assert moments.keys() == SHAPES.keys()
             for name, found in moments.items():
                 parts = [each for key, each in reference.second_moments.items() if key.startswith(f"{name} ")]
-                expected = torch.stack(parts, 1) if name == "heads" else torch.cat(parts)
+                expected = torch.stack(parts, 1) if "heads" in name else torch.cat(parts)
                 torch.testing.assert_close(found.reshape(expected.shape), expected, rtol=TOLERANCE, atol=0)
+
+
+def _train_among_others(add_at: int) -> list[Tensor]:
+    """The weights of a Conv1D and a linear layer of one shape after four steps; others come and change meanwhile."""
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"inputs_first": Conv1D(8, 8), "outputs_first": nn.Linear(8, 8), "late": nn.Linear(6, 5)})
+    weights = [layer.weight for layer in layers.values()]
+    optimizer = ParallelMuon([{"params": [weight]} for weight in weights[:2]], lr=LR, normuon=True, **FLOAT32)
+    optimizer.attach(layers)
+    for step in range(4):
+        if step == add_at:
+            optimizer.add_param_group({"params": [weights[2]], "algorithm": "muon"})
+        if step == add_at + 1:
+            optimizer.param_groups[2]["algorithm"] = "adamw"
+            optimizer.attach(layers)
+        for number, weight in enumerate(weights):
+            weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(10 * step + number))
+        optimizer.step()
+    return weights[:2]
+
+
+def test_second_moments_stay_with_their_parameter() -> None:
+    alone = _train_among_others(add_at=4)
+    for found, expected in zip(_train_among_others(add_at=1), alone, strict=True):
+        assert torch.equal(found, expected)
 
 
 def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
@@ -143,35 +171,53 @@ def test_an_option_that_is_turned_on_keeps_the_momentum(gloo: ProcessPool) -> No
 
 # Options of ParallelMuon, and the same of the reference.
 OF_NEURONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (CHOICES[1], CHOICES[1]),
-    ({"orthogonalize": family.muon_eq}, {"orthogonalization": muon_eq}),
+    (CHOICES[1] | {"adjust_lr_fn": "spectral_mup"}, CHOICES[1] | {"adjust_lr_fn": "spectral_mup"}),
+    (
+        {"orthogonalize": family.muon_eq, "adjust_lr_fn": "original"},
+        {"orthogonalization": muon_eq, "adjust_lr_fn": "original"},
+    ),
+]
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+# Layers of (inputs, outputs), the matrices (outputs, inputs) in their weights, and the shape of second moments.
+INPUTS_FIRST: list[tuple[Callable[[], nn.Module], Callable[[Tensor], Sequence[Tensor]], tuple[int, ...]]] = [
+    (lambda: Conv1D(14, 6), lambda weight: [part.T for part in weight.split((5, 9), 1)], (1, 14)),
+    (lambda: nn.ConvTranspose2d(6, 4, (2, 3)), lambda weight: [weight.flatten(1).T], (1, 4, 2, 3)),
+    (Experts, lambda weight: list(weight.mT), (3, 1, 5)),
 ]
 
 
 def _train_transposed(mesh_shape: tuple[int, ...]) -> list[float]:
-    """How far a layer of (inputs, outputs), fused along its outputs, is from its transposed one in one process."""
+    """How far layers of (inputs, outputs) are from their transposed matrices in one process."""
     far: list[float] = []
-    for dim in (0, 1):
+    for (make, matrices_of, shape), dim, (options, of_reference) in product(INPUTS_FIRST, (0, 1), OF_NEURONS):
         place = distributed_over(mesh_shape, dim)
-        for options, of_reference in OF_NEURONS if dim else OF_NEURONS[:1]:
-            torch.manual_seed(0)
-            layer = Conv1D(14, 6)
-            weights = {str(number): part.T for number, part in enumerate(layer.weight.detach().split((5, 9), 1))}
-            reference = ReferenceMuon(weights, lr=LR, **of_reference)
-            layer.weight = nn.Parameter(place(layer.weight.detach()))
-            layer.bias = None
-            optimizer = ParallelMuon(
-                layer, lr=LR, muon_patterns=("weight",), fused={"weight": (5, 9)}, **FLOAT32, **options
-            )
-            for _ in range(2):
-                gradient = torch.randn(6, 14)
-                layer.weight.grad = place(gradient)
-                optimizer.step()
-                reference.step({str(number): part.T for number, part in enumerate(gradient.split((5, 9), 1))})
-            found = whole(layer.weight).split((5, 9), 1)
-            far += [float((part.T - reference.matrices[str(n)]).abs().max()) for n, part in enumerate(found)]
-            states = optimizer.state_dict()["state"][0]
-            assert all(tuple(states[key].shape) == (1, 14) for key in states.keys() - {"momentum_buffer"})
+        torch.manual_seed(0)
+        layer = make()
+        weight = layer.weight.detach()
+        reference = ReferenceMuon(dict(zip("abc", matrices_of(weight), strict=False)), lr=LR, **of_reference)
+        layer.weight = nn.Parameter(place(weight))
+        layer.bias = None
+        fused = {"weight": (5, 9)} if isinstance(layer, Conv1D) else {}
+        optimizer = ParallelMuon(layer, lr=LR, fused=fused, **FLOAT32, **options)
+        for _ in range(2):
+            gradient = torch.randn(weight.shape)
+            layer.weight.grad = place(gradient)
+            optimizer.step()
+            reference.step(dict(zip("abc", matrices_of(gradient), strict=False)))
+        found = dict(zip("abc", matrices_of(whole(layer.weight)), strict=False))
+        far += [float((part - reference.matrices[name]).abs().max()) for name, part in found.items()]
+        states = optimizer.state_dict()["state"][0]
+        assert all(tuple(states[key].shape) == shape for key in states.keys() - {"momentum_buffer"})
     return far
 
 

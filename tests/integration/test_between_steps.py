@@ -180,3 +180,32 @@ def test_an_optimizer_that_reads_whole_gradients_is_an_error(gloo: ProcessPool) 
     gloo.expect_error_on_all_ranks(
         _reads_whole_gradients, world_size=2, match="divides the gradients that SGD reads whole"
     )
+
+
+def _fit_in_parts(sharding: str, own: str, parts: Sequence[int]) -> list[Any]:
+    """Weights and rate after one fit for each part, with one optimizer and scheduler that the module keeps."""
+    pl = training.load()
+    kept: list[Any] = []
+
+    def configure(module: Any) -> Any:
+        if not kept:
+            made = _optimizer(module) if own == "ParallelMuon" else torch.optim.Adam(module.parameters(), lr=1e-3)
+            kept.extend((made, torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)))
+        return [kept[0]], [kept[1]]
+
+    model = training.language_model(pl, configure=configure)
+    for epochs in parts:
+        strategy = training.strategy_class()(sharding=sharding)
+        batches = training.loader(num_samples=16)
+        training.trainer(pl, strategy=strategy, max_epochs=epochs, use_distributed_sampler=False).fit(model, batches)
+    return [training.full_weights(model), kept[0].param_groups[0]["lr"]]
+
+
+@pytest.mark.parametrize(
+    ("sharding", "own"), [("fsdp", "Adam"), ("zero2", "Adam"), ("zero2", "ParallelMuon"), ("ddp", "ParallelMuon")]
+)
+def test_a_second_fit_goes_on_with_the_same_optimizer(gloo: ProcessPool, sharding: str, own: str) -> None:
+    (once, rate), *_ = gloo.run(_fit_in_parts, sharding, own, (2,), world_size=2)
+    (twice, other_rate), *_ = gloo.run(_fit_in_parts, sharding, own, (1, 1), world_size=2)
+    assert rate == other_rate
+    assert once and all(torch.equal(once[name], weight) for name, weight in twice.items())

@@ -17,7 +17,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import lightning_muon.accelerate
-from lightning_muon.cli.main import main
 from recipes.gpt.model import GPT
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
@@ -75,8 +74,7 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     assert expected[name] in printed
     if name == "gpt":
         (checkpoint,) = folder.glob("checkpoints/step=6-*")
-        main(["convert", str(checkpoint), str(tmp_path / "gpt.ckpt")])
-        GPT.load_from_checkpoint(tmp_path / "gpt.ckpt").gpt.save_pretrained(tmp_path / "model")
+        GPT.load_from_checkpoint(checkpoint).gpt.save_pretrained(tmp_path / "model")
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.vocab_size == 400
         assert AutoTokenizer.from_pretrained(folder / "tokenizer").eos_token == "<|endoftext|>"
         _fit(name, shared, tmp_path, f"--ckpt_path={checkpoint}")

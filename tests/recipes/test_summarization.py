@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import transformers
 
-from lightning_muon.cli.main import main
 from recipes.t5_summarization.data import SummarizationData
 from recipes.t5_summarization.model import T5Summarizer
 from tests.integration.training import load as load_package
@@ -55,8 +54,7 @@ def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: Proc
     rows = [{"text": text, "id": number} for number, text in enumerate(texts)]
     rows[1]["title"] = "How to Draw"
     gloo.run(_fit_and_predict, str(tmp_path), write_jsonl(tmp_path / "articles.jsonl", rows), world_size=2)
-    main(["convert", str(tmp_path / "run/checkpoints/last.ckpt"), str(tmp_path / "t5.ckpt")])
-    T5Summarizer.load_from_checkpoint(tmp_path / "t5.ckpt").model.save_pretrained(tmp_path / "hf")
+    T5Summarizer.load_from_checkpoint(tmp_path / "run/checkpoints/last.ckpt").model.save_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")
     expected = []

@@ -39,7 +39,7 @@ def _state(parameters: list[Tensor], shard_map: ShardMap) -> tuple[list[Tensor],
 
 
 def _layout(shard_map: ShardMap) -> ShardedLayout:
-    return ShardedLayout(shard_map, *[mock.Mock()] * 3)
+    return ShardedLayout(shard_map, *[mock.Mock()] * 2)
 
 
 def _placed(parameters: Sequence[Tensor], states: Sequence[Tensor]) -> list[PlacedState]:

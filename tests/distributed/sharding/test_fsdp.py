@@ -176,6 +176,7 @@ def _refused_optimizers() -> list[str]:
         with pytest.raises(ValueError, match="on the shards of FSDP2") as refused:
             convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep")
         messages.append(str(refused.value).partition(" on the")[0])
+        assert ("sharding='ddp'" in str(refused.value)) == (kind is not optim.LBFGS)
     for kind, options in ((optim.SGD, {}), (optim.AdamW, {"fused": True})):
         assert convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep").summary
     return messages

@@ -1,14 +1,21 @@
 """A plain loop over FSDP2 is told of a failed backward, and of steps that no backward has led to."""
 
+import logging
+import re
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_muon.comm import agreement
 from lightning_muon.compat import torch as compat
 from tests.distributed import backward_passes
+from tests.distributed.sharding.training import mesh_of
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool
 
@@ -95,3 +102,66 @@ def test_a_step_without_a_backward_pass_is_an_error(gloo: ProcessPool) -> None:
     for problems in gloo.run(_steps_without_gradients, world_size=2):
         assert problems[:-1] == [""] * 7
         assert problems[-1].startswith("no parameter of the optimizer has a gradient")
+
+
+def _shard_after_the_optimizer() -> list[Any]:
+    """Weights where the optimizer is made before and after fully_shard, and what a step raises if it has run before."""
+    found: list[Any] = []
+    for is_first in (True, False):
+        torch.manual_seed(0)
+        net = backward_passes.Net()
+        optimizer = backward_passes.make_optimizer(net) if is_first else None
+        fully_shard(net, mesh=mesh_of((2,)))
+        optimizer = optimizer or backward_passes.make_optimizer(net)
+        for step in range(2):
+            backward_passes.plain(net, optimizer, step)
+            optimizer.step()
+        net.reshard()
+        found.append([parameter.full_tensor() for parameter in net.parameters()])
+    net = backward_passes.Net()
+    optimizer = backward_passes.make_optimizer(net)
+    backward_passes.plain(net, optimizer, 0)
+    optimizer.step()
+    fully_shard(net, mesh=mesh_of((2,)))
+    backward_passes.plain(net, optimizer, 1)
+    with pytest.raises(RuntimeError, match=r"embed\.weight of the module is no longer the parameter that ParallelMuon"):
+        optimizer.step()
+    return found
+
+
+def test_an_optimizer_made_before_fully_shard_trains_the_shards(gloo: ProcessPool) -> None:
+    torch.manual_seed(0)
+    begin = list(backward_passes.Net().parameters())
+    for before, after in gloo.run(_shard_after_the_optimizer, world_size=2):
+        assert all(map(torch.equal, before, after)) and not torch.equal(before[0], begin[0])
+
+
+def _step_late() -> list[str]:
+    """What a rank says whose other rank comes late to the first step, and to one of the next."""
+    said: list[str] = []
+    logger, handler = logging.getLogger(agreement.__name__), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    net = backward_passes.sharded((2,))
+    optimizer = backward_passes.make_optimizer(net)
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_LATE", 1)
+        for step in range(3):
+            backward_passes.plain(net, optimizer, step)
+            time.sleep(2 * (step != 1) * dist.get_rank())
+            optimizer.step()
+    logger.removeHandler(handler)
+    return said
+
+
+def test_a_rank_that_steps_alone_says_where_it_waits(gloo: ProcessPool) -> None:
+    waits, comes_late = gloo.run(_step_late, world_size=2)
+    assert len(waits) == 2 and not comes_late
+    assert all(
+        re.match(r"rank 0 has waited for 1 s for other ranks, at .*test_plain_fsdp2\.py:\d+\.", each) for each in waits
+    )
+    with (
+        pytest.raises(RuntimeError, match=r"rank 0 has waited until the timeout of .* at .*test_plain_fsdp2\.py:\d+\."),
+        agreement.named_waits(late=False),
+    ):
+        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")

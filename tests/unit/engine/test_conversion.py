@@ -106,7 +106,7 @@ def test_adamw_is_kept_where_models_train_against_each_other(
 def test_tables_in_a_torch_muon_are_named(model: nn.Sequential) -> None:
     old = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2])
     conversion = convert_optimizer(old, model, "auto")
-    assert "0.weight (embedding), 4.weight (output head (last layer))" in conversion.warning
+    assert "0.weight (embedding), 4.weight (output head (last layer registered))" in conversion.warning
     assert isinstance(conversion.optimizer, ParallelMuon)
     assert {route.algorithm for route in conversion.optimizer.routes} == {"muon"}, "its numbers stay"
     conversion = convert_optimizer(old, model, MuonConfig(adamw_patterns=("0.*", "4.*")))

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-from lightning_muon import MuonConfig
+from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.optim.elementwise import adamw_step_
 from lightning_muon.optim.parameters import convert_, routes_of
 from lightning_muon.params.layout import PlacedState
@@ -117,3 +119,14 @@ def test_states_are_converted_in_the_same_order_whatever_that_of_their_keys_is()
     for each in (keys, keys[::-1]):
         convert_([(torch.ones(2), {key: state[key] for key in each})], convert, lambda parameter, key: (2,))
     assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters_of_fsdp1_are_refused(use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        flat = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        with pytest.raises(ValueError, match=r"FSDP1.*fully_shard"):
+            ParallelMuon(flat)
+    finally:
+        dist.destroy_process_group()

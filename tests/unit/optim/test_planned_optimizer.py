@@ -64,7 +64,29 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.05
     with pytest.raises(ValueError, match="weight_decay must be finite and >= 0, got -1"):
         optimizer.add_param_group({"params": [model[3].weight], "weight_decay": -1})
+    wrong = {
+        "muon_lr_facto": "a param group: .*did you mean 'muon_lr_factor'",
+        "hyperball": "a param group: hyperball went",
+        "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
+    }
+    for key, text in wrong.items():
+        with pytest.raises(ValueError, match=text):
+            optimizer.add_param_group({"params": [model[3].weight], key: 2.0})
     assert len(optimizer.param_groups) == 1
+    others = dict.fromkeys(("initial_lr", "max_momentum", "etas", "foreach", "no_weight_decay", "depth"), 1)
+    optimizer.add_param_group({"params": [model[3].weight], **others})
+    assert optimizer.param_groups[1].items() >= others.items()
+
+
+def test_integers_beside_adapters_are_left_out(kind: Any) -> None:
+    model = nn.ModuleDict({"quantized": nn.Module(), "lora_B": nn.Linear(4, 6)})
+    model["quantized"].weight = nn.Parameter(torch.ones(6, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.warns(UserWarning, match=r"1 parameters of integers \(quantized weights\) are left out"):
+        optimizer = _make(kind, model)
+    before = _train(model["lora_B"], optimizer, range(1))
+    _train(model["lora_B"], optimizer, range(1, 2))
+    assert not torch.equal(before[0], model["lora_B"].weight) and model["quantized"].weight.eq(1).all()
+    assert optimizer.param_groups[0]["param_names"] == ["lora_B.weight", "lora_B.bias"]
 
 
 def test_the_closure_is_evaluated_with_gradients_before_the_step(kind: Any) -> None:

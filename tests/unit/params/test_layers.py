@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from lightning_muon.params.layers import find_output_heads, layer_kind
+from lightning_muon.params.routing import route_module
 from lightning_muon.params.uses import parameter_uses
 
 
@@ -49,6 +51,8 @@ def _kinds(module: nn.Module) -> dict[str, str]:
         (nn.Conv1d(3, 5, 3), "convolution"),
         (nn.Conv2d(3, 5, 1), "convolution"),
         (nn.ConvTranspose3d(3, 5, 2), "convolution"),
+        (nn.Conv1d(4, 4, 3, groups=4), "elementwise"),
+        (nn.ConvTranspose2d(4, 6, 3, groups=2), "elementwise"),
         (nn.Bilinear(3, 4, 5), "stack"),
         (nn.Embedding(7, 3), "elementwise"),
         (nn.EmbeddingBag(7, 3), "elementwise"),
@@ -70,7 +74,9 @@ def test_the_weight_of_a_layer_has_the_kind_of_the_layer(layer: nn.Module, kind:
     [
         ("text_projection", (4, 6), "matrix"),
         ("token_mixer", (4, 6), "matrix"),
-        ("posterior", (4, 6), "matrix"),
+        ("posterior_proj", (4, 6), "matrix"),
+        ("w1", (3, 4, 6), "stack"),
+        ("A_log", (4, 6), "elementwise"),
         ("pos_embed", (4, 6), "elementwise"),
         ("class_token", (4, 6), "elementwise"),
         ("relative_position_bias_table", (4, 6), "elementwise"),
@@ -81,13 +87,52 @@ def test_the_weight_of_a_layer_has_the_kind_of_the_layer(layer: nn.Module, kind:
         ("temperature", (3, 1, 1), "elementwise"),
         ("scales", (3, 4, 1), "elementwise"),
         ("anything", (1, 4, 6), "elementwise"),
-        ("filters", (3, 4, 2, 2), "convolution"),
+        ("kernel", (3, 4, 2, 2), "convolution"),
         ("scalar", (), "elementwise"),
         ("vector", (5,), "elementwise"),
     ],
 )
 def test_a_raw_parameter_is_judged_by_shape_and_name(name: str, shape: tuple[int, ...], kind: str) -> None:
     assert _kinds(Raw(name, *shape)) == {name: kind}
+
+
+class Mixed(nn.Module):
+    """Its parameters are named after what `forward` does with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        planes = ("outputs_first", "inputs_first", "turned", "both", "added", "exponent", "handed", "inputs_first_row")
+        stacks = ("stack_inputs_first", "stack_outputs_first", "stack_turned", "stack_einsum", "over_heads", "filter")
+        for name in (*planes, *stacks, "filter_in_groups"):
+            shape = (4, 4, 4)[: 2 if name in planes else 3]
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+        self.listed = nn.ParameterList([torch.zeros(4, 4)])
+        self.by_name = nn.ParameterDict({"used": torch.zeros(4, 4), "scale": torch.zeros(4, 4)})
+
+    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
+        x = F.linear(x, weight=self.outputs_first) @ self.inputs_first + x.matmul(self.turned.T)
+        x = F.linear(x @ self.both, self.both) + self.added * -torch.exp(self.exponent.float())
+        x = max(x, self.handed)
+        expert = self.stack_inputs_first[number].to(x.dtype)
+        x = torch.mm(x, expert) + F.linear(x, self.stack_outputs_first[number])
+        x = torch.bmm(x, self.stack_turned.transpose(-2, -1)) + torch.einsum("eci, eio -> eco", x, self.stack_einsum)
+        x = torch.einsum("bi,ihd->bhd", x, self.over_heads)
+        x = F.conv1d(x, self.filter) + F.conv1d(x, self.filter_in_groups, groups=2)
+        x = sum(x @ weight.T for weight in self.listed)
+        return x @ self.by_name["used"] * self.by_name["scale"] @ self.inputs_first_row.mT.mT
+
+
+def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
+    routes = route_module(Mixed())
+    assert {name for name, route in routes.items() if route.kind == "elementwise"} == {
+        "added", "exponent", "handed", "over_heads", "filter_in_groups", "by_name.scale",
+    }  # fmt: skip
+    assert {name for name, route in routes.items() if route.is_transposed and "(inputs, outputs)" in route.reason} == {
+        "inputs_first", "inputs_first_row", "stack_inputs_first", "stack_einsum", "by_name.used",
+    }  # fmt: skip
+    kinds = {name: route.kind for name, route in routes.items()}
+    assert (kinds["both"], kinds["listed.0"], kinds["stack_turned"]) == ("matrix", "matrix", "stack")
+    assert kinds["filter"] == "convolution"
 
 
 def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
@@ -97,6 +142,7 @@ def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
         "parametrizations.weight.original0": "elementwise",
         "parametrizations.weight.original1": "convolution",
     }
+    assert set(_kinds(parametrizations.weight_norm(nn.Conv1d(4, 4, 3, groups=2))).values()) == {"elementwise"}
     assert _kinds(parametrizations.orthogonal(nn.Linear(4, 5, bias=False))) == {
         "parametrizations.weight.original": "matrix"
     }
@@ -111,9 +157,9 @@ class Declared(nn.ModuleDict):
 
 def test_what_get_output_embeddings_returns_is_the_head() -> None:
     wrapper = nn.ModuleList([Declared({"head": nn.Linear(4, 9), "body": nn.Linear(4, 4)})])
-    assert find_output_heads(wrapper) == ({id(wrapper[0]["head"].weight): "output head"}, None)
+    assert find_output_heads(wrapper) == ({id(wrapper[0]["head"].weight): "output head"}, set())
     model = Declared({"body": nn.Linear(4, 9)})
-    assert find_output_heads(model) == ({}, id(model["body"].weight)), "a getter that raises is passed over"
+    assert find_output_heads(model) == ({}, {id(model["body"].weight)}), "a getter that raises is passed over"
 
 
 def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:
@@ -129,15 +175,17 @@ def test_a_linear_of_embedding_size_is_a_head_outside_of_blocks() -> None:
     assert list(find_output_heads(model)[0]) == [id(model["head"].weight)]
     # A square table makes no square layer a head.
     model = nn.ModuleDict({"positions": nn.Embedding(4, 4), "mix": nn.Linear(4, 4), "last": nn.Linear(4, 2)})
-    assert find_output_heads(model) == ({}, id(model["last"].weight))
+    assert find_output_heads(model) == ({}, {id(model["last"].weight)})
 
 
 def test_a_guessed_head_is_the_last_layer_of_the_network() -> None:
     loss = type("FocalLoss", (nn.ModuleDict,), {})({"centers": nn.Linear(4, 4)})
     model = nn.ModuleDict({"body": nn.Linear(4, 4), "last": nn.Linear(4, 2), "loss": loss, "ce": nn.CrossEntropyLoss()})
-    assert find_output_heads(model)[1] == id(model["last"].weight)
-    assert find_output_heads(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))[1] is None
-    assert find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))[1] is None
+    assert find_output_heads(model)[1] == {id(model["last"].weight)}
+    assert not find_output_heads(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)))[1]
+    assert not find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))[1]
+    towers = nn.ModuleDict({name: nn.Linear(4, 2) for name in ("image_fc", "image_projection", "text_projection")})
+    assert find_output_heads(towers)[1] == {id(towers[name].weight) for name in ("image_projection", "text_projection")}
 
 
 def test_a_lazy_layer_is_refused_by_name() -> None:
