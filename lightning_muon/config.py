@@ -97,8 +97,7 @@ def takes_options(
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
             for key in kwargs:
                 if key not in names:
-                    name = type(self).__name__
-                    raise TypeError(f"{name}: {unknown_option(key, names, elsewhere, of=name)}")
+                    raise TypeError(f"{(of := type(self).__name__)}: {unknown_option(key, names, elsewhere, of=of)}")
             init(self, *args, **kwargs)
 
         setattr(checked, "__signature__", signature)  # noqa: B010

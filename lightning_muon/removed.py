@@ -37,15 +37,11 @@ REMOVED: dict[str, str] = {
     "overlap of FlexDeMoConfig": "nodes exchange their momenta in the step; remove it",
     "overlap of DiLoCo": "a step that sends the mean applies it; a longer period sends less",
     "folder of StepMonitor": "curves are those of a logger; pass it what take() returns",
-    "data_copies of StepMonitor": "it counted tokens, which it does no more; remove it",
     "skipped_steps of StepMonitor": "the optimizer has skipped_steps; remove it",
     **{
-        f"{name} of {kind}": "tokens per second and FLOPs are numbers of Lightning's ThroughputMonitor; remove it"
-        for kind, names in {
-            "StepMonitor": "module flops_per_token peak_flops",
-            "MuonMonitor": "tokens flops_per_token peak_flops",
-        }.items()
-        for name in names.split()
+        f"{name} of {kind}Monitor": "tokens per second and FLOPs are those of Lightning's ThroughputMonitor; remove it"
+        for name in ("module", "tokens", "data_copies", "flops_per_token", "peak_flops")
+        for kind in ("Step", "Muon")
     },
     # names
     "Turn": "it is called ExchangeStep",
@@ -85,10 +81,9 @@ REMOVED: dict[str, str] = {
     "lightning-muon convert --config": "the model writes its own config, see docs/checkpoints.md",
     "lightning-muon convert --config-from": "transformers writes the folder, see docs/checkpoints.md",
     "lightning-muon convert --tokenizer-from": "transformers writes the folder, see docs/checkpoints.md",
-    **{
-        f"lightning-muon convert --{name}": "there are no model cards any more; write README.md by hand"
-        for name in ("run-dir", "base-model", "dataset")
-    },
+    "lightning-muon convert --run-dir": "there are no model cards any more; write README.md by hand",
+    "lightning-muon convert --base-model": "there are no model cards any more; write README.md by hand",
+    "lightning-muon convert --dataset": "there are no model cards any more; write README.md by hand",
     "lightning-muon convert --max-shard-size": "transformers writes the folder, see docs/checkpoints.md",
     "lightning-muon doctor --ranks": "torchrun starts the ranks: torchrun --nproc-per-node N -m lightning_muon doctor",
     "lightning-muon doctor --seconds": "one exchange is tried on each axis, under torchrun",

@@ -123,20 +123,17 @@ def _explained(prog: str, message: str, options: Sequence[str]) -> str:
     is_ours = "class_path 'lightning_muon." in message
     if is_ours and (gone := removed_value(message)):
         return gone
-    wrong = re.search(r"Option '(\w+)' is not accepted", message)
-    key = wrong[1] if wrong else ""
+    key = next(iter(re.findall(r"Option '(\w+)' is not accepted", message)), "")
     tried = re.findall(rf"class_path '((\S+)[.](\w+))':\s+(?:Option '|Parser key \"){key}['\"]", message)
     kinds = [getattr(importlib.import_module(module), name) for _, module, name in tried]
     options = list(dict.fromkeys(option for kind in kinds for option in inspect.signature(kind).parameters))
     if not kinds or key in options:  # One of the classes has it.
         return message
     path, _, name = tried[0]
-    if is_ours and (gone := removed(key, name)):
-        return gone
     from lightning_muon.engine.options import ELSEWHERE
 
     hint = no_option(key, options, ELSEWHERE if name == "ParallelMuonStrategy" else None)
-    return f"{message}\n{path}: {hint}"
+    return (removed(key, name) if is_ours else None) or f"{message}\n{path}: {hint}"
 
 
 def _run_lightning_cli(args: Sequence[str] | None) -> None:
