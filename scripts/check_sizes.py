@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (25_500, 152),
-    "tests/**/*.py": (30_000, 253),
+    "lightning_muon/**/*.py": (25_700, 152),
+    "tests/**/*.py": (30_500, 253),
     "benchmarks/**/*.py": (3_995, 19),
     "recipes/**/*.*": (4_922, 58),
-    "docs/**/*.md": (4_341, 31),
+    "docs/**/*.md": (4_361, 31),
     "README.md": (271, 1),
 }
 
