@@ -244,7 +244,3 @@ def maxima_over(host: AxisGroup, numbers: Sequence[int]) -> list[int]:
         _log.warning(_waits(f"has waited for {_LATE} s"))
         work.wait()
     return message.tolist()
-
-
-def _ranks(host: AxisGroup) -> tuple[int, ...]:
-    return () if host.group is None else tuple(sorted(dist.get_process_group_ranks(host.group)))

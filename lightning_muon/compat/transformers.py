@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def make_folders_first(trainer: Any) -> None:
     trainer.save_model = save_model
 
 
-class ShardedAtLoad:
+class ShardedAtLoad(ABC):
     """Mixed with a ``Trainer``: saves and loads what :func:`is_sharded_at_load`, which Trainers refuse.
 
     Any other model is left to the Trainer.
@@ -65,17 +66,17 @@ class ShardedAtLoad:
         if refused is not None:
             refused.save_only_model = False
 
+    @abstractmethod
     def save_states(self, folder: Path) -> None:
         """Save model, optimizer and scheduler. Collective over all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_weights(self, folder: Path) -> None:
         """Load the weights that :meth:`save_states` has saved. Collective over all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def load_states(self, folder: Path) -> None:
         """Load the states of optimizer and scheduler. Collective over all ranks."""
-        raise NotImplementedError
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         stock: Any = super()

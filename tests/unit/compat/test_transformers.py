@@ -1,5 +1,6 @@
 """Fails when a private name of transformers moves."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,5 @@ def test_only_loaded_weights_are_pretrained(tmp_path: Path) -> None:
 
 def test_what_a_trainer_overrides_is_there() -> None:
     kind = pytest.importorskip("transformers").Trainer
-    own = [name for name in vars(ShardedAtLoad) if name.startswith("_") and not name.startswith("__")]
+    own = [name for name, value in vars(ShardedAtLoad).items() if re.match("_[^_]", name) and callable(value)]
     assert len(own) == 3 and all(callable(getattr(kind, name)) for name in own)
