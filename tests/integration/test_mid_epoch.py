@@ -278,10 +278,10 @@ def _resume_by_itself(directory: str, steps: int, package: str = training.PACKAG
 
 
 def _resume_and_choose(directory: str, steps: int) -> tuple[str, list[str], list[str]]:
-    """The best checkpoint, those of AutoResume, and warnings."""
+    """The best checkpoint, by a metric that differs between ranks, those of AutoResume, and warnings."""
     pl = training.load()
-    model = training.language_model(pl)
-    type(model).on_train_batch_start = lambda self, *_: self.log("own", float(self.global_step % 3))
+    model, rank = training.language_model(pl), float(os.environ["RANK"])
+    type(model).on_train_batch_start = lambda self, *_: self.log("own", rank + self.global_step % 3)
     monitored = pl.callbacks.ModelCheckpoint(
         f"{directory}/best", monitor="own", filename="{step}-{own:.0f}", every_n_train_steps=2, save_top_k=2
     )

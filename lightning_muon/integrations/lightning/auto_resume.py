@@ -12,7 +12,7 @@ import torch
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.comm.agreement import require_equal
-from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIPS_SAVING, LightningPackage
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
 PREFIX_OF_REQUEUE = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves for SLURM's requeue.
@@ -112,6 +112,20 @@ setattr(AutoResumeCallback, SAVE_TOP_K, _save_and_remove)
 def order(callbacks: list[Any]) -> None:
     """Move each :class:`AutoResumeCallback` behind all others, in place; local."""
     callbacks.sort(key=lambda callback: isinstance(callback, AutoResumeCallback))
+
+
+def share_metrics(callback: Any, package: LightningPackage) -> None:
+    """Let a ``ModelCheckpoint`` choose and name by the metrics of rank 0, with one path on all ranks; local."""
+    if not isinstance(callback, package.module("callbacks").ModelCheckpoint):
+        return
+    own = getattr(callback, MONITOR_CANDIDATES)
+
+    def of_first_rank(trainer: Any) -> dict[str, Any]:
+        found = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in own(trainer).items()}
+        # After an exception this rank may be alone.
+        return found if trainer.state.status == "interrupted" else trainer.strategy.broadcast(found)
+
+    vars(callback)[MONITOR_CANDIDATES] = of_first_rank
 
 
 def candidates(trainer: Any, path: Path) -> list[Path]:

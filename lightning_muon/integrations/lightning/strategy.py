@@ -15,6 +15,7 @@ from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_chec
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
+    MONITOR_CANDIDATES,
     apply_layer_sync,
     is_placeholder_optimizer,
     metadata_filename,
@@ -32,6 +33,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     candidates,
     order,
     require_same_checkpoint,
+    share_metrics,
 )
 from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
 from lightning_muon.integrations.lightning.first_callback import describe_run
@@ -107,6 +109,7 @@ class TrainerStrategy(MuonStrategy):
             require_same_checkpoint(None)
         for each in trainer.checkpoint_callbacks:
             local_path(getattr(each, "dirpath", None) or "")
+            share_metrics(each, self.package)
         if self.options.async_save:
             require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
@@ -328,6 +331,8 @@ class TrainerStrategy(MuonStrategy):
             del self.lightning_module.configure_optimizers
         vars(self.lightning_module).pop("optimizer_zero_grad", None)
         callbacks = self.lightning_module.trainer.callbacks
+        for each in callbacks:
+            vars(each).pop(MONITOR_CANDIDATES, None)
         if self._first_callback in callbacks:
             self._first_callback.teardown()  # Lightning calls those of callbacks later.
             callbacks.remove(self._first_callback)
