@@ -133,7 +133,6 @@ def _exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> Any:
             ranks,
             (Replicate(), Shard(each.shard_dim)),
             newton_schulz,
-            normuon=config.normuon,
         )
         for each in setting.model.parameters
         if each.kind != "elementwise" and not each.frozen

@@ -14,11 +14,12 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, name_of_function
 from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions, lr_scale, worth_batching
-from lightning_muon.math.normuon import normalize_neurons
+from lightning_muon.math.normuon import normalize_neurons_
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.parameters import MOMENTUM, SECOND_MOMENT, Gradients, States
-from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
+from lightning_muon.optim.moments import SecondMoments
+from lightning_muon.optim.parameters import MOMENTUM, Gradients, States
+from lightning_muon.optim.step_plan import MatrixJob, StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.logical import LogicalMatrix
@@ -41,12 +42,15 @@ class MatrixStep:
     def __init__(
         self,
         plan: StepPlan,
+        states: States,
         *,
         look_ahead: int,
         wire_dtype: torch.dtype,
         elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
     ) -> None:
+        """Take second moments from ``states``. Collective over the meshes of the plan."""
+        self.moments = SecondMoments(plan, states)
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
         # Rolling buffers, on the way to the owners and back.
@@ -117,11 +121,8 @@ class MatrixStep:
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Update the momentum of the local pieces; pack its look-ahead, and second moments."""
+        """Update the momentum of the local pieces; pack its look-ahead."""
         transfer = self._transfers[op.key]
-        for job, neurons in transfer.moments.items():
-            if neurons.holds_some:
-                transfer.pack([neurons], [self._second_moments(job)])
         for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
             if not self._has_momentum:
                 transfer.pack(jobs, self._grads(jobs))
@@ -139,25 +140,16 @@ class MatrixStep:
             (jobs, torch.empty((len(jobs), *jobs[0].matrix.box.shape), dtype=self._pool.dtype, device=device))
             for jobs in _batches(transfer.owned, device.type)
         ]
-        moments = {
-            job: torch.empty((job.matrix.num_neurons, 1), dtype=torch.float32, device=device)
-            for job in transfer.owned
-            if job in transfer.moments
-        }
         transfer.unpack(
             {job: whole for jobs, stack in batches for job, whole in zip(jobs, stack.unbind(), strict=True)}
-            | {transfer.moments[job]: self._on_wire(job, values) for job, values in moments.items()}
         )
-        updates: dict[MatrixJob | NeuronValues, Tensor] = {}
+        updates: dict[MatrixJob, Tensor] = {}
         for jobs, stack in batches:
             update = self._orthogonalized(jobs, stack.view(len(jobs), jobs[0].matrix.rows, jobs[0].matrix.cols))
             for job, each in zip(jobs, update.unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(job, each)
-                if job in moments:
-                    each, values = self._normalized(job, each, moments[job])
-                    updates[transfer.moments[job]] = self._on_wire(job, values)
-                updates[job] = each.reshape(job.matrix.box.shape)
+                updates[job] = self._normalized(job, each).reshape(job.matrix.box.shape)
         transfer.pack_updates(updates)
         return ()
 
@@ -175,9 +167,6 @@ class MatrixStep:
         """Decay and update the local pieces of a bucket's parameters."""
         transfer = self._transfers[op.key]
         update_of = transfer.updates()
-        for job, neurons in transfer.moments.items():
-            if neurons in update_of:
-                self._second_moments(job).copy_(update_of[neurons])
         keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
         for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
             lr = shared_lr * factor
@@ -231,23 +220,15 @@ class MatrixStep:
         """The calling rank's pieces of the momenta. Shares memory."""
         return [job.local_view(local_tensor(self._states[job.parameter.tensor][MOMENTUM])) for job in jobs]
 
-    def _second_moments(self, job: MatrixJob) -> Tensor:
-        """The second moments of the calling rank's neurons, viewed in the wire dtype. Shares memory."""
-        assert job.neurons is not None
-        local = local_tensor(self._states[job.parameter.tensor][SECOND_MOMENT])
-        return job.neurons.local_view(local, self._pool.dtype)
-
-    def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
-        """Values of all neurons (neurons, 1) viewed in the wire dtype, in the shape of their box. Shares memory."""
-        assert job.neurons is not None
-        return values.view(self._pool.dtype).view(job.neurons.pieces.box.shape)
-
-    def _normalized(self, job: MatrixJob, update: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """The NorMuon update of an owned matrix, and the new second moments (neurons, 1)."""
+    def _normalized(self, job: MatrixJob, update: Tensor) -> Tensor:
+        """The update of an owned matrix after NorMuon, if its param group has that."""
+        second_moments = self.moments.get(job)
+        if second_moments is None:
+            return update
         beta2 = number(job.parameter.group["normuon_beta2"], self._agreed.numbers)
-        is_transposed = job.matrix.is_transposed
-        update, moments = normalize_neurons(update.mT if is_transposed else update, moments.view(-1), beta2=beta2)
-        return (update.mT if is_transposed else update), moments.view(-1, 1)
+        if job.matrix.is_transposed:
+            return normalize_neurons_(update.mT, second_moments, beta2=beta2).mT
+        return normalize_neurons_(update, second_moments, beta2=beta2)
 
 
 def orthogonalized_by(

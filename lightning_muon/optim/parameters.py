@@ -350,11 +350,17 @@ def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
     zeros = zero_state(parameter)
     for key, value in whole.items():
         like: Any = zeros.get(key, tensor)
-        mesh, placements = like.device_mesh, tuple(like.placements)
-        (box,) = held_boxes(tuple(value.shape), tuple(mesh.shape), placements, [tuple(mesh.get_coordinate() or ())])
-        part = value[tuple(map(slice, box.start, box.stop))].clone()
-        size, stride = like.shape, like.stride()
+        mesh, placements, size, stride = like.device_mesh, like.placements, like.shape, like.stride()
+        part = part_of(value, like).clone()
         state[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
+    mesh = like.device_mesh
+    place = tuple(mesh.get_coordinate() or ())
+    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), tuple(like.placements), [place])
+    return whole[box.slices]
 
 
 class StateCompletion:
@@ -389,6 +395,11 @@ class StateCompletion:
             if not state.keys() >= self.keys(parameter):
                 self._made.add(parameter.tensor)
                 self.fill(parameter, state)
+
+    @property
+    def made(self) -> Collection[Tensor]:
+        """Parameters for which zero state was made since the last :meth:`agree`."""
+        return self._made
 
     def loaded(self) -> None:
         """Note that the states were loaded from a checkpoint; local."""

@@ -30,23 +30,10 @@ class MatrixJob:
     parameter: RoutedParameter
     matrix: LogicalMatrix
     pieces: exchange.Pieces
-    neurons: NeuronValues | None = None  # Second moments of its neurons, if it has any.
 
     def local_view(self, local: Tensor) -> Tensor:
         """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
         return self.pieces.local_view(local)
-
-
-@dataclass(frozen=True, eq=False)
-class NeuronValues:
-    """The float32 second moments of the neurons of a matrix, viewed in the wire dtype."""
-
-    pieces: exchange.Pieces
-    holds_some: bool  # Whether the calling rank has any.
-
-    def local_view(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
-        return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +45,11 @@ class ExchangeGroup:
     replica_of: tuple[int, ...]
     jobs: tuple[MatrixJob, ...]  # Matrices.
     plan: MuonPlan  # Owners and buckets.
+
+    @cached_property
+    def owners(self) -> Mapping[MatrixJob, tuple[int, ...]]:
+        """The ranks that orthogonalize each matrix."""
+        return dict(zip(self.jobs, self.plan.owners, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +215,6 @@ def _exchange_groups(
                 ranks[mesh],
                 placements,
                 NewtonSchulzOptions.of(each.group),
-                normuon=each.group["normuon"],
             )
         )
     mesh_of = {found: mesh for mesh, found in ranks.items()}
@@ -231,15 +222,7 @@ def _exchange_groups(
     groups: list[ExchangeGroup] = []
     for mesh, each in planned:
         axes = axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE
-        jobs = tuple(
-            MatrixJob(
-                matrices[placed.parameter],
-                placed.matrix,
-                placed.pieces,
-                None if placed.neurons is None else NeuronValues(placed.neurons, axes.rank in placed.neurons.by_rank),
-            )
-            for placed in each.matrices
-        )
+        jobs = tuple(MatrixJob(matrices[placed.parameter], placed.matrix, placed.pieces) for placed in each.matrices)
         groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan))
     return tuple(groups)
 

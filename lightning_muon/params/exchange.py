@@ -18,13 +18,12 @@ from torch import Tensor
 from lightning_muon.config import ExchangeOptions
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, held_boxes, sharded_axes
-from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, neuron_shape, tile
+from lightning_muon.params.logical import Box, LogicalMatrix, ShardBoxes, cut_of, logical_matrices, tile
 from lightning_muon.params.routing import Route
 from lightning_muon.schedule.assign import MatrixShards, MatrixSpec, sharing_pays
 from lightning_muon.schedule.muon import MuonPlan, plan_step
 
 Coordinate = tuple[int, ...]
-NEURON_ITEMSIZE = 4  # Bytes of a state value of a neuron: float32.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,6 @@ class ParameterToPlan:
     mesh: MeshRanks
     placements: tuple[AxisPlacement, ...]
     newton_schulz: NewtonSchulzOptions
-    normuon: bool = False  # Whether second moments of the neurons are sent with the matrices.
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +136,6 @@ class PlacedMatrix:
     parameter: int  # Index of its parameter among those of `plan_exchanges`.
     matrix: LogicalMatrix  # Its box in the parameter.
     pieces: Pieces  # Where it lies.
-    # Where second moments of its neurons lie, if any: in a float32 tensor of `neuron_shape`, viewed in the wire dtype,
-    # in one more dimension.
-    neurons: Pieces | None
     spec: MatrixSpec  # Its description for the planner.
 
 
@@ -210,19 +205,15 @@ def group_matrices(
         for matrix in matrices:
             flops, ranks = flops_and_ranks(each.mesh, sharded, matrix.rows, matrix.cols, each.newton_schulz)
             shards = shards_of(each.shape, each.placements, ranks)
-            pieces, neurons = shards.pieces(matrix), None
-            if each.normuon:
-                width = NEURON_ITEMSIZE // options.itemsize
-                neurons = shards.neurons(matrix, neuron_shape(each.shape, each.route), width)
+            pieces = shards.pieces(matrix)
             spec = MatrixSpec(
                 name=matrix.name,
                 rows=matrix.rows,
                 cols=matrix.cols,
                 flops=flops,
                 shards=pieces.on_ranks,
-                neuron_shards=None if neurons is None else neurons.on_ranks,
             )
-            groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, neurons, spec))
+            groups.setdefault(ranks, []).append(PlacedMatrix(index, matrix, pieces, spec))
     return sorted(groups.items(), key=lambda item: any(item[0].replica_of))
 
 
@@ -233,7 +224,6 @@ class _ParameterShards:
         self._ranks = ranks
         self._shards = ShardBoxes(held_boxes(shape, ranks.mesh.shape, placements, ranks.coordinates))
         self._known: dict[Box, Pieces] = {}
-        self._known_neurons: dict[tuple[object, ...], Pieces] = {}
         self._on_ranks: dict[tuple[object, ...], MatrixShards] = {}
 
     def pieces(self, matrix: LogicalMatrix) -> Pieces:
@@ -248,29 +238,6 @@ class _ParameterShards:
             slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
             self._known[box] = Pieces(box, self._shards, self._on_ranks[pattern], slices)
         return self._known[box]
-
-    def neurons(self, matrix: LogicalMatrix, shape: tuple[int, ...], width: int) -> Pieces:
-        """Where the values of a matrix's neurons lie, ``width`` wire elements each, in a tensor of ``shape``.
-
-        They are sharded like the parameter's output dimension; a rank that holds only some inputs of its neurons still
-        holds their values.
-        """
-        key = matrix.neuron_box, matrix.neuron_dims, shape, width
-        if key not in self._known_neurons:
-            kept, own = matrix.neuron_dims, matrix.neuron_box
-            held = [
-                Box(
-                    (*(box.start[dim] if dim in kept else 0 for dim in range(len(shape))), 0),
-                    (*(box.stop[dim] if dim in kept else size for dim, size in enumerate(shape)), width),
-                )
-                for box in self._shards.boxes
-            ]
-            whole = Box((*own.start, 0), (*own.stop, width))
-            mine, outer = held[self._ranks.rank].intersect(whole), held[self._ranks.rank]
-            on_ranks = MatrixShards([box.intersect(whole).numel for box in held], self._ranks.replica_of)
-            slices = None if mine == outer or not mine.numel else mine.slices_in(outer)
-            self._known_neurons[key] = Pieces(whole, ShardBoxes(held), on_ranks, slices)
-        return self._known_neurons[key]
 
     def _count(self, matrix: LogicalMatrix) -> MatrixShards:
         """Elements of the matrix on each rank."""

@@ -35,6 +35,11 @@ class Box:
         stop = tuple(map(max, start, map(min, self.stop, other.stop)))
         return Box(start, stop)
 
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in the whole tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Index of this box in a tensor that holds just ``outer``."""
         return tuple(

@@ -148,22 +148,11 @@ class MatrixSpec:
     cols: int
     flops: int  # Cost of Newton-Schulz.
     shards: MatrixShards  # How it lies on the ranks of its exchange group.
-    # Wire elements that are sent with it: values of its neurons that each rank holds, some on several ranks.
-    neuron_shards: MatrixShards | None = None
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return self.rows * self.cols
-
-    @property
-    def travelling(self) -> list[tuple[MatrixShards, int]]:
-        """Shards of all that is sent to the owner and back, each with its number of elements in a replica."""
-        found = [(self.shards, self.numel)]
-        if self.neuron_shards is not None and self.neuron_shards.by_replica:
-            holders = next(iter(self.neuron_shards.by_replica.values()))
-            found.append((self.neuron_shards, sum(count for _, count in holders)))
-        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +175,7 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
     num_alike: Counter[MatrixShards] = Counter()
     # By shards and replica: owners there, and matrices with an owner there.
     num_owners, num_served = Counter[tuple[MatrixShards, int]](), Counter[tuple[MatrixShards, int]]()
-    alike = Counter((*each, chosen) for matrix, chosen in owners.items() for each in specs[matrix].travelling)
+    alike = Counter((specs[matrix].shards, specs[matrix].numel, chosen) for matrix, chosen in owners.items())
     for (shards, whole, chosen), times in alike.items():
         num_alike[shards] += times
         for owner in chosen:
