@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.params.boxes import Box
 from lightning_muon.params.layout import AxisPlacement, OwnedBy, held_boxes
-from lightning_muon.params.logical import Box
 from lightning_muon.schedule.assign import longest_first
 
 

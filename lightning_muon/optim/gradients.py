@@ -16,9 +16,9 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import join_names
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
+from lightning_muon.optim.parameters import Gradients, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
+from lightning_muon.params.layout import Layout, MeshMembers, local_tensor, replicated_axes
 
 
 @dataclass(eq=False)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.optim.parameters import SECOND_MOMENT, States, part_of
-from lightning_muon.optim.step_plan import MatrixJob, StepPlan
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import PlacedState
-from lightning_muon.params.logical import neuron_shape
+from lightning_muon.params.matrices import Matrix, neuron_shape
 
 
 class SecondMoments:
@@ -26,29 +26,29 @@ class SecondMoments:
         """Take them from the states. Collective over the meshes of the plan."""
         self.are_outdated = False  # Whether the states were loaded since, so that the next step makes a new plan.
         self._groups = [
-            (group.axes, {job: owners for job, owners in group.owners.items() if job.parameter.group["normuon"]})
+            (group.axes, [matrix for matrix in group.matrices if matrix.parameter.group["normuon"]])
             for group in plan.exchange_groups
         ]
         self._shapes: dict[Tensor, tuple[int, ...]] = {
-            job.parameter.tensor: neuron_shape(tuple(job.parameter.tensor.shape), job.parameter.route)
-            for _, owners in self._groups
-            for job in owners
+            each.parameter.tensor: neuron_shape(tuple(each.parameter.tensor.shape), each.parameter.route)
+            for _, matrices in self._groups
+            for each in matrices
         }
         whole = self._gathered(plan, states)
-        self._of_job: dict[MatrixJob, Tensor] = {}
-        for axes, owners in self._groups:
-            for job in (job for job, ranks in owners.items() if axes.rank in ranks):
-                values = whole[job.parameter.tensor][job.matrix.neuron_box.slices].reshape(-1)
+        self._of: dict[Matrix, Tensor] = {}
+        for axes, matrices in self._groups:
+            for matrix in (each for each in matrices if axes.rank in each.owners):
+                values = whole[matrix.parameter.tensor][matrix.neuron_box.slices].reshape(-1)
                 # A process alone updates its state itself.
-                self._of_job[job] = values if axes.group is None else values.clone()
+                self._of[matrix] = values if axes.group is None else values.clone()
 
     def outdate(self) -> None:
         """Note that the states were loaded; local."""
         self.are_outdated = bool(self._shapes)
 
-    def get(self, job: MatrixJob) -> Tensor | None:
+    def get(self, matrix: Matrix) -> Tensor | None:
         """Those of a matrix that this rank owns, to be changed in place; ``None`` without NorMuon."""
-        return self._of_job.get(job)
+        return self._of.get(matrix)
 
     def _gathered(self, plan: StepPlan, states: States) -> dict[Tensor, Tensor]:
         """The whole state of each parameter that has some. Collective over the meshes of the plan."""
@@ -69,21 +69,18 @@ class SecondMoments:
             tensor: torch.zeros(shape, dtype=torch.float32, device=tensor.device)
             for tensor, shape in self._shapes.items()
         }
-        for axes, owners in self._groups:
-            if not owners:
-                continue
-            device = next(iter(owners)).parameter.tensor.device
-            sizes = [job.matrix.num_neurons for job in owners]
-            values = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-            parts = dict(zip(owners, torch.split(values, sizes), strict=True))
-            for job, ranks in owners.items():
-                if ranks[0] == axes.rank:
-                    parts[job].copy_(self._of_job[job])
+        for axes, matrices in (each for each in self._groups if each[1]):
+            sizes = [matrix.num_neurons for matrix in matrices]
+            values = torch.zeros(sum(sizes), dtype=torch.float32, device=matrices[0].parameter.tensor.device)
+            parts = dict(zip(matrices, torch.split(values, sizes), strict=True))
+            for matrix, part in parts.items():
+                if matrix.owners[0] == axes.rank:
+                    part.copy_(self._of[matrix])
             if axes.group is not None:
                 start_all_reduce_sum(values, axes).wait()
-            for job, part in parts.items():
-                box = job.matrix.neuron_box
-                whole[job.parameter.tensor][box.slices] = part.view(box.shape)
+            for matrix, part in parts.items():
+                box = matrix.neuron_box
+                whole[matrix.parameter.tensor][box.slices] = part.view(box.shape)
         for tensor, values in whole.items():
             if SECOND_MOMENT in states.get(tensor, ()) and tensor not in newer and not self.are_outdated:
                 state: Tensor = states[tensor][SECOND_MOMENT]

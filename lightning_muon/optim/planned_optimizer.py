@@ -25,14 +25,13 @@ from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
-from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, local_tensor, parameters_of
-from lightning_muon.params.logical import neuron_shape
+from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
+from lightning_muon.params.matrices import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.removed import removed
+from lightning_muon.schedule.exchange import PlanOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -383,7 +382,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _make_plan(self) -> PlannedStep:
         """Make the plan. Collective over the meshes of the parameters."""
         self._follow_module(is_late=False)
-        meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
+        meshes = group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)
         device = self._layout.local(routed[0].tensor).device

@@ -17,10 +17,11 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob
-from lightning_muon.params.logical import Box
+from lightning_muon.params.boxes import Box
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.schedule.exchange import ExchangeGroup
 
-_Piece = tuple[MatrixJob, Box]
+_Piece = tuple[Matrix, Box]
 # Pieces, each with the other rank that gets or sends it.
 _Addressed = Sequence[tuple[int, _Piece]]
 
@@ -70,20 +71,21 @@ def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Pa
 
 
 class Transfer:
-    """The exchange of the jobs ``taken`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
+    """The exchange of the ``matrices`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
 
     ``slots``: leg -> which of the rolling buffers of the ``pool`` it uses.
     """
 
-    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: Mapping[str, str]) -> None:
-        self.group, self.taken, self._pool, self.slots = group, tuple(taken), pool, slots
+    def __init__(
+        self, group: ExchangeGroup, matrices: tuple[Matrix, ...], pool: BufferPool, slots: Mapping[str, str]
+    ) -> None:
+        self.group, self.matrices, self._pool, self.slots = group, matrices, pool, slots
         me = group.axes.rank
-        self._owners = {group.jobs[index]: group.plan.owners[index] for index in taken}
-        # Jobs of which the calling rank has a piece, and those that it orthogonalizes.
-        self.jobs = [job for job in self._owners if me in job.pieces.by_rank]
-        self.owned = [job for job, owners in self._owners.items() if me in owners]
+        # Those of which the calling rank has a piece, and those that it orthogonalizes.
+        self.held = [matrix for matrix in matrices if me in matrix.pieces]
+        self.owned = [matrix for matrix in matrices if me in matrix.owners]
         self._to_keep = frozenset(self.owned)
-        self._own_pieces: dict[MatrixJob, Tensor] = {}
+        self._own_pieces: dict[Matrix, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @cached_property
@@ -92,12 +94,12 @@ class Transfer:
         replica_of, me = self.group.replica_of, self.group.axes.rank
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
         outgoing = [
-            (rank, (job, job.pieces.by_rank[me])) for job in self.jobs for rank in self._owners[job] if rank in peers
+            (rank, (matrix, matrix.pieces[me])) for matrix in self.held for rank in matrix.owners if rank in peers
         ]
         incoming = [
-            (rank, (job, piece)) for job in self.owned for rank, piece in job.pieces.by_rank.items() if rank in peers
+            (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank in peers
         ]
-        has_single_owners = all(len(ranks) == 1 for ranks in self.group.plan.owners)
+        has_single_owners = all(len(matrix.owners) == 1 for matrix in self.group.matrices)
         return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
 
     @cached_property
@@ -105,60 +107,55 @@ class Transfer:
         """The leg that takes updates to all ranks that hold pieces, each from one owner."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing = [
-            (rank, (job, piece))
-            for job, owners in ((job, set(self._owners[job])) for job in self.owned)
-            for rank, piece in job.pieces.by_rank.items()
+            (rank, (matrix, piece))
+            for matrix, owners in ((matrix, set(matrix.owners)) for matrix in self.owned)
+            for rank, piece in matrix.pieces.items()
             if rank not in owners
         ]
-        incoming = [
-            (owners[0], (job, job.pieces.by_rank[me]))
-            for job, owners in self._owners.items()
-            if me in job.pieces.by_rank and me not in owners
-        ]
+        incoming = [(matrix.owners[0], (matrix, matrix.pieces[me])) for matrix in self.held if me not in matrix.owners]
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
-    def _sent_at(self) -> Mapping[MatrixJob, Sequence[int]]:
-        """Places of each job's piece in the buffer that is sent to the owners, one for each region that holds it."""
-        places: dict[MatrixJob, list[int]] = {}
-        for place, (job, _) in enumerate(self.gather.sent):
-            places.setdefault(job, []).append(place)
+    def _sent_at(self) -> Mapping[Matrix, Sequence[int]]:
+        """Places of each matrix's piece in the buffer for the owners, one for each region that holds it."""
+        places: dict[Matrix, list[int]] = {}
+        for place, (matrix, _) in enumerate(self.gather.sent):
+            places.setdefault(matrix, []).append(place)
         return places
 
-    def pack(self, jobs: Sequence[MatrixJob], pieces: Sequence[Tensor]) -> None:
-        """Take the calling rank's piece of some jobs; copy those for other owners into the buffer."""
-        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(jobs, pieces, strict=True))
-        sent = [(views[place], piece) for job, piece in piece_of.items() for place in self._sent_at.get(job, ())]
+    def pack(self, matrices: Sequence[Matrix], pieces: Sequence[Tensor]) -> None:
+        """Take the calling rank's piece of some matrices; copy those for other owners into the buffer."""
+        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(matrices, pieces, strict=True))
+        sent = [(views[place], piece) for matrix, piece in piece_of.items() for place in self._sent_at.get(matrix, ())]
         _copy([view for view, _ in sent], [piece for _, piece in sent])
-        self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
+        self._own_pieces |= {matrix: piece for matrix, piece in piece_of.items() if matrix in self._to_keep}
 
-    def unpack(self, matrices: Mapping[MatrixJob, Tensor]) -> None:
+    def unpack(self, wholes: Mapping[Matrix, Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns."""
-        leg, parts = self.gather, _parts(matrices)
-        me = self.group.axes.rank
-        targets = [parts[job][box.start] for job, box in leg.received]
+        leg, parts, me = self.gather, _parts(wholes), self.group.axes.rank
+        targets = [parts[matrix][box.start] for matrix, box in leg.received]
         sources = list(self._views(leg, is_sent=False))
-        for job, piece in self._own_pieces.items():
-            targets.append(parts[job][job.pieces.by_rank[me].start])
+        for matrix, piece in self._own_pieces.items():
+            targets.append(parts[matrix][matrix.pieces[me].start])
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
-    def pack_updates(self, updates: Mapping[MatrixJob, Tensor]) -> None:
+    def pack_updates(self, updates: Mapping[Matrix, Tensor]) -> None:
         """Pack the update of every owned matrix."""
         leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
-        _copy(self._views(leg, is_sent=True), [parts[job][box.start] for job, box in leg.sent])
+        _copy(self._views(leg, is_sent=True), [parts[matrix][box.start] for matrix, box in leg.sent])
         self._own_pieces = {
-            job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
-            for job in self.owned
-            if me in job.pieces.by_rank
+            matrix: parts[matrix][matrix.pieces[me].start].to(self._pool.dtype)
+            for matrix in self.owned
+            if me in matrix.pieces
         }
 
-    def updates(self) -> dict[MatrixJob, Tensor]:
-        """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
+    def updates(self) -> dict[Matrix, Tensor]:
+        """The calling rank's pieces of the updates; views of the buffers, valid until the slot is reused."""
         leg = self.scatter
-        received = zip((job for job, _ in leg.received), self._views(leg, is_sent=False), strict=True)
+        received = zip((matrix for matrix, _ in leg.received), self._views(leg, is_sent=False), strict=True)
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
         return found
@@ -179,9 +176,9 @@ class Transfer:
         return self._cached_views[key][1]
 
 
-def _parts(matrices: Mapping[MatrixJob, Tensor]) -> dict[MatrixJob, dict[tuple[int, ...], Tensor]]:
+def _parts(wholes: Mapping[Matrix, Tensor]) -> dict[Matrix, dict[tuple[int, ...], Tensor]]:
     """Views of each rank's piece of whole matrices, by the start of its box."""
-    return {job: job.pieces.views(matrix) for job, matrix in matrices.items()}
+    return {matrix: matrix.views(whole) for matrix, whole in wholes.items()}
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

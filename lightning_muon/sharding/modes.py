@@ -21,7 +21,7 @@ from lightning_muon.grad_sync.sharded_layout import ShardedLayout
 from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners, Results, Transport
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import Layout
-from lightning_muon.params.logical import logical_matrices
+from lightning_muon.params.matrices import matrices_in
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.shard_model import agree_on_units, check_layers, check_meta, find_units, units_of
@@ -224,9 +224,9 @@ def _flops_of_whole_matrices(optimizers: Sequence[Any]) -> dict[Tensor, int]:
         routes = iter(optimizer.routes)
         for group in optimizer.param_groups:
             for parameter, route in zip(group["params"], routes, strict=False):
-                matrices = logical_matrices(tuple(parameter.shape), route)
+                matrices = matrices_in(tuple(parameter.shape), route)
                 options, arithmetic = NewtonSchulzOptions.of(group), Arithmetic(parameter.device.type, torch.bfloat16)
-                flops = sum(options.flops(each.rows, each.cols, arithmetic) for each in matrices)
+                flops = sum(options.flops(rows, cols, arithmetic) for _, rows, cols in matrices)
                 if flops and route.kind != "stack":
                     found[parameter] = flops
     return found
