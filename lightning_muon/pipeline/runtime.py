@@ -211,8 +211,8 @@ class PipelineRuntime:
     def train(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch; return its mean loss.
 
-        See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Parameters may have been
-        frozen, or unfrozen, since the last batch. Collective over all ranks.
+        See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Parameters may have
+        been frozen, or unfrozen, since the last batch. Collective over all ranks.
 
         Raises:
             ValueError: If the ranks have different batches; before any message.

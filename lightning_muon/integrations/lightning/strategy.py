@@ -49,6 +49,7 @@ from lightning_muon.integrations.lightning.trainer import (
 )
 from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.pipeline.runtime import GIVE_ALL
 
 _SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
 
