@@ -44,10 +44,17 @@ TOLERANCE = 2e-6
 
 
 def _train(place: Callable[[Tensor], Tensor], options: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights and whole states after some steps; one gradient is missing in the first ones, one is NaN in the third."""
+    """Weights and whole states after some steps; one gradient is missing in the first ones, one is NaN in the third.
+
+    A new plan is made in the second step, and the state is loaded in the third one, so that owners change.
+    """
     parameters = {name: nn.Parameter(place(tensor)) for name, tensor in random_tensors(SHAPES, 0).items()}
     optimizer = ParallelMuon(parameters.items(), lr=LR, algorithm="muon", **PARTS, **options)
     for step in range(NUM_STEPS):
+        if step == 1:
+            optimizer.add_param_group({"params": [("bias", nn.Parameter(torch.zeros(4)))], "algorithm": "adamw"})
+        if step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
         for name, grad in random_tensors(SHAPES, 1 + step).items():
             parameters[name].grad = None if name == "odd" and step < 2 else place(grad)
         if step == 3:
@@ -59,7 +66,7 @@ def _train(place: Callable[[Tensor], Tensor], options: dict[str, Any]) -> tuple[
             for parameter, gradient in zip(parameters.values(), gradients, strict=True):
                 parameter.grad = gradient
         optimizer.step()
-    names, states = list(SHAPES), _states(optimizer)
+    names, states = [*SHAPES, "bias"], _states(optimizer)
     named = {f"{names[int(number)]}.{key}": states[f"{number}.{key}"] for number, key in (k.split(".") for k in states)}
     return wholes(parameters), named
 
