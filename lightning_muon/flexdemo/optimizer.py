@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from lightning_muon.flexdemo.config import (
     MUON_RATE,
     SIGN_SGD,
     FlexDeMoConfig,
+    FlexDeMoOptions,
 )
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
@@ -75,7 +76,7 @@ class FlexDeMo(PlannedOptimizer):
         lr: float | Tensor = FlexDeMoConfig.lr,
         *,
         mesh: DeviceMesh | None = None,
-        **options: Any,
+        **options: Unpack[FlexDeMoOptions],
     ) -> None:
         self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)
