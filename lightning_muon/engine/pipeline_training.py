@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.comm.agreement import together
-from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.pipeline.runtime import cut_once
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
+from lightning_muon.sharding.tokens import TokenCount
 
 GIVE_ALL = (
     "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
