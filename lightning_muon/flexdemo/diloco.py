@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.collectives import make_buckets, start_all_reduce_sum
 from lightning_muon.compat.torch import profiled
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.replicators import DiLoCo
-from lightning_muon.grad_sync.reducer import make_buckets
 from lightning_muon.optim.parameters import Gradients
 from lightning_muon.params.layout import local_tensor
 

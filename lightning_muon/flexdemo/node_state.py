@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
+from lightning_muon.math.checksum import checksums
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
 
 _NOT_SHARDED = (

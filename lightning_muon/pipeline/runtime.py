@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.comm.agreement import together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.sharding.tokens import TokenCount
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Context

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.comm.groups import ALONE, axis_group
-from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout, parameters_of
+from lightning_muon.sharding.clipping import clip_norm_
 from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from lightning_muon.sharding.shard_model import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device

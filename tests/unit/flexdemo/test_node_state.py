@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_muon.comm.agreement import checksums
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, local_of_nodes
+from lightning_muon.math.checksum import checksums
 from tests.support.processes import ProcessPool
 
 # Rows that do not divide, fewer rows than ranks, a stack.
