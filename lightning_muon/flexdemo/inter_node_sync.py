@@ -15,8 +15,8 @@ from lightning_muon.comm.groups import ALONE, axis_group
 from lightning_muon.flexdemo.bucket import signs
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.node_state import NodeLayout, local_of_nodes, part_of
-from lightning_muon.optim.parameters import Gradients, RoutedParameter, StateCompletion, States
-from lightning_muon.params.layout import local_tensor
+from lightning_muon.optim.parameters import Gradients, StateCompletion, States
+from lightning_muon.params.layout import RoutedParameter, local_tensor
 
 
 @dataclass(frozen=True, eq=False)

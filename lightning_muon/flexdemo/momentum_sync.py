@@ -16,8 +16,8 @@ from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
 from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
-from lightning_muon.optim.parameters import Gradients, RoutedParameter, States
-from lightning_muon.params.layout import local_tensor
+from lightning_muon.optim.parameters import Gradients, States
+from lightning_muon.params.layout import RoutedParameter, local_tensor
 
 
 class MomentumSync(InterNodeSync):

@@ -32,9 +32,9 @@ from lightning_muon.flexdemo.node_state import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
+from lightning_muon.optim.parameters import StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
-from lightning_muon.params.layout import Layout, local_tensor, parameters_of
+from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
 from lightning_muon.schedule.program import Op
 
 _DEFAULTS = FlexDeMoConfig()

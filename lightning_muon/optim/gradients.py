@@ -17,9 +17,9 @@ from lightning_muon.config import join_names
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.math.norms import local_norms
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
+from lightning_muon.optim.parameters import Gradients, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
+from lightning_muon.params.layout import Layout, MeshMembers, local_tensor, replicated_axes
 
 
 @dataclass(eq=False)

@@ -24,14 +24,13 @@ from lightning_muon.optim import gradients, parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import FiniteCheck, agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
-from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, local_tensor, parameters_of
-from lightning_muon.params.logical import neuron_shape
+from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
+from lightning_muon.params.matrices import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.removed import removed
+from lightning_muon.schedule.exchange import PlanOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -236,9 +235,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and states; every parameter has a state, also before the first step.
 
-        Collective over the mesh of parameters whose state is sharded (``sharding="zero2"``).
+        Collective over the mesh of parameters whose state is on one rank: all with ``sharding="zero2"``, matrices with
+        ``normuon``.
         """
         self._complete_state()
+        self._write_second_moments()
         packed = super().state_dict()
         given, layout = dict(enumerate(parameters_of(self))), self._layout
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
@@ -259,6 +260,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
+        if self._planned is not None:
+            self._planned.matrix_step.moments.outdate()
         self._take_second_moments(state_dict)
         for parameter in self._routed_parameters():
             parameters.divide_whole_(parameter, self._existing_state[parameter.tensor])
@@ -325,6 +328,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
                     )
                 group["params"][place] = new
 
+    def _write_second_moments(self) -> None:
+        """Bring the second moments of NorMuon from their owners into the state. Collective as :meth:`step` is."""
+        if self._planned is not None:
+            self._planned.matrix_step.moments.write(self._existing_state, newer=self._completion.made)
+
     def _complete_state(self) -> None:
         self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
@@ -373,7 +381,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _make_plan(self) -> PlannedStep:
         """Make the plan. Collective over the meshes of the parameters."""
         self._follow_module(is_late=False)
-        meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
+        meshes = group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)
         device = self._layout.local(routed[0].tensor).device
@@ -383,11 +391,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         together(lambda: self._try_functions(options.arithmetic, wire_dtype, device), axes)
 
         self._watch([parameter.tensor for parameter in routed])
+        self._write_second_moments()
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
         plan = make_step_plan(routed, meshes, options=options)
         step = MatrixStep(
             plan,
+            self._existing_state,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,
             wire_dtype=wire_dtype,
             has_momentum=self.has_momentum,
@@ -454,7 +464,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Whether a new plan must be made, or a hyper-parameter is wrong; local."""
         is_valid = self._checked_groups.are_right(self.param_groups)
         is_complete = self._completion.is_complete(self._existing_state)
-        return planned.key != self._key() or not is_valid or not is_complete
+        is_loaded = planned.matrix_step.moments.are_outdated
+        return planned.key != self._key() or not is_valid or not is_complete or is_loaded
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True

@@ -25,8 +25,9 @@ from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
+from lightning_muon.params.boxes import Box
 from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, contiguous_stride, held_boxes
-from lightning_muon.params.logical import Box, logical_matrices
+from lightning_muon.params.matrices import matrices_in
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
 from lightning_muon.sharding.reducer import GradientBucket, Parameters, flat_gradient
@@ -572,9 +573,9 @@ def _flops_of_whole_matrices(optimizers: Sequence[Any]) -> dict[Tensor, int]:
         routes = iter(optimizer.routes)
         for group in optimizer.param_groups:
             for parameter, route in zip(group["params"], routes, strict=False):
-                matrices = logical_matrices(tuple(parameter.shape), route)
+                matrices = matrices_in(tuple(parameter.shape), route)
                 options, arithmetic = NewtonSchulzOptions.of(group), Arithmetic(parameter.device.type, torch.bfloat16)
-                flops = sum(options.flops(each.rows, each.cols, arithmetic) for each in matrices)
+                flops = sum(options.flops(rows, cols, arithmetic) for _, rows, cols in matrices)
                 if flops and route.kind != "stack":
                     found[parameter] = flops
     return found

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
-from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from lightning_muon.params.shapes import ParameterShape, read_shapes
 from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
