@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.optim.parameters import SECOND_MOMENT, States, part_of
+from lightning_muon.optim.parameters import SECOND_MOMENT, States, own_part_of
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import PlacedState
 from lightning_muon.params.matrices import Matrix, neuron_shape
@@ -85,6 +85,6 @@ class SecondMoments:
             if SECOND_MOMENT in states.get(tensor, ()) and tensor not in newer and not self.are_outdated:
                 state: Tensor = states[tensor][SECOND_MOMENT]
                 if isinstance(state, DTensor):
-                    state.to_local().copy_(part_of(values, state))
+                    state.to_local().copy_(own_part_of(values, state))
                 elif state.numel():  # With zero2 it is on one rank of the shard axis.
                     state.copy_(values)

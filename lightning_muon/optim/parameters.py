@@ -311,11 +311,11 @@ def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
     for key, value in whole.items():
         like: Any = zeros.get(key, tensor)
         mesh, placements, size, stride = like.device_mesh, like.placements, like.shape, like.stride()
-        part = part_of(value, like).clone()
+        part = own_part_of(value, like).clone()
         state[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-def part_of(whole: Tensor, like: DTensor) -> Tensor:
+def own_part_of(whole: Tensor, like: DTensor) -> Tensor:
     """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
     mesh = like.device_mesh
     place = tuple(mesh.get_coordinate() or ())
