@@ -24,7 +24,8 @@ from lightning_muon.params.layout import Layout
 from lightning_muon.params.logical import logical_matrices
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, is_attachable
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.shard_model import agree_on_units, check_layers, check_meta, find_units, units_of
+from lightning_muon.sharding.shard_model import agree_on_units, check_layers, check_meta
+from lightning_muon.sharding.units import find_units, units_of
 from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 
@@ -143,12 +144,9 @@ class Ddp(ShardingMode):
         reducer = self.attached(self._reducer)
         self.require_no_failure()
         reducer.finish()
-        if self.call_log is not None:
-            self.call_log.restart()
 
     @override
     def close(self) -> None:
-        super().close()
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

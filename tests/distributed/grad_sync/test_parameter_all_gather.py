@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
 from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.params.layout import OwnedBy
-from lightning_muon.sharding.shard_model import units_of
+from lightning_muon.sharding.units import units_of
 from tests.distributed.grad_sync.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
 
