@@ -43,7 +43,7 @@ from lightning_muon.optim.saved_states import are_ours, understood
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.removed import STATE_OF
-from lightning_muon.sharding.shard_model import original_class
+from lightning_muon.sharding.units import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
 

@@ -23,7 +23,7 @@ from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
-from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.units import WrapPolicy
 
 
 class MuonStrategy:
@@ -94,8 +94,7 @@ class MuonStrategy:
             if self.options.async_save:
                 self._saves = BackgroundSaves(own_gloo_group_of_all())
         if self._watchdog is None:
-            drain = None if self._saves is None else self._saves.wait
-            self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)
+            self._watchdog = watch_setup(self, silence=self.options.max_silence)
         return self._meshes
 
     def finish_saving(self) -> None:

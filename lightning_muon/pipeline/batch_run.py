@@ -23,7 +23,7 @@ from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
-from lightning_muon.sharding.shard_model import fsdp_modules, fsdp_roots
+from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 
 _Key = tuple[int, int]  # Stage and micro-batch.
 

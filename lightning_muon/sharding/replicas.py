@@ -171,8 +171,6 @@ class Ddp(ShardingMode):
         reducer = self.attached(self._reducer)
         self.require_no_failure()
         self.keep(reducer.finish())
-        if self.call_log is not None:
-            self.call_log.restart()
 
     def keep(self, sums: Mapping[Tensor, Tensor]) -> None:
         """Make sums of gradients available to clipping and optimizers. Local."""
@@ -181,7 +179,6 @@ class Ddp(ShardingMode):
 
     @override
     def close(self) -> None:
-        super().close()
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None

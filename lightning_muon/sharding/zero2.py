@@ -32,7 +32,7 @@ from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
 from lightning_muon.sharding.reducer import GradientBucket, Parameters, flat_gradient
 from lightning_muon.sharding.replicas import Ddp
-from lightning_muon.sharding.shard_model import find_units, units_of
+from lightning_muon.sharding.units import find_units, units_of
 from lightning_muon.sharding.weights import names_of
 
 

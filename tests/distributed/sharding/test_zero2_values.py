@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_muon.params.layout import OwnedBy
-from lightning_muon.sharding.shard_model import units_of
+from lightning_muon.sharding.units import units_of
 from lightning_muon.sharding.zero2 import ShardMap, Zero2Layout
 from tests.distributed.sharding.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
