@@ -34,13 +34,13 @@ from lightning_muon.engine.forward_methods import refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
+from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.clipping import clip_value_, find_nonfinite
 from lightning_muon.sharding.fsdp_call_log import CLIP, STEP
@@ -91,11 +91,10 @@ class TrainingEngine:
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
-        self._stages: PipelineTraining | None = None
+        self.pipeline: PipelineRuntime | None = None
         if meshes.stages is not None:
-            self._stages = PipelineTraining(module, options, meshes.stages)
-            mode_options = self._stages.mode_options(mode_options)
-        self.pipeline = self._stages and self._stages.runtime
+            self.pipeline = cut_once(module, options, meshes.stages)
+            mode_options = self.pipeline.mode_options(mode_options)
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
@@ -121,7 +120,7 @@ class TrainingEngine:
     @property
     def _stage_group(self) -> AxisGroup:
         """The ranks with the other stages of a pipeline; this rank alone without one."""
-        return ALONE if self._stages is None else self._stages.runtime.group
+        return ALONE if self.pipeline is None else self.pipeline.group
 
     # ---- before the first step
 
@@ -145,8 +144,8 @@ class TrainingEngine:
         self.is_sharded = True
         if self.divides_weights:
             refuse_parts_of_weights(module)
-        if self._stages is not None:
-            self._stages.take_calls(self.mode, self.run_pipeline)
+        if self.pipeline is not None:
+            self.pipeline.take_calls(self.mode, self.run_pipeline)
         self._watch()
 
     def attach(
@@ -166,8 +165,8 @@ class TrainingEngine:
         module, options = self.module, self.options
         forget_own(given)
         self.rebind(given)
-        if self._stages is not None:
-            self._stages.require_parameters(given)
+        if self.pipeline is not None:
+            self.pipeline.require_parameters(given)
         choice = options.optimizer
         conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
@@ -195,8 +194,8 @@ class TrainingEngine:
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         if options.loss_scaling == "tokens" and self.tokens is None:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
-        if self._stages is not None:
-            self._stages.attach(self.optimizers, self.tokens)
+        if self.pipeline is not None:
+            self.pipeline.attach(self.optimizers, self.tokens)
         self._watch()
         if every := options.check_replicas_every_n_steps:
             self._replica_check = ReplicaCheck(module, self.mode, every=every)
@@ -213,8 +212,8 @@ class TrainingEngine:
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
-                if self._stages is not None:
-                    group["params"] = self._stages.parameters_of_rank(group["params"], current, self._replaced)
+                if self.pipeline is not None:
+                    group["params"] = self.pipeline.parameters_of_rank(group["params"], current, self._replaced)
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -303,10 +302,10 @@ class TrainingEngine:
         The mean is that over the losses of the batch of this rank. Collective over all ranks. Gradients of the step
         before must be gone.
         """
-        assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
+        assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
         with self.explaining():
-            loss = self._stages.train(batch)
+            loss = self.pipeline.train(batch)
             self.finish_backward()
         return loss
 
@@ -335,8 +334,8 @@ class TrainingEngine:
             self.finish_gradients()
             self._mark(CLIP)
             norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
-            if self._stages is not None:
-                self._stages.skip_unless_finite(norm)
+            if self.pipeline is not None:
+                self.pipeline.skip_unless_finite(norm)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
@@ -426,8 +425,8 @@ class TrainingEngine:
             self.weights_have_changed()
 
     def _compare_last_batch(self) -> None:
-        if self._stages is not None:
-            self._stages.runtime.batches.compare_last()
+        if self.pipeline is not None:
+            self.pipeline.compare_last_batch()
 
     @property
     def divides_weights(self) -> bool:
