@@ -25,18 +25,21 @@ def checksum(tensor: Tensor, level: int = 0) -> Tensor:
     It is the sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place; in large tensors, of
     the sums of blocks in the same way. ``level`` chooses the random numbers.
     """
-    sums: list[Tensor] = []
-    parts: Sequence[Tensor] = tensor.detach().contiguous().view(-1).view(torch.uint8).split(_PART)
-    for part in parts:
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
+    octets, sums = tensor.detach().contiguous().view(-1).view(torch.uint8), list[Tensor]()
+    for start in range(0, max(1, octets.numel()), _PART):
+        words = _padded(octets[start : start + _PART], 8).view(torch.int64)
         weights = _weights(words.device, level)
         if words.numel() > _BLOCK:
-            rows = torch.cat([words, words.new_zeros(-words.numel() % _BLOCK)]).view(-1, _BLOCK)
+            rows = _padded(words, _BLOCK).view(-1, _BLOCK)
             sums.append((rows * weights).sum(1))
         else:
             sums.append((words * weights[: words.numel()]).sum(0, keepdim=True))
     total = torch.cat(sums)
     return total[0] if total.numel() == 1 else checksum(total, level + 1)
+
+
+def _padded(tensor: Tensor, multiple: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_zeros(-tensor.numel() % multiple)])
 
 
 @cache
