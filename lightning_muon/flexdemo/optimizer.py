@@ -22,9 +22,9 @@ from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.flexdemo.sync import InterNodeSync, MomentumSync, Trained
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
-from lightning_muon.optim.matrix_step import AgreedGradients
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import StateCompletion, as_saved
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
 from lightning_muon.schedule.program import Op
 
@@ -71,7 +71,7 @@ class FlexDeMo(PlannedOptimizer):
     ) -> None:
         self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)
-        self._checked: PlannedStep | None = None
+        self._checked: MatrixStep | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -252,16 +252,16 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained())
 
-    def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
-        with planned.matrix_step.executor.measured(Op(kind="nodes", key="all", rank=0)):
-            updates = self._sync.updates(self._trained(), agreed.gradients)
-        return replace(agreed, gradients=updates)
+    def _exchange(self, planned: MatrixStep, gradients: AgreedGradients) -> AgreedGradients:
+        with planned.executor.measured(Op(kind="nodes", key="all", rank=0)):
+            updates = self._sync.updates(self._trained(), gradients.gradients)
+        return replace(gradients, gradients=updates)
 
     @property
     def _elementwise(self) -> Elementwise:
         return sgd_step_ if self.config.base == "sgd" else super()._elementwise
 
-    def _end_step(self, planned: PlannedStep) -> None:
+    def _end_step(self, planned: MatrixStep) -> None:
         super()._end_step(planned)
         count = self.num_exchanges + 1
         for group in self.param_groups:

@@ -13,9 +13,8 @@ from dataclasses import replace
 from itertools import chain
 
 from lightning_muon.schedule.exchange import ExchangeGroup
-from lightning_muon.schedule.graph import NAMED, where
+from lightning_muon.schedule.graph import NAMED, validate, where
 from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, Program
-from lightning_muon.schedule.validate import validate
 
 
 def prefetch(program: Program, look_ahead: int) -> Program:

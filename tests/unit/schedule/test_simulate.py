@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from benchmarks.timelines import host_order
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.exchange import ExchangeGroup
+from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
 from lightning_muon.schedule.step import check_step, prefetch
-from lightning_muon.schedule.validate import validate
 from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, plans, programs, sharded, with_adamw
 
 
