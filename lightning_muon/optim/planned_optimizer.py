@@ -15,14 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
 from lightning_muon.comm.groups import require_backend
+from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
-from lightning_muon.grad_sync.clipping import FiniteCheck
-from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.optim import parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
-from lightning_muon.optim.gradients import GradientsAreNotFinite, agree_on_gradients
+from lightning_muon.optim.gradients import FiniteCheck, GradientsAreNotFinite, agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.optim.step_plan import make_step_plan, require_equal_parameters
