@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (25_686, 152),
+    "lightning_muon/**/*.py": (25_725, 151),
     "tests/**/*.py": (30_500, 253),
     "benchmarks/**/*.py": (3_995, 19),
     "recipes/**/*.*": (4_922, 58),

@@ -187,7 +187,7 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
                 if stage > 0 and is_first_data_rank:
                     dist.send(value.contiguous(), group=group.group, group_dst=0)
             elif isinstance(entry, torch.Tensor) and group.rank == 0 and is_first_data_rank:
-                value = torch.empty(entry.shape, dtype=entry.dtype, device=runtime_of(module).device)
+                value = torch.empty(entry.shape, dtype=entry.dtype, device=runtime_of(module).stages.device)
                 dist.recv(value, group=group.group, group_src=stage)
             if dist.get_rank() == 0:
                 whole[name] = value.cpu() if isinstance(value, torch.Tensor) else value

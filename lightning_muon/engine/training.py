@@ -34,7 +34,6 @@ from lightning_muon.engine.forward_methods import refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.pipeline_training import PipelineTraining
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
 from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
@@ -42,6 +41,7 @@ from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
+from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.fsdp import Fsdp
@@ -92,11 +92,10 @@ class TrainingEngine:
     ) -> None:
         self.module, self.options, self.meshes = module, options, meshes
         self.mesh = meshes.data
-        self._stages: PipelineTraining | None = None
+        self.pipeline: PipelineRuntime | None = None
         if meshes.stages is not None:
-            self._stages = PipelineTraining(module, options, meshes.stages)
-            mode_options = self._stages.mode_options(mode_options)
-        self.pipeline = self._stages and self._stages.runtime
+            self.pipeline = cut_once(module, options, meshes.stages)
+            mode_options = self.pipeline.mode_options(mode_options)
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
@@ -123,7 +122,7 @@ class TrainingEngine:
     @property
     def _stage_group(self) -> AxisGroup:
         """The ranks with the other stages of a pipeline; this rank alone without one."""
-        return ALONE if self._stages is None else self._stages.runtime.group
+        return ALONE if self.pipeline is None else self.pipeline.group
 
     # ---- before the first step
 
@@ -147,8 +146,8 @@ class TrainingEngine:
         self.is_sharded = True
         if self.divides_weights:
             refuse_parts_of_weights(module)
-        if self._stages is not None:
-            self._stages.take_calls(self.mode, self.run_pipeline)
+        if self.pipeline is not None:
+            self.pipeline.take_calls(self.mode, self.run_pipeline)
         self._switch_on_guards()
 
     def attach(
@@ -168,8 +167,8 @@ class TrainingEngine:
         module, options = self.module, self.options
         forget_own(given)
         self.rebind(given)
-        if self._stages is not None:
-            self._stages.require_parameters(given)
+        if self.pipeline is not None:
+            self.pipeline.require_parameters(given)
         choice = options.optimizer
         conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
@@ -197,8 +196,8 @@ class TrainingEngine:
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         if options.loss_scaling == "tokens" and self.tokens is None:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
-        if self._stages is not None:
-            self._stages.attach(self.optimizers, self.tokens)
+        if self.pipeline is not None:
+            self.pipeline.attach(self.optimizers, self.tokens)
         self._switch_on_guards()
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
@@ -213,8 +212,8 @@ class TrainingEngine:
         for optimizer in optimizers:
             is_fresh = isinstance(optimizer, PlannedOptimizer) and optimizer.is_fresh  # Its state can be made again.
             for group in optimizer.param_groups:
-                if self._stages is not None:
-                    group["params"] = self._stages.parameters_of_rank(group["params"], current, self._replaced)
+                if self.pipeline is not None:
+                    group["params"] = self.pipeline.parameters_of_rank(group["params"], current, self._replaced)
                 for index, parameter in enumerate(group["params"]):
                     name = self._replaced.get(parameter)
                     if name is None:
@@ -303,10 +302,10 @@ class TrainingEngine:
         The mean is that over the losses of the batch of this rank. Collective over all ranks. Gradients of the step
         before must be gone.
         """
-        assert self._stages is not None, "a pipeline has pipeline_size of 2 or more"
+        assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
         with self.guarded():
-            loss = self._stages.train(batch)
+            loss = self.pipeline.train(batch)
             self.finish_backward()
         return loss
 
@@ -341,8 +340,8 @@ class TrainingEngine:
             for guard in self._guards:
                 guard.clips()
             norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
-            if self._stages is not None:
-                self._stages.skip_unless_finite(norm)
+            if self.pipeline is not None:
+                self.pipeline.skip_unless_finite(norm)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
@@ -435,8 +434,8 @@ class TrainingEngine:
             self.weights_have_changed()
 
     def _compare_last_batch(self) -> None:
-        if self._stages is not None:
-            self._stages.runtime.batches.compare_last()
+        if self.pipeline is not None:
+            self.pipeline.compare_last_batch()
 
     @property
     def divides_weights(self) -> bool:
@@ -520,7 +519,7 @@ class TrainingEngine:
             return
         self._are_guards_on = True
         mode, module = self.mode, self.module
-        calls = CallLog(module, mode.reduced_over, is_pipeline=self._stages is not None)
+        calls = CallLog(module, mode.reduced_over, is_pipeline=self.pipeline is not None)
         if isinstance(mode, Fsdp):
             of_units = [FailedPasses(mode), SecondDerivatives(), WrittenWeights(module), calls]
             mode.call_log, self._guards = calls, [*self._guards, *of_units]

@@ -3,41 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.compat.torch import accumulate_gradients, profiled
 from lightning_muon.grad_sync.clipping import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
-from lightning_muon.pipeline.cut import only
-from lightning_muon.pipeline.messages import Arriving
+from lightning_muon.pipeline.batches import BatchComparison
+from lightning_muon.pipeline.cut import Stages, only
+from lightning_muon.pipeline.messages import Arriving, Links
 from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
 from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 
-if TYPE_CHECKING:
-    from lightning_muon.pipeline.runtime import PipelineRuntime
-
 _Key = tuple[int, int]  # Stage and micro-batch.
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all batches of a rank have in common."""
+
+    stages: Stages
+    links: Links
+    batches: BatchComparison
+    forward_context: Callable[[], AbstractContextManager[None]]  # Around each forward: autocast.
+    output_dtype: torch.dtype | None  # Of the model's output, also for its loss; as computed if None.
+    # Reduces the gradients of modules over all data ranks, for losses of this number.
+    reduce: Callable[[Sequence[nn.Module], Tensor], None]
 
 
 @dataclass
 class BatchRun:
     """The state of one batch that runs through the stages."""
 
-    runtime: PipelineRuntime
+    context: Context
     pieces: Sequence[tuple[Any, Any]]  # Inputs and targets of each micro-batch.
     is_training: bool
-    factor: Callable[[Tensor], Tensor] = torch.ones_like
     seed: int = 0  # Seed of dropout.
     outputs: dict[int, Carry] = field(default_factory=dict)  # Outputs of the last stage, by micro-batch.
     # Inputs of a stage, as leaves of its graph or still arriving; and the gradients of its outputs, likewise.
@@ -51,6 +61,11 @@ class BatchRun:
     _loss: Arriving | None = None
     _summed: Tensor | None = None
     _are_finite: list[Tensor] = field(default_factory=list)  # Whether all gradients are finite on ranks with copies.
+
+    @property
+    def stages(self) -> Stages:
+        """The stages of this rank."""
+        return self.context.stages
 
     def run(self, ops: Sequence[Op]) -> None:
         """Run the ops of this rank."""
@@ -69,17 +84,14 @@ class BatchRun:
         }
         for op in ops:
             if op.group:
-                self.runtime.batches.finish()
-                self.runtime.has_lost_messages = True  # Until the end of the run, in case an exception ends it.
+                self.context.batches.finish()
             with profiled(op.kind, op.key):
                 steps[op.kind](op)
-        for link in self.runtime.links.values():
-            link.finish()
-        self.runtime.has_lost_messages = False
+        self.context.links.finish()
 
     def _roots(self, stage: int) -> list[FSDPModule]:
         """The FSDP2 roots of a stage."""
-        return [root for module in self.runtime.modules_of(stage) for root in fsdp_roots(module)]
+        return [root for module in self.stages.modules_of(stage) for root in fsdp_roots(module)]
 
     def _unshard(self, op: Op) -> None:
         """Begin to gather the weights of a stage. Collective over their meshes."""
@@ -119,24 +131,24 @@ class BatchRun:
         """Key that determines the sizes of messages; equal on all ranks, which have the same batch."""
         return (
             self.is_training,
-            self.runtime.batches.num_changes,
+            self.context.batches.num_changes,
             *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())),
         )
 
     def _forward(self, op: Op) -> None:
-        runtime, model = self.runtime, self.runtime.model
+        context, stages = self.context, self.stages
         stage, microbatch = op.items
         inputs, target = self.pieces[microbatch]
         leaves = [] if stage == 0 else self._wait_for(op, self._inputs.pop((stage, microbatch)))
         carry = None if stage == 0 else leaves[0] if len(leaves) == 1 else tuple(leaves)
-        is_last = stage == runtime.last_stage
+        is_last = stage == stages.last
         numbers = self._random_numbers(stage, microbatch) if self.is_training else nullcontext()
-        with only(runtime.stages, stage), runtime.forward_context(), numbers:
-            output = model.run(runtime.stages[stage], carry, inputs)
-            if is_last and runtime.output_dtype is not None:
-                output = map_tensors(output, lambda _, x: x.to(runtime.output_dtype) if x.is_floating_point() else x)
+        with only(stages.parts, stage), context.forward_context(), numbers:
+            output = stages.model.run(stages.parts[stage], carry, inputs)
+            if is_last and context.output_dtype is not None:
+                output = map_tensors(output, lambda _, x: x.to(context.output_dtype) if x.is_floating_point() else x)
             if is_last and self.is_training:
-                output, count = model.loss(output, target)
+                output, count = stages.model.loss(output, target)
                 self._sums.append(output.detach())
                 # A kernel writes a number on the device: a copy to it would make the host wait.
                 is_tensor = isinstance(count, Tensor)
@@ -148,15 +160,15 @@ class BatchRun:
         following = (stage + 1, microbatch)
         if self.is_training:
             self._graphs[stage, microbatch] = leaves, tensors
-        if runtime.rank_of.get(stage + 1) == runtime.group.rank:
+        if stages.rank_of.get(stage + 1) == stages.group.rank:
             self._inputs[following] = [each.detach().requires_grad_(each.requires_grad) for each in tensors]
-        elif stage != runtime.last_stage and not self.is_training:
+        elif stage != stages.last and not self.is_training:
             self._graphs[stage, microbatch] = (), tensors  # Kept until they are sent.
 
     @contextmanager
     def _random_numbers(self, stage: int, microbatch: int) -> Generator[None]:
         """Context with random numbers, as for dropout, of its own for each rank, stage and micro-batch; local."""
-        device = self.runtime.device
+        device = self.stages.device
         seed = hash((self.seed, dist.get_rank(), stage, microbatch)) % 2**63
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             torch.default_generator.manual_seed(seed)
@@ -168,19 +180,19 @@ class BatchRun:
         """Send or receive the outputs of a forward."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "activation", *self._shapes(microbatch))
-        if sender == self.runtime.group.rank:
-            self.runtime.link(receiver).send(self._graphs[stage, microbatch][1], key)
+        if sender == self.stages.group.rank:
+            self.context.links.to(receiver).send(self._graphs[stage, microbatch][1], key)
             if not self.is_training:
                 del self._graphs[stage, microbatch]
         else:
-            self._inputs[stage + 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._inputs[stage + 1, microbatch] = self.context.links.to(sender).receive(key)
 
     def _take_graph(self, op: Op) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor] | None]:
         """Leaves and outputs that require gradients, and the gradients of the outputs; ``None`` for ones."""
         stage, microbatch = op.items
         graph = self._graphs.pop((stage, microbatch))
         leaves, outputs = ([each for each in tensors if each.requires_grad] for tensors in graph)
-        is_last = stage == self.runtime.last_stage
+        is_last = stage == self.stages.last
         return leaves, outputs, None if is_last else self._wait_for(op, self._gradients.pop((stage, microbatch)))
 
     def _backward(self, op: Op) -> None:
@@ -223,27 +235,27 @@ class BatchRun:
         """Send or receive the gradients of a stage's inputs."""
         (stage, microbatch), (sender, receiver) = op.items, op.group
         key = (stage, "gradient", *self._shapes(microbatch))
-        if sender == self.runtime.group.rank:
-            self.runtime.link(receiver).send(self._wait_for(op, self._gradients.pop((stage - 1, microbatch))), key)
+        if sender == self.stages.group.rank:
+            self.context.links.to(receiver).send(self._wait_for(op, self._gradients.pop((stage - 1, microbatch))), key)
         else:
-            self._gradients[stage - 1, microbatch] = self.runtime.link(sender).receive(key)
+            self._gradients[stage - 1, microbatch] = self.context.links.to(sender).receive(key)
 
     def _send_or_receive_loss(self, op: Op) -> None:
         sender, receiver = op.group
-        if sender == self.runtime.group.rank:
-            self.runtime.link(receiver).send_known([self._totals])
+        if sender == self.stages.group.rank:
+            self.context.links.to(receiver).send_known([self._totals])
         else:
-            both = torch.empty(2, dtype=torch.float64, device=self.runtime.device)
-            self._loss = self.runtime.link(sender).receive_known([both])
+            both = torch.empty(2, dtype=torch.float64, device=self.stages.device)
+            self._loss = self.context.links.to(sender).receive_known([both])
 
     def _reduce(self, op: Op) -> None:
         _, count = self._totals
-        self.runtime.reduce(self.runtime.modules_of(op.items[0]), self.factor(count))
+        self.context.reduce(self.stages.modules_of(op.items[0]), count)
 
     def _sum_tied(self, op: Op) -> None:
         """Add up the gradients of the copies of a parameter, in the order of the stages, on each rank that has one."""
-        runtime = self.runtime
-        stages, own = runtime.tied[op.items[0]]
+        ranks, rank = self.stages.rank_of, self.stages.group.rank
+        stages, own = self.stages.tied[op.items[0]]
         parameters = {stage: getattr(holder, name) for stage, (holder, name) in own.items()}
         for parameter in parameters.values():
             if parameter.grad is None and parameter.requires_grad:
@@ -255,25 +267,25 @@ class BatchRun:
             else local_tensor(parameter.grad)
             for stage, parameter in parameters.items()
         }
-        others = sorted({runtime.rank_of[stage] for stage in stages} - {runtime.group.rank})
+        others = sorted({ranks[stage] for stage in stages} - {rank})
         if others and not self._are_finite:  # These are the last ops of a rank, so all of its gradients are there.
             self._are_finite.append(self._has_finite_gradients())
         found = dict(gradients)
         arriving: dict[int, Arriving] = {}
         for peer in others:
-            link, theirs = runtime.link(peer), [stage for stage in stages if runtime.rank_of[stage] == peer]
+            link, theirs = self.context.links.to(peer), [stage for stage in stages if ranks[stage] == peer]
             empty = [torch.empty_like(next(iter(gradients.values()))) for _ in theirs]
             empty.append(torch.empty_like(self._are_finite[0]))
             # A rank steps its copies only if the others step theirs.
             own_parts = [*(gradients[stage].clone() for stage in sorted(gradients)), self._are_finite[0]]
             # The lower rank sends first: with NCCL, two ranks that both send first wait for each other.
-            if runtime.group.rank < peer:
+            if rank < peer:
                 link.send_known(own_parts)
             arriving[peer] = link.receive_known(empty)
-            if runtime.group.rank > peer:
+            if rank > peer:
                 link.send_known(own_parts)
         for peer, parts in arriving.items():
-            theirs = sorted(stage for stage in stages if runtime.rank_of[stage] == peer)
+            theirs = sorted(stage for stage in stages if ranks[stage] == peer)
             *their_gradients, are_finite = parts.wait()
             self._are_finite.append(are_finite)
             found |= dict(zip(theirs, their_gradients, strict=True))
@@ -283,10 +295,10 @@ class BatchRun:
 
     def _has_finite_gradients(self) -> Tensor:
         """Whether all gradients of this rank are finite; a bool on the device. Local."""
-        parameters = [p for module in self.runtime.modules for p in module.parameters() if p.grad is not None]
+        parameters = [p for module in self.stages.modules for p in module.parameters() if p.grad is not None]
         gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
         norms = local_norms([each for each in gradients if each.numel()], is_exact=False)
-        return torch.stack([*norms, torch.zeros((), device=self.runtime.device)]).isfinite().all()
+        return torch.stack([*norms, torch.zeros((), device=self.stages.device)]).isfinite().all()
 
 
 def _tensors_of(output: Carry, stage: int) -> list[Tensor]:

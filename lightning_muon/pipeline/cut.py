@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -13,10 +14,44 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import is_compiled
 from lightning_muon.pipeline.model import CausalLM, next_token_loss
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
 from lightning_muon.pipeline.pp_plan import PPPlanModel
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a model, and the parts of those that this rank has."""
+
+    model: StagedModel
+    parts: Mapping[int, Sequence[Part]]  # Of each stage of this rank.
+    rank_of: Mapping[int, int]  # The rank of each stage.
+    group: AxisGroup  # The ranks of the pipeline.
+    device: torch.device
+    # For each parameter that several stages have: these, and for those of this rank the module that holds it, and its
+    # name there.
+    tied: Sequence[tuple[Sequence[int], Mapping[int, tuple[nn.Module, str]]]]
+
+    @property
+    def last(self) -> int:
+        """The last stage of all."""
+        return len(self.rank_of) - 1
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules of the parts of this rank, in the order of forward."""
+        return [module for stage in sorted(self.parts) for module in self.modules_of(stage)]
+
+    def modules_of(self, stage: int) -> list[nn.Module]:
+        """Modules of one of its stages."""
+        return [module for part in self.parts[stage] for module in part.modules]
+
+    def copies(self) -> set[Tensor]:
+        """Parameters of this rank that are copies of one of an earlier stage; norms count that one instead."""
+        places = [(stages[0], stage, place) for stages, own in self.tied for stage, place in own.items()]
+        return {getattr(*place) for first, stage, place in places if stage != first}
 
 
 class Absent(nn.Module):

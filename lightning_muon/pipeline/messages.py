@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.comm.groups import AxisGroup
+
 _SIZES_BYTES = 4096  # Size of the message with sizes: enough for some 100 tensors.
 
 
@@ -77,6 +79,44 @@ class Link:
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
+
+
+class Links:
+    """The links of this rank to the others of a pipeline.
+
+    Args:
+        group: The ranks of the pipeline.
+        device: Device of the messages.
+    """
+
+    def __init__(self, group: AxisGroup, device: torch.device) -> None:
+        self._group, self._device = group.group, device
+        self._links: dict[int, Link] = {}
+        self._is_used = False  # Whether messages may be on their way.
+
+    def to(self, peer: int) -> Link:
+        """The link to another rank, by its number in the group; local."""
+        assert self._group is not None
+        self._is_used = True
+        return self._links.setdefault(peer, Link(self._group, peer, self._device))
+
+    def finish(self) -> None:
+        """Wait until everything is sent, at the end of a batch that has received all its messages; local."""
+        for link in self._links.values():
+            link.finish()
+        self._is_used = False
+
+    def require_finished(self) -> None:
+        """Raise if an exception has ended the last batch before :meth:`finish`; local."""
+        if self._is_used:
+            raise RuntimeError(
+                "an exception has ended an earlier batch of this pipeline, whose messages are still on their way and "
+                "would be taken for those of this one; start the processes again, from a checkpoint"
+            )
+
+    def forget_sizes(self) -> None:
+        """Let the sizes of all messages be sent again; local, on all ranks."""
+        self._links.clear()
 
 
 class Arriving(NamedTuple):

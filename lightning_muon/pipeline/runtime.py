@@ -1,10 +1,11 @@
-"""Runs batches through the stages of this rank, op by op, by the program of a schedule."""
+"""Trains the stages of this rank, and runs the model for users: each batch by the program of a schedule."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,14 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.comm.agreement import together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.grad_sync.token_count import TokenCount
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import keep_routes
-from lightning_muon.pipeline.batch_run import BatchRun
+from lightning_muon.pipeline.batch_run import BatchRun, Context
 from lightning_muon.pipeline.batches import BatchComparison
-from lightning_muon.pipeline.cut import check_outputs, check_parameters, check_plain, choose_stages, free, untie
-from lightning_muon.pipeline.messages import Link
+from lightning_muon.pipeline.cut import Stages, check_outputs, check_parameters, check_plain, choose_stages, free, untie
+from lightning_muon.pipeline.messages import Links
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.pipeline.parts import Carry, Part, StagedModel
@@ -38,16 +42,24 @@ from lightning_muon.schedule.pipeline import (
     validate_pipeline,
 )
 from lightning_muon.schedule.program import Op
+from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.outputs import map_tensors, tensors_in
 from lightning_muon.sharding.weights import mesh_device
 
+GIVE_ALL = (
+    "give it all parameters, frozen ones too, which it leaves as they are: AdamW(self.parameters()); or set "
+    "pipeline_split so that each rank has something to train"
+)
+
 
 class PipelineRuntime:
-    """Holds and runs the stages of this rank.
+    """Holds the stages of this rank, trains them, and answers calls of the model.
 
     The constructor removes the parts of other ranks from ``module``, in place; other names stay. Parameters
-    that parts of several stages share become copies, whose gradients are summed. All methods are collective over
-    ``group`` unless they are local; every rank must call them, with the same batch.
+    that parts of several stages share become copies, whose gradients are summed. An engine calls, for each training,
+    :meth:`mode_options`, :meth:`take_calls` when the stages are sharded, and :meth:`attach`; then :meth:`train` for
+    each batch. Methods are collective over the pipeline unless they are local; every rank must call them, with the same
+    batch.
 
     Args:
         module: The module that holds the model, and nothing else that trains.
@@ -57,6 +69,8 @@ class PipelineRuntime:
         mesh: All ranks, by (pipeline, replicate, shard).
     """
 
+    _mode: ShardingMode
+
     def __init__(
         self,
         module: nn.Module,
@@ -65,62 +79,119 @@ class PipelineRuntime:
         options: PipelineOptions,
         mesh: DeviceMesh,
     ) -> None:
+        self._module, self._mesh, self._options = module, mesh, options
         self.group = group = axis_group(mesh, (0,))
-        self.model, self.device, self._options = model, mesh_device(mesh), options
         self._num_microbatches = options.num_microbatches(group.size)
-        # Takes modules and a factor, and reduces the gradients that backward passes have summed over all data ranks.
-        self.reduce: Callable[[Sequence[nn.Module], Tensor], None] = lambda _, __: None
-        # Method of the engine that trains it: forward and backward of a batch.
-        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None
-        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
-        # Dtype of the model's output, also for its loss; as computed if None.
-        self.output_dtype: torch.dtype | None = None
         pipeline = options.sizes(group.size, self._num_microbatches)
-        self.rank_of = placement(make_order(options.pipeline_schedule, pipeline))
+        rank_of = placement(make_order(options.pipeline_schedule, pipeline))
         keep_routes(module)
-        tied = [(tuple(places), places) for places in untie(module, stages)]
-        # For each parameter that several stages have: the stages, and the places of the copies on this rank.
-        self.tied = [(of, {stage: places[stage][:2] for stage in of if self._is_own(stage)}) for of, places in tied]
+        tied = untie(module, stages)
+        own = {stage: parts for stage, parts in enumerate(stages) if rank_of[stage] == group.rank}
         # Name of each copy on this rank -> name of its original.
         self.copied_names = {
-            places[stage][2]: places[of[0]][2] for of, places in tied for stage in of[1:] if self._is_own(stage)
+            places[stage][2]: next(iter(places.values()))[2]
+            for places in tied
+            for stage in list(places)[1:]
+            if stage in own
         }
-        self.stages: Mapping[int, Sequence[Part]] = {
-            stage: parts for stage, parts in enumerate(stages) if self._is_own(stage)
-        }
-        free([part for stage, parts in enumerate(stages) if stage not in self.stages for part in parts])
-        self.last_stage = pipeline.num_stages - 1
-        self.links: dict[int, Link] = {}
+        before = dict(module.named_parameters())
+        free([part for stage, parts in enumerate(stages) if stage not in own for part in parts])
+        present = set(module.parameters())
+        # Parameter of another stage -> its name.
+        self._absent = WeakTensorKeyDictionary({p: name for name, p in before.items() if p not in present})
+        places_of_rank = [{stage: places[stage][:2] for stage in places if stage in own} for places in tied]
+        self.stages = Stages(
+            model=model,
+            parts=own,
+            rank_of=rank_of,
+            group=group,
+            device=mesh_device(mesh),
+            tied=list(zip(map(tuple, tied), places_of_rank, strict=True)),
+        )
+        self._links = Links(group, self.stages.device)
+        self._batches = BatchComparison(group, self._require_equal_copies)
         self._programs = cache(self._make_program)
-        self.has_lost_messages = False  # Whether an exception has ended a batch before all its messages were received.
-        self.batches = BatchComparison(group, self._require_equal_copies)
         self._are_trained: list[bool] = []  # Whether parameters of this rank were trained in the last batch.
+        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
+        self._output_dtype: torch.dtype | None = None
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._tokens: TokenCount | None = None
+        self._is_nonfinite: Tensor | None = None  # Whether any stage has found a NaN or an Inf in this batch.
+        # Method of the engine that trains it: forward and backward of a batch.
+        self.run_batch: Callable[[], Callable[[Any], Tensor] | None] = lambda: None
 
-    def _is_own(self, stage: int) -> bool:
-        return self.rank_of[stage] == self.group.rank
+    # ---- before the first batch
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules of the parts of this rank, in the order of forward."""
-        return [module for stage in sorted(self.stages) for module in self.modules_of(stage)]
+    def begin(self) -> None:
+        """Forget the batches of another training; local, on all ranks."""
+        self._links.forget_sizes()  # Parameters may have been frozen or unfrozen since.
+        self._batches.forget()
 
-    def modules_of(self, stage: int) -> list[nn.Module]:
-        """Modules of one of its stages."""
-        return [module for part in self.stages[stage] for module in part.modules]
+    def mode_options(self, options: ModeOptions) -> ModeOptions:
+        """``options`` for a mode that shards the stages; local."""
+        policy = options.mp_policy
+        self._output_dtype = policy and policy.output_dtype
+        return replace(
+            options,
+            # Parts send each other tensors in the dtype of their computation.
+            mp_policy=policy and replace(policy, output_dtype=None),
+            roots=self.stages.modules,
+            stages=self._mesh,
+            # Whole weights stay from the first forward of a batch to the sum of the gradients.
+            reshard_after_forward=False,
+            reshard_after_backward=False,
+        )
 
-    def copies(self) -> set[Tensor]:
-        """Parameters of this rank that are copies of one of an earlier stage; norms count that one instead."""
-        places = [(stages[0], stage, place) for stages, own in self.tied for stage, place in own.items()]
-        return {getattr(*place) for first, stage, place in places if stage != first}
+    def take_calls(self, mode: ShardingMode, run: Callable[[Any], Tensor]) -> None:
+        """Let calls of the module run the stages that ``mode`` has sharded; local.
+
+        ``run`` is the engine's method around :meth:`train`.
+        """
+        self._mode = mode
+        mode.copies = self.stages.copies()
+        self.stages.model.take_calls(self.forward)
+        # The module keeps this object when the training is over.
+        self.run_batch = weakref.WeakMethod(run)
+
+    def require_parameters(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Raise ``ValueError`` on all ranks if one of them has an optimizer without parameters."""
+
+        def check() -> None:
+            for optimizer in optimizers:
+                if not any(group["params"] for group in optimizer.param_groups):
+                    raise ValueError(f"{type(optimizer).__name__} has no parameter of a stage of this rank; {GIVE_ALL}")
+
+        together(check, [self.group])
+
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer], tokens: TokenCount | None) -> None:
+        """Train with these optimizers and this token count; local."""
+        self._optimizers, self._tokens = optimizers, tokens
+
+    def parameters_of_rank(
+        self, parameters: Sequence[Tensor], current: Mapping[str, Tensor], replaced: Mapping[Tensor, str]
+    ) -> list[Tensor]:
+        """``parameters`` without those of other stages, and with the copies of them that this one has; local.
+
+        ``current`` has the parameters of the module by name, ``replaced`` the names of those from before the sharding.
+        """
+        names = {parameter: name for name, parameter in current.items()}
+        chosen: dict[Tensor, None] = {}
+        for parameter in parameters:
+            name = self._absent.get(parameter)
+            if name is None:
+                chosen[parameter] = None
+                name = replaced.get(parameter) or names.get(parameter)
+            chosen |= dict.fromkeys(current[copy] for copy, first in self.copied_names.items() if first == name)
+        return list(chosen)
 
     def _make_program(self, num_microbatches: int, is_training: bool) -> list[Op]:
         """Make and check the program of all ranks, and return the ops of this rank; local."""
         pipeline = self._options.sizes(self.group.size, num_microbatches)
         if not is_training:
-            program = build_program(forward_only(pipeline, self.rank_of), pipeline)
+            program = build_program(forward_only(pipeline, self.stages.rank_of), pipeline)
         else:
             program = build_program(self._order(pipeline), pipeline, tells_loss=True)
-            program = add_tied(add_reduce_grad(add_unshard(program)), [stages for stages, _ in self.tied])
+            program = add_tied(add_reduce_grad(add_unshard(program)), [stages for stages, _ in self.stages.tied])
         validate_pipeline(program, pipeline, is_training=is_training)
         return program[self.group.rank]
 
@@ -129,47 +200,111 @@ class PipelineRuntime:
         if pipeline.num_microbatches < self._num_microbatches:
             with suppress(ValueError):
                 order = make_order(self._options.pipeline_schedule, pipeline)
-                if placement(order) == self.rank_of:
+                if placement(order) == self.stages.rank_of:
                     return order
-            forwards = forward_only(pipeline, self.rank_of)
+            forwards = forward_only(pipeline, self.stages.rank_of)
             return [[*nodes, *(B(node.stage, node.microbatch) for node in reversed(nodes))] for nodes in forwards]
         return make_order(self._options.pipeline_schedule, pipeline)
 
-    def train(
-        self, batch: Any, *, factor: Callable[[Tensor], Tensor], check: Callable[[], None]
-    ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward of a batch, and reduce its gradients; return :meth:`BatchRun.result`.
+    # ---- batches
 
-        ``factor`` takes the number of losses and returns the factor on the gradients of their sum. An error of
-        ``check`` is raised on all ranks of the pipeline. Parameters may have been frozen, or unfrozen, since the last
-        batch.
+    def train(self, batch: Any) -> Tensor:
+        """Run forward, backward and the sum of gradients of a batch; return its mean loss.
+
+        See :meth:`~lightning_muon.engine.training.TrainingEngine.run_pipeline`, which calls it. Parameters may have
+        been frozen, or unfrozen, since the last batch. Collective over all ranks.
 
         Raises:
             ValueError: If the ranks have different batches; before any message.
+            RuntimeError: If an earlier batch has left gradients, or messages.
         """
+        if self._tokens is not None:
+            self._tokens.reset()
+        self._mode.begin_forward()
+        try:
+            with self._mode.no_sync():
+                loss, is_nonfinite = self._forward_and_backward(batch)
+        except BaseException:
+            if self._tokens is not None:
+                self._tokens.reset()
+            self._mode.pass_failed()
+            raise
+        self._skip_step_if(is_nonfinite)
+        return loss
+
+    def _forward_and_backward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return :meth:`BatchRun.result` of a batch."""
 
         def cut() -> tuple[Any, list[Any]]:
-            self._require_messages()
-            check()
-            both = self.model.split(batch)
+            self._links.require_finished()
+            self._require_no_gradients()
+            both = self.stages.model.split(batch)
             return both, self._split(both)
 
-        are_trained = [parameter.requires_grad for module in self.modules for parameter in module.parameters()]
+        are_trained = [parameter.requires_grad for module in self.stages.modules for parameter in module.parameters()]
         # Other ranks must know, because it decides which sent tensors require gradients.
         has_changed, self._are_trained = are_trained != self._are_trained, are_trained
-        copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.tied]
+        copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.stages.tied]
         trained, frozen = [any(each) for each in copies], [not all(each) for each in copies]
-        pieces = self.batches.begin(cut, [has_changed, *trained, *frozen])
+        pieces = self._batches.begin(cut, [has_changed, *trained, *frozen])
         # The seed comes from the generator that checkpoints save: a resumed run continues with the same numbers.
-        run = BatchRun(self, pieces, is_training=True, factor=factor, seed=int(torch.randint(2**62, ())))
-        with torch.autocast(self.device.type, enabled=False):  # Each forward enters its own; a backward needs none.
+        run = BatchRun(self._context, pieces, is_training=True, seed=int(torch.randint(2**62, ())))
+        with torch.autocast(self.stages.device.type, enabled=False):  # Each forward enters its own.
             run.run(self._programs(len(pieces), True))
         return run.result()
 
+    @property
+    def _context(self) -> Context:
+        return Context(
+            stages=self.stages,
+            links=self._links,
+            batches=self._batches,
+            forward_context=self.forward_context,
+            output_dtype=self._output_dtype,
+            reduce=self._reduce,
+        )
+
+    def _reduce(self, modules: Sequence[nn.Module], num_losses: Tensor) -> None:
+        """Reduce the gradients of the sum of this rank's losses over all data ranks."""
+        if self._tokens is None:
+            factor = 1 / num_losses.clamp(min=1)
+        else:
+            factor = torch.ones_like(num_losses)
+            if not self._tokens.is_summed:
+                self._tokens.begin_micro_batch()
+                self._tokens.report(num_losses)
+            self._mode.set_gradient_divisor(self._tokens.divisor(1))
+        self._mode.reduce_part(modules, factor)
+
+    def _require_no_gradients(self) -> None:
+        """Raise if an earlier batch has left gradients; local."""
+        left = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
+        if left:
+            raise RuntimeError(
+                f"{left[0]} still has the gradient of an earlier batch; call zero_grad before each batch of a "
+                "pipeline. Larger batches, and pipeline_microbatches, stand for accumulated gradients"
+            )
+
+    def _skip_step_if(self, is_nonfinite: Tensor | None) -> None:
+        """Let the optimizers skip the next step if this bool on the device, equal on all stages, is true; local."""
+        self._is_nonfinite = is_nonfinite
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, PlannedOptimizer):
+                optimizer.nonfinite_elsewhere = is_nonfinite
+
+    def skip_unless_finite(self, norm: Tensor) -> None:
+        """Let the optimizers skip the next step also if this norm of the gradients is not finite; local."""
+        if self._is_nonfinite is not None:
+            self._skip_step_if(self._is_nonfinite | norm.isfinite().logical_not())
+
+    def compare_last_batch(self) -> None:
+        """Raise on all ranks if contents of the last batch, on a device, differ."""
+        self._batches.compare_last()
+
     def _require_equal_copies(self, facts: Sequence[bool]) -> None:
         """Raise, alike on all ranks, if one copy of a parameter is frozen and another one trained."""
-        trained, frozen = facts[1 : 1 + len(self.tied)], facts[1 + len(self.tied) :]
-        for (stages, _), *is_either in zip(self.tied, trained, frozen, strict=False):
+        trained, frozen = facts[1 : 1 + len(tied := self.stages.tied)], facts[1 + len(tied) :]
+        for (stages, _), *is_either in zip(tied, trained, frozen, strict=False):
             if all(is_either):
                 raise RuntimeError(
                     f"stages {', '.join(map(str, stages))} of the pipeline have copies of one parameter (a tied "
@@ -183,42 +318,36 @@ class PipelineRuntime:
         Raises:
             RuntimeError: If gradients are enabled, since no loss can be computed from the result.
         """
+        model = self.stages.model
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"{type(self.model.root).__name__} is divided over the ranks of a pipeline, and returns no output that "
+                f"{type(model.root).__name__} is divided over the ranks of a pipeline, and returns no output that "
                 "a loss could be computed from; in a loop call lightning_muon.forward_backward(model, batch) instead "
                 "of the model and of backward, and evaluate under torch.no_grad()"
             )
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
-            self._require_messages()
-            inputs, target = self.model.inputs_of_call(args, kwargs)
+            self._links.require_finished()
+            inputs, target = model.inputs_of_call(args, kwargs)
             return (inputs, target), (self._split((inputs, None)), target)
 
-        pieces, target = self.batches.begin(cut)
-        run = BatchRun(self, pieces, is_training=False)
+        pieces, target = self._batches.begin(cut)
+        run = BatchRun(self._context, pieces, is_training=False)
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
-        return self.model.result_of_call(self._share(outputs), target)
-
-    def _require_messages(self) -> None:
-        if self.has_lost_messages:
-            raise RuntimeError(
-                "an exception has ended an earlier batch of this pipeline, whose messages are still on their way and "
-                "would be taken for those of this one; start the processes again, from a checkpoint"
-            )
+        return model.result_of_call(self._share(outputs), target)
 
     def _share(self, outputs: Sequence[Carry | None]) -> Carry:
         """Send the rows of all micro-batches from the rank of the last stage to every rank, and return them."""
-        source = self.rank_of[self.last_stage]
+        source = self.stages.rank_of[self.stages.last]
         if self.group.rank == source:
             columns = zip(*(output if isinstance(output, tuple) else (output,) for output in outputs), strict=True)
             whole = [torch.cat(column) for column in columns]
             described: list[Any] = [[(each.shape, each.dtype) for each in whole], isinstance(outputs[0], tuple)]
         else:
             whole, described = [], [None, None]
-        dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.device)
-        whole = whole or [torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in described[0]]
+        dist.broadcast_object_list(described, group=self.group.group, group_src=source, device=self.stages.device)
+        whole = whole or [torch.empty(shape, dtype=dtype, device=self.stages.device) for shape, dtype in described[0]]
         for each in whole:
             dist.broadcast(each, group=self.group.group, group_src=source)
         return tuple(whole) if described[1] else whole[0]
@@ -237,11 +366,6 @@ class PipelineRuntime:
             )
 
         return [piece(index) for index in range(number)]
-
-    def link(self, peer: int) -> Link:
-        """The link to another rank of the pipeline; local."""
-        assert self.group.group is not None
-        return self.links.setdefault(peer, Link(self.group.group, peer, self.device))
 
 
 _KEY = "lightning_muon_pipeline"  # Attribute of a module that was cut: options and runtime.
@@ -276,9 +400,7 @@ def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> P
     if options.own() != before.own() or runtime.group.size != num_ranks:
         raise ValueError(f"the model was cut into stages with {before.own()}; build it anew for {options.own()}")
     _PLACES.update({child: (weakref.ref(module), name) for name, child in module.named_modules()})
-    # Forget the known sizes of messages: parameters may have been frozen or unfrozen since.
-    runtime.links.clear()
-    runtime.batches.forget()
+    runtime.begin()
     return runtime
 
 

@@ -26,7 +26,6 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import IN_PYTHON, Options
-from lightning_muon.engine.pipeline_training import GIVE_ALL
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
@@ -50,6 +49,7 @@ from lightning_muon.integrations.lightning.trainer import (
 )
 from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.pipeline.runtime import GIVE_ALL
 
 _SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
 

@@ -331,7 +331,7 @@ def _interrupt(num_microbatches: int) -> None:
     """Rank 0 has sent an activation when it fails, as rank 1 does; then both go on with another batch."""
     engine, _ = start(chain(2), _sgd, optimizer="keep", pipeline_microbatches=num_microbatches)
     assert engine.pipeline is not None
-    model: Any = engine.pipeline.model
+    model: Any = engine.pipeline.stages.model
     forward, num_calls = model.run, count()
 
     def fail(*args: Any) -> Any:

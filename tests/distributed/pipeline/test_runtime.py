@@ -140,7 +140,7 @@ def _check_evaluation(case: Case, net: Any, engine: TrainingEngine) -> None:
     tokens = case.batch(0)["input_ids"][:3]
     with torch.no_grad(), engine.around_forward():
         others = (tokens, torch.ones_like(tokens)) if case.make is cut_by_hand else ()
-        output = engine.pipeline.model.root(tokens, *others)
+        output = engine.pipeline.stages.model.root(tokens, *others)
     logits = output if isinstance(output, Tensor) else output.logits
     assert logits.shape[:2] == tokens.shape and logits.dtype == case.dtype
     found = [torch.empty_like(logits) for _ in range(dist.get_world_size())]
