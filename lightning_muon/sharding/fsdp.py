@@ -34,8 +34,7 @@ from lightning_muon.compat.torch import (
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
-from lightning_muon.sharding.unit_hooks import UnitListener, listen
-from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
+from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, listen
 from lightning_muon.sharding.unused import UnusedParameters
 from lightning_muon.sharding.weights import mesh_device
 

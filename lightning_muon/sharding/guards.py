@@ -15,8 +15,7 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.base import ShardingMode
-from lightning_muon.sharding.unit_hooks import UnitListener
-from lightning_muon.sharding.units import fsdp_roots
+from lightning_muon.sharding.units import UnitListener, fsdp_roots
 
 
 class Guard(UnitListener):

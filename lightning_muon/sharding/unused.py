@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_muon.sharding.unit_hooks import UnitListener
-from lightning_muon.sharding.units import fsdp_modules, own_places
+from lightning_muon.sharding.units import UnitListener, fsdp_modules, own_places
 
 # Python's garbage collector does not look into hooks of tensors. They must not refer to the model, or it would never be
 # freed, and neither would its process groups.

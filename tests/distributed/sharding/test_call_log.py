@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.outputs import tensors_in
-from lightning_muon.sharding.unit_hooks import listen
+from lightning_muon.sharding.units import listen
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
