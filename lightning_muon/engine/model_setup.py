@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -69,12 +69,14 @@ def materialize(module: nn.Module, mode: ShardingMode, device: torch.device, war
         for unit in units:
             meta.initialize(unit)
             shard_model(unit, mode.mesh, replace(options, wrap_policy=(), shard_root=True))
+    with _own_random_numbers(module, device):  # What is around the units may initialize parts of them again.
         meta.initialize(module)
-    together(meta.require_buffers)
+    together(meta.require_saved)
     if left := [name for name, _ in meta.left]:
         warn(
-            f"{', '.join(left)}: nothing initializes what waited on the meta device here, and it is NaN now; load a "
-            "checkpoint, or give its module a reset_parameters(), or create it on a real device"
+            f"{', '.join(left)}: nothing initializes what waited on the meta device here, and it is NaN now (integers: "
+            "the smallest, booleans: False); load a checkpoint, or give its module a reset_parameters(), or create it "
+            "on a real device"
         )
 
 
@@ -86,14 +88,15 @@ def _materialize_user_sharded(module: nn.Module, meta: MetaTensors) -> None:
     elif has_meta_tensors(module):
         with _own_random_numbers(module, meta.device):
             module.to_empty(device=meta.device)
-            meta.fill([child for child in module.modules() if _tensors(child)], list(_all_tensors(module)))
+            meta.fill(module, list(_all_tensors(module)))
 
 
 class MetaTensors:
     """Gives the tensors of ``root`` that wait on the meta device memory and initial values, module by module; local.
 
-    A module initializes its own by ``reset_parameters()``, after which the ``_init_weights(module)`` of the innermost
-    model around it has the last word, as in transformers.
+    A module initializes itself by ``reset_parameters()``, after which the ``_init_weights(module)`` of the innermost
+    model around it has the last word, as in transformers. Children come before the modules around them, which may
+    initialize them again.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
@@ -102,29 +105,38 @@ class MetaTensors:
         self._left: list[tuple[nn.Module, str]] = []  # What nothing has initialized.
         holders = [each for each in root.modules() if _takes_module(each)]
         self._models: dict[nn.Module, Any] = {child: holder for holder in holders for child in holder.modules()}
+        # A module around tensors that have values does not touch them, unless it has meta tensors of its own.
+        self._waiting = {
+            child
+            for child in root.modules()
+            if any(each.is_meta for each in _tensors(child).values())
+            or (has_meta_tensors(child) and all(each.is_meta for each in _all_tensors(child)))
+        }
 
     def initialize(self, module: nn.Module) -> None:
         """Replace the meta tensors of ``module``."""
-        touched: list[nn.Module] = []
         created: list[Tensor] = []
         for child in module.modules():
-            without_memory = {name: tensor for name, tensor in _tensors(child).items() if tensor.is_meta}
-            for name, tensor in without_memory.items():
-                if tensor not in self._replaced:
-                    empty = torch.empty_like(tensor, device=self.device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    self._replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-                    created.append(self._replaced[tensor])
-                setattr(child, name, self._replaced[tensor])
-            if without_memory:
-                touched.append(child)
-        self.fill(touched, created)
+            for tensors in (child._parameters, child._buffers, vars(child)) if child in self._waiting else ():
+                for name, tensor in tensors.items():
+                    if not isinstance(tensor, Tensor) or not tensor.is_meta:
+                        continue
+                    if tensor not in self._replaced:
+                        empty = torch.empty_like(tensor, device=self.device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        self._replaced[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                        created.append(self._replaced[tensor])
+                    tensors[name] = self._replaced[tensor]
+        self.fill(module, created)
 
-    def fill(self, modules: Sequence[nn.Module], created: Iterable[Tensor]) -> None:
-        """Initialize the tensors of ``modules``, of which ``created`` have no values yet."""
+    def fill(self, root: nn.Module, created: Iterable[Tensor]) -> None:
+        """Initialize the modules in ``root`` that wait for it; ``created`` are tensors without values."""
         for tensor in created:
-            _fill_with_nan(tensor)
-        before = [(module, name, each, each._version) for module in modules for name, each in _tensors(module).items()]
+            _mark(tensor)
+        modules = [child for child in root.modules() if child in self._waiting]
+        self._waiting.difference_update(modules)
+        places = [*self._left, *((module, name) for module in modules for name in _tensors(module))]
+        before = [(tensor, tensor._version) for module, name in places for tensor in [_tensors(module)[name]]]
         # The first module that holds a tied weight has the last word, for example the embedding before the head.
         for module in reversed(modules):
             reset: Any = getattr(module, "reset_parameters", None)
@@ -133,44 +145,60 @@ class MetaTensors:
             if module in self._models:
                 with torch.no_grad():
                     self._models[module]._init_weights(module)
-        for module, name, tensor, version in before:
-            is_same = _tensors(module).get(name) is tensor and tensor._version == version
-            if is_same and not _has_values(tensor):
-                self._left.append((module, name))
+        self._left = [
+            (module, name)
+            for (module, name), (tensor, version) in zip(places, before, strict=True)
+            if _tensors(module).get(name) is tensor and tensor._version == version and not _has_values(tensor)
+        ]
 
     @property
     def left(self) -> list[tuple[str, bool]]:
         """Name of each tensor that nothing has initialized, and whether checkpoints have it."""
         names = {child: f"{name}." if name else "" for name, child in self._root.named_modules()}
-        return [(f"{names[own]}{name}", name not in own._non_persistent_buffers_set) for own, name in self._left]
+        return [
+            (f"{names[own]}{name}", name not in own._non_persistent_buffers_set and name not in vars(own))
+            for own, name in self._left
+        ]
 
-    def require_buffers(self) -> None:
-        """Raise for a buffer that nothing has initialized and no checkpoint has."""
+    def require_saved(self) -> None:
+        """Raise for a tensor that nothing has initialized and no checkpoint has."""
         if missing := [name for name, is_saved in self.left if not is_saved]:
             raise ValueError(
-                f"{', '.join(missing)}: nothing initializes what waited on the meta device here, and a buffer with "
-                "persistent=False is in no checkpoint; give its module a reset_parameters() that fills it, or create "
-                "the module under torch.device('cpu')"
+                f"{', '.join(missing)}: nothing initializes what waited on the meta device here, and an attribute or a "
+                "buffer with persistent=False is in no checkpoint; give its module a reset_parameters() that fills "
+                "it, or create the module under torch.device('cpu')"
             )
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers that ``module`` holds itself, by name; local."""
-    return {name: tensor for name, tensor in (module._parameters | module._buffers).items() if tensor is not None}
+    """The parameters, buffers and other tensors that ``module`` holds itself, by name; local."""
+    held = module._parameters | module._buffers | vars(module)
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
+def _mark_of(dtype: torch.dtype) -> float:
+    """What a tensor holds that nothing has initialized: what cannot be taken for a weight or for an index."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min or torch.iinfo(dtype).max
+
+
 def _has_values(tensor: Tensor) -> bool:
-    """Whether a tensor that :func:`_fill_with_nan` was given has other values now; ``False`` if that cannot be seen."""
+    """Whether a tensor has other values than :func:`_mark` gave it; ``False`` if that cannot be seen."""
     local = local_tensor(tensor.detach())
-    return tensor.numel() == 0 or (_has_nan(local) and not bool(local.isnan().all()))
+    mark = _mark_of(local.dtype)
+    return local.numel() == 0 or not bool((local.isnan() if mark != mark else local == mark).all())
 
 
-def _has_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+@torch.no_grad()
+def _mark(tensor: Tensor) -> None:
+    """Fill a tensor so that it is not taken for initialized; local."""
+    local = local_tensor(tensor.detach())
+    local.fill_(_mark_of(local.dtype))
 
 
 def _takes_module(holder: nn.Module) -> bool:
@@ -179,22 +207,14 @@ def _takes_module(holder: nn.Module) -> bool:
     return callable(method) and len(inspect.signature(method).parameters) == 1
 
 
-@torch.no_grad()
-def _fill_with_nan(tensor: Tensor) -> None:
-    """Fill with NaN, so that a tensor that nothing initializes is not taken for a weight; local."""
-    local = local_tensor(tensor.detach())
-    if _has_nan(local):
-        local.fill_(float("nan"))
-
-
 @contextmanager
 def _own_random_numbers(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Let each rank draw its own numbers if it fills parts of tensors: on a CPU equal seeds would give equal parts."""
     # CUDA's generator draws by the place of a part. What must be equal on several ranks is made so when it is sharded.
-    parts = [p for p in module.parameters() if p.is_meta and isinstance(p, DTensor)]
-    if not parts or device.type != "cpu":
+    if device.type != "cpu" or not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         yield
         return
+    seed = int(torch.randint(2**62, ()))
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(torch.initial_seed() + torch.distributed.get_rank())
+        torch.default_generator.manual_seed(seed + torch.distributed.get_rank())
         yield

@@ -74,15 +74,16 @@ def is_transposed(use: Use) -> bool:
     owner, _ = _layer_of(use)
     if isinstance(owner, _TRANSPOSED) or _is_transposed_linear(owner):
         return True
-    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) == "inputs first"
+    stored = ("inputs first", "transposed convolution")
+    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) in stored
 
 
 def _usage(use: Use) -> Usage:
     """What the code of its layer does with a parameter; entries of a ParameterList are used by the module above."""
     owner, attribute = _layer_of(use)
     if isinstance(owner, nn.ParameterList | nn.ParameterDict) and len(use.path) > 1:
-        return usage(type(use.path[-2][1]), use.path[-1][0].rsplit(".", 1)[-1], attribute)
-    return usage(type(owner), attribute)
+        return usage(type(use.path[-2][1]), use.path[-1][0].rsplit(".", 1)[-1], attribute, use.parameter.ndim)
+    return usage(type(owner), attribute, ndim=use.parameter.ndim)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
@@ -119,11 +120,13 @@ def _raw_kind(use: Use) -> tuple[ParameterKind, str]:
     if (words & _TABLE_WORDS or _is_table_class(use.owner)) and not words & _MATRIX_WORDS:
         return "elementwise", "learned table"
     used = _usage(use)
+    if used == "lookup":
+        return "elementwise", "looked up"
     if used == "no product" or (used == "unknown" and not words & _WEIGHT_WORDS):
         return "elementwise", "not multiplied as a matrix" if used == "no product" else "unknown use; see muon_patterns"
     if len(shape) == 2:
         return "matrix", "raw 2-D parameter"
-    is_stack = len(shape) == 3 and used != "convolution"
+    is_stack = len(shape) == 3 and "convolution" not in used
     return ("stack", f"stack of {shape[0]} matrices") if is_stack else ("convolution", f"raw {len(shape)}-D")
 
 

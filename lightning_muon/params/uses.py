@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -18,21 +18,39 @@ from torch.nn.parameter import UninitializedParameter
 _WRAPPER_PARTS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 # As a product reads a parameter: outputs first (`linear(x, w)`), inputs first (`x @ w`), in both ways, or as a filter;
-# no product at all; or the code does not say.
-Usage = Literal["outputs first", "inputs first", "product", "convolution", "no product", "unknown"]
+# no product at all, or rows that are picked by tensors; or the code does not say.
+Usage = Literal[
+    "outputs first",
+    "inputs first",
+    "product",
+    "convolution",
+    "transposed convolution",
+    "no product",
+    "lookup",
+    "unknown",
+]
 
-# Function -> the side of a product on which each of its arguments stands; `linear` takes a transposed right side.
+# Function -> the side of a product on which each of its arguments stands; so for arguments by name.
 _PRODUCTS = {
     **dict.fromkeys(("matmul", "mm", "bmm", "_grouped_mm", "grouped_mm"), ("left", "right")),
     **dict.fromkeys(("addmm", "baddbmm"), ("", "left", "right")),
-    "linear": ("", "left"),
+    "linear": ("", "weight"),
 }
-_CONVOLUTIONS = frozenset(("conv1d", "conv2d", "conv3d"))
+_SIDES = {"weight": "weight", **dict.fromkeys(("other", "mat2", "batch2"), "right")}
+_CONVOLUTIONS = {f"conv{kind}{n}d": "input weight bias _ _ _ groups" for kind in ("", "_transpose") for n in (1, 2, 3)}
+_LOOKUPS = frozenset("embedding embedding_bag index_select gather take take_along_dim".split())
+_MODULES = frozenset("torch nn F functional _nn einops".split())
 _TURNS = frozenset(("T", "mT", "t", "transpose", "swapaxes"))
 _LAST_TWO = ({-2, -1}, {1, 2}, {0, 1})
-# What leaves the matrices of a parameter as they are.
+# What leaves the matrices of a parameter as they are, or in an order that is not followed.
 _FOLLOWED = frozenset(
-    "data to type type_as float half bfloat16 contiguous clone detach to_local full_tensor unsqueeze squeeze".split()
+    "data to type type_as float half bfloat16 contiguous clone detach to_local full_tensor unsqueeze squeeze "
+    "chunk split reversed list tuple".split()
+)
+_RESHAPED = frozenset("view reshape permute movedim flatten unflatten".split())
+# What says something about a parameter, and does not use its values.
+_FACTS = frozenset(
+    "shape device dtype ndim grad requires_grad size dim numel norm stride isinstance len hasattr print id type".split()
 )
 _SET_UP = frozenset(("__init__", "reset_parameters", "init_weights", "_init_weights", "extra_repr", "__repr__"))
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -98,113 +116,278 @@ def inside_repeated_block(path: Path) -> bool:
 
 
 @cache
-def usage(kind: type[nn.Module], attribute: str, entry: str = "") -> Usage:
-    """What the methods of a class do with ``self.attribute``, or with its ``entry`` if it is a dictionary.
+def usage(kind: type[nn.Module], attribute: str, entry: str = "", ndim: int = 2) -> Usage:
+    """What the methods of a class do with ``self.attribute``, or with its ``entry`` if it is a list or a dictionary.
 
-    Only the class that uses it is read, not the functions that it is given to.
+    Only the class that uses it is read, not the functions that it is given to. A table whose rows are looked up is
+    no matrix, whatever else is done with it.
     """
+    found = set[Usage]()
+    returned: dict[str, _Part | None] = {}
+    for _ in range(2):  # A second time, with what the class's own methods return.
+        found.clear()
+        for function in _methods(kind):
+            reader = _Reader(attribute, entry, ndim, returned)
+            reader.visit(function)
+            found |= reader.found
+            returned[function.name] = reader.returned
+    products = found - {"no product", "unknown"}
+    if "lookup" in found:
+        return "lookup"
+    if products:
+        return products.pop() if len(products) == 1 else "product"
+    return "no product" if found == {"no product"} else "unknown"
+
+
+def _methods(kind: type) -> list[_Function]:
+    """The methods of a class and of its bases, but those that are overridden and those that initialize parameters."""
+    methods: dict[str, _Function] = {}
     for base in kind.__mro__:
-        if base is nn.Module:
-            break
-        found = set[Usage]()
-        for function in _methods(base):
-            found |= set(_Reader(function, attribute, entry).usages())
-        if found:
-            products = found - {"no product", "unknown"}
-            if products:
-                return products.pop() if len(products) == 1 else "product"
-            return "unknown" if "unknown" in found else "no product"
-    return "unknown"
+        for function in _own_methods(base) if base not in (nn.Module, object) else ():
+            above = methods.get(function.name)
+            if above is None:
+                methods[function.name] = function
+            elif f"super().{function.name}(" in ast.unparse(above):
+                methods.setdefault(f"{base.__qualname__}.{function.name}", function)
+    return list(methods.values())
 
 
-def _methods(kind: type) -> Iterator[_Function]:
-    """The methods that a class defines, but those that make and initialize parameters."""
+@cache
+def _own_methods(kind: type) -> list[_Function]:
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
-    except (OSError, TypeError, SyntaxError):  # A class that was made at run time.
-        return
-    for node in tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else ():
-        if isinstance(node, _Function) and node.name not in _SET_UP:
-            yield node
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    except (OSError, TypeError, SyntaxError, ValueError):  # A class that was made at run time.
+        return []
+    body = node.body if isinstance(node, ast.ClassDef) else ()
+    return [each for each in body if isinstance(each, _Function) and each.name not in _SET_UP]
+
+
+class _Part(NamedTuple):
+    """What the value of an expression has of the parameter."""
+
+    picks: int  # How many indices lead to one matrix; more of them take rows.
+    swapped: bool | None = False  # Whether the last two dimensions are swapped; None where that is not followed.
+    is_weight: bool = True  # Not one of several values, nor computed with others.
+
+
+_Value = _Part | None | list["_Value"]  # A list for a tuple in the code.
+
+
+def _either(first: _Part | None, second: _Part | None) -> _Part | None:
+    """One of two values."""
+    if first is None or second is None:
+        one = first or second
+        return one and one._replace(is_weight=False)
+    swapped = first.swapped if first.swapped == second.swapped else None
+    return _Part(min(first.picks, second.picks), swapped, first.is_weight and second.is_weight)
 
 
 class _Reader:
-    """Looks at one method."""
+    """Follows a parameter through a method, statement by statement."""
 
-    def __init__(self, function: _Function, attribute: str, entry: str) -> None:
-        self._function, self._attribute, self._entry = function, attribute, entry
-        # Names of variables that hold the parameter -> whether its last two dimensions are swapped.
-        self._swapped: dict[str, bool] = {}
+    def __init__(self, attribute: str, entry: str, ndim: int, methods: Mapping[str, _Part | None]) -> None:
+        self.found, self.returned = set[Usage](), None
+        self._attribute, self._entry, self._matrix_picks, self._methods = attribute, entry, ndim - 2, methods
+        self._names: dict[str, _Part | None] = {}
+        self._texts: dict[str, str] = {}
 
-    def usages(self) -> Iterator[Usage]:
-        """Yield how the method uses the parameter."""
-        nodes = list(ast.walk(self._function))
-        for node in nodes:
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                self._name(node.targets[0].id, node.value)
-            elif isinstance(node, ast.For | ast.comprehension) and isinstance(node.target, ast.Name):
-                self._name(node.target.id, node.iter)
-        for node in nodes:
-            if isinstance(node, ast.Attribute) and self._is_swapped(node) is not None:
-                yield "no product"
-            elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
-                yield from self._sides((node.left, node.right), ("left", "right"))
-            elif isinstance(node, ast.Call):
-                yield from self._call(node)
+    def visit(self, node: ast.AST | None) -> _Part | None:
+        """Add to ``found`` what a statement or an expression does with the parameter; what its value has of it."""
+        match node:
+            case ast.Name():
+                return self._names.get(node.id)
+            case ast.Attribute(ast.Name("self"), attribute):
+                is_it = attribute == self._attribute
+                return _Part(self._matrix_picks + bool(self._entry)) if is_it else self._methods.get(attribute)
+            case ast.Attribute():
+                return self._change(self.visit(node.value), node.attr, ())
+            case ast.Subscript():
+                return self._subscript(node)
+            case ast.Call():
+                return self._call(node)
+            case ast.BinOp():
+                return self._binary(node)
+            case ast.UnaryOp(_, value) | ast.Starred(value):
+                return self.visit(value)
+            case ast.Tuple(values) | ast.List(values):
+                return next((part for part in map(self.visit, values) if part), None)
+            case ast.IfExp():
+                self.visit(node.test)
+                return _either(self.visit(node.body), self.visit(node.orelse))
+            case ast.ListComp() | ast.GeneratorExp():
+                for loop in node.generators:
+                    self._bind(loop.target, self._each(loop.iter))
+                return self.visit(node.elt)
+            case ast.NamedExpr() | ast.AnnAssign():
+                self._bind(node.target, part := self.visit(node.value))
+                return part
+            case ast.Assign([ast.Name(name)], ast.Constant(str(text))):
+                self._texts[name] = text
+            case ast.Assign():
+                values = node.value.elts if isinstance(node.value, ast.Tuple) else ()
+                for target in node.targets:
+                    self._bind(target, [self.visit(each) for each in values] or self.visit(node.value))
+            case ast.AugAssign():
+                self._bind(node.target, self._binary(ast.BinOp(node.target, node.op, node.value)))
+            case ast.Return():
+                part = self.visit(node.value)
+                self.returned = _either(self.returned, part) if self.returned else part
+            case ast.If():
+                self.visit(node.test)
+                before = dict(self._names)
+                self._all(node.body)
+                after, self._names = self._names, before
+                self._all(node.orelse)
+                joined = {name: _either(after[name], self._names[name]) for name in after.keys() & self._names.keys()}
+                self._names = {**after, **self._names, **joined}
+            case ast.For() | ast.While():
+                for each in ast.walk(node):  # What the loop sets again may have either value.
+                    if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+                        self._names[each.id] = _either(self._names.get(each.id), None)
+                if isinstance(node, ast.For):
+                    self._bind(node.target, self._each(node.iter))
+                self._all(node.body)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                self._names |= dict.fromkeys(each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg))
+                self._all(node.body)
+            case ast.Compare():
+                self._all([node.left, *node.comparators])
+            case ast.AST():
+                return self._used(self._all(ast.iter_child_nodes(node)), "unknown")
+            case None:
+                pass
+        return None
 
-    def _name(self, name: str, value: ast.expr) -> None:
-        swapped = self._is_swapped(value)
-        if swapped is not None:
-            self._swapped[name] = swapped
+    def _all(self, nodes: Iterable[ast.AST]) -> list[_Part | None]:
+        return [self.visit(node) for node in nodes]
 
-    def _is_swapped(self, node: ast.expr) -> bool | None:
-        """Whether an expression is the parameter with its last two dimensions swapped; ``None`` if it is another."""
-        if isinstance(node, ast.Name):
-            return self._swapped.get(node.id)
-        if isinstance(node, ast.Subscript):
-            key = node.slice.value if isinstance(node.slice, ast.Constant) else None
-            return None if isinstance(key, str) and key != self._entry else self._is_swapped(node.value)
-        swaps, function = False, node.func if isinstance(node, ast.Call) else node
-        if not isinstance(function, ast.Attribute):
-            return None
-        if isinstance(function.value, ast.Name) and function.value.id == "self" and function is node:
-            return False if function.attr == self._attribute else None
-        if function.attr in _TURNS:
-            dims = [ast.unparse(each) for each in node.args] if isinstance(node, ast.Call) else []
-            swaps = not dims or {int(dim) for dim in dims if dim.lstrip("-").isdigit()} in _LAST_TWO
-        elif function.attr not in _FOLLOWED:
-            return None
-        inner = self._is_swapped(function.value)
-        return None if inner is None else inner != swaps
+    def _used(self, parts: Iterable[_Part | None], usage: Usage) -> _Part | None:
+        """Note how these are used; the result has something of them, but is no weight."""
+        present = [part for part in parts if part is not None]
+        if any(part.is_weight for part in present):
+            self.found.add(usage)
+        return present[0]._replace(is_weight=False) if present else None
 
-    def _sides(self, arguments: Sequence[ast.expr], sides: Sequence[str]) -> Iterator[Usage]:
-        for argument, side in zip(arguments, sides, strict=False):
-            swapped = self._is_swapped(argument)
-            if swapped is not None and side:
-                yield "outputs first" if swapped == (side == "right") else "inputs first"
-
-    def _call(self, node: ast.Call) -> Iterator[Usage]:
-        function = node.func
-        *of, name = ast.unparse(function).split(".")
-        arguments = [*node.args, *(each.value for each in node.keywords)]
-        if name in _PRODUCTS:
-            is_method = len(arguments) < len(_PRODUCTS[name])  # `x.matmul(w)`.
-            first = [function.value] if is_method and isinstance(function, ast.Attribute) else []
-            yield from self._sides((*first, *arguments), _PRODUCTS[name])
-        elif all(self._is_swapped(argument) is None for argument in arguments):
+    def _bind(self, target: ast.expr, value: _Value) -> None:
+        """Let names stand for a value, or those of a tuple for each of its values."""
+        if isinstance(target, ast.Tuple | ast.List):
+            values = value if isinstance(value, list) else [value] * len(target.elts)
+            for inner, each in zip(target.elts, values, strict=False):
+                self._bind(inner, each)
             return
-        elif name in _CONVOLUTIONS:
-            yield "no product" if "groups" in [each.arg for each in node.keywords] else "convolution"
-        elif name == "einsum":
-            yield from self._einsum(node)
-        elif not of or of[0] not in ("torch", "nn", "F"):
-            yield "unknown"
+        part = next((each for each in value if isinstance(each, _Part)), None) if isinstance(value, list) else value
+        if isinstance(target, ast.Name):
+            self._names[target.id] = part
+        else:
+            self._used([part], "unknown")
 
-    def _einsum(self, node: ast.Call) -> Iterator[Usage]:
-        """The matrices are the last two dimensions, and one of these is summed over."""
-        inputs, _, output = ast.unparse(node.args[0]).strip("'\"").replace(" ", "").partition("->")
-        for letters, argument in zip(inputs.split(","), node.args[1:], strict=False):
-            swapped = self._is_swapped(argument)
-            summed = [place - len(letters) for place, letter in enumerate(letters) if letter not in output]
-            if swapped is not None and summed in ([-1], [-2]):
-                yield "outputs first" if (summed == [-1]) != swapped else "inputs first"
+    def _each(self, node: ast.expr) -> _Value:
+        """What each round of a loop over an expression gets."""
+        match node:
+            case ast.Call(ast.Name("zip"), iterables):
+                return [self._each(each) for each in iterables]
+            case ast.Call(ast.Name("enumerate"), [iterable, *_]):
+                return [None, self._each(iterable)]
+            case ast.Call(ast.Attribute(dictionary, "items" | "values" as which)):
+                each = self._each(dictionary)
+                return [None, each] if which == "items" else each
+        return self._pick(self.visit(node), 1, "no product")
+
+    def _subscript(self, node: ast.Subscript) -> _Part | None:
+        part, keys = self.visit(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if part is None:
+            return self.visit(node.slice)
+        if part.picks > self._matrix_picks and isinstance(keys[0], ast.Constant) and str(keys[0].value) != self._entry:
+            return None  # Another entry.
+        is_kept = [isinstance(key, ast.Slice) or ast.unparse(key) in ("None", "...") for key in keys]
+        return self._pick(part, is_kept.count(False), "lookup")
+
+    def _pick(self, part: _Part | None, number: int, of_rows: Usage) -> _Part | None:
+        if part is None or number > part.picks:
+            return self._used([part], of_rows)
+        return part._replace(picks=part.picks - number)
+
+    def _binary(self, node: ast.BinOp) -> _Part | None:
+        left, right = self.visit(node.left), self.visit(node.right)
+        if isinstance(node.op, ast.MatMult):
+            self._product(left, "left")
+            self._product(right, "right")
+            return None
+        # With numbers and other tensors of the layer it stays a weight.
+        others = ast.walk(node.right if left else node.left)
+        is_own = all(each.id == "self" for each in others if isinstance(each, ast.Name))
+        return (left or right) if is_own else self._used([left, right], "no product")
+
+    def _product(self, part: _Part | None, side: str) -> None:
+        if part is None:
+            return
+        if side == "weight" or (part.is_weight and side):
+            is_turned = None if part.swapped is None else part.swapped == (side != "right")
+            self.found.add("product" if is_turned is None else "inputs first" if is_turned else "outputs first")
+        elif part.is_weight or side == "right":  # On the right may be a weight that was computed.
+            self.found.add("unknown" if side else "no product")
+
+    def _change(self, part: _Part | None, name: str, arguments: Sequence[ast.expr]) -> _Part | None:
+        """What a method, or a function of torch, makes of the parameter."""
+        if part is None or name in _FOLLOWED:
+            return part
+        if name in _FACTS:
+            return None
+        if name in _RESHAPED:
+            return part._replace(swapped=None)
+        if name in _TURNS:
+            dims = {int(dim) for dim in map(ast.unparse, arguments) if dim.lstrip("-").isdigit()}
+            swaps = part.swapped is not None and (not arguments or dims in _LAST_TWO)
+            return part._replace(swapped=not part.swapped) if swaps else part
+        return self._used([part], "no product")
+
+    def _call(self, node: ast.Call) -> _Part | None:
+        of = node.func.value if isinstance(node.func, ast.Attribute) else None
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        named = {each.arg: each.value for each in node.keywords}
+        if isinstance(of, ast.Name) and of.id == "self":
+            return self.visit(node.func) or self._used(map(self.visit, [*node.args, *named.values()]), "unknown")
+        is_method = of is not None and ast.unparse(of).rpartition(".")[2] not in _MODULES
+        given = [of, *node.args] if is_method and of is not None else node.args
+        parts: list[_Part | None] = [self.visit(each) for each in (*given, *named.values())]
+        if not any(parts):
+            return None
+        if name in _PRODUCTS and not (is_method and name == "linear"):
+            sides = [*_PRODUCTS[name], *[""] * len(given)][: len(given)] + [_SIDES.get(key or "", "") for key in named]
+            for part, side in zip(parts, sides, strict=True):
+                self._product(part, side)
+        elif name in _CONVOLUTIONS:
+            arguments = dict(zip(_CONVOLUTIONS[name].split(), given, strict=False)) | named
+            is_weight = "weight" in arguments and self.visit(arguments["weight"]) is not None
+            in_groups = "groups" in arguments and ast.unparse(arguments["groups"]) != "1"
+            filters: Usage = "transposed convolution" if "transpose" in name else "convolution"
+            self.found.add(filters if is_weight and not in_groups else "no product")
+        elif name in _LOOKUPS:
+            self._used(parts, "lookup")
+        elif name == "einsum":
+            self._einsum(given)
+        elif given and parts[0] and (of is not None or name in _FACTS | _FOLLOWED):
+            return self._change(parts[0], name, given[1:])
+        else:
+            return self._used(parts, "unknown" if of is None or is_method else "no product")
+        return None
+
+    def _einsum(self, given: Sequence[ast.expr]) -> None:
+        """The matrices are the last two dimensions; one of these is summed over, and the other is in no other input."""
+        texts = [self._texts.get(ast.unparse(each), getattr(each, "value", None)) for each in given]
+        equation = next((text for text in texts if isinstance(text, str) and "->" in text), "")
+        *inputs, output = [
+            term.split() if " " in term.strip() else list(term.strip())
+            for term in equation.replace("->", ",").split(",")
+        ]
+        tensors = [self.visit(each) for each, text in zip(given, texts, strict=True) if text != equation]
+        for place, part in enumerate(tensors):
+            letters = inputs[place] if place < len(inputs) else []
+            others = {letter for term in (*inputs[:place], *inputs[place + 1 :]) for letter in term}
+            summed = [index for index, letter in enumerate(letters, -len(letters)) if letter not in output]
+            if not equation:
+                self._used([part], "unknown")
+            elif summed in ([-1], [-2]) and len(letters) > 1 and letters[-3 - summed[0]] not in others:
+                self._product(part, "right" if summed == [-2] else "left")
+            else:
+                self._used([part], "no product")

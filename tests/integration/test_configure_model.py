@@ -31,10 +31,17 @@ def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any =
     return model
 
 
+class _Initialized(training.Network):
+    """Initializes layers of its blocks again, which are sharded by then."""
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.blocks[0].up.weight, -3, 3)
+
+
 def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
     pl = training.load()
     torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
-    model = _on_meta(pl, **options)
+    model = _on_meta(pl, network=_Initialized, **options)
     fitter = training.trainer(pl, strategy=training.strategy_class()(**sizes))
     captured: dict[str, Tensor] = {}
 
@@ -54,9 +61,12 @@ def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPoo
     initial = outcomes[0]["initial"]
     assert all(torch.isfinite(tensor).all() for tensor in initial.values())
     # As nn.Linear initializes itself: uniform in +- 1 / sqrt(inputs).
-    up = initial["network.blocks.0.up.weight"]
+    up = initial["network.blocks.1.up.weight"]
     assert 0.2 < up.abs().max() <= 0.25
     assert torch.linalg.matrix_rank(up) == 16
+    again = initial["network.blocks.0.up.weight"]
+    assert 2.5 < again.abs().max() <= 3 and torch.linalg.matrix_rank(again) == 16
+    assert not torch.equal(*again.chunk(2)), "two ranks drew the same shard"
     assert initial["network.embedding.weight"].std() == pytest.approx(1.0, abs=0.2)
     assert outcomes[0]["tied"] == options.get("tied", False)
     assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)

@@ -24,6 +24,7 @@ class _Net(nn.Module):
         self.raw = nn.Parameter(torch.ones(3), requires_grad=False)
         self.register_buffer("mask", torch.ones(2, dtype=torch.bool), persistent=False)
         self.register_buffer("count", torch.ones(2, dtype=torch.long))
+        self.scale = torch.ones(2)  # Neither parameter nor buffer.
 
 
 class _Own(_Net):
@@ -32,6 +33,8 @@ class _Own(_Net):
     def _init_weights(self, module: nn.Module) -> None:
         if module is self:
             self.raw.data.fill_(4.0)
+            self.scale.fill_(2.0)
+            nn.init.zeros_(self.norm.weight)
             self.mask.fill_(True)
             self.count = torch.zeros(2, dtype=torch.long)
         elif isinstance(module, nn.Embedding):
@@ -52,9 +55,10 @@ def test_ties_flags_persistence_and_values_are_right() -> None:
     before = module.state_dict().keys()
     meta = MetaTensors(module, _CPU)
     meta.initialize(module)
-    assert meta.left == [("raw", True), ("mask", False), ("count", True)]
-    with pytest.raises(ValueError, match=r"mask: nothing initializes .* persistent=False is in no checkpoint; give"):
-        meta.require_buffers()
+    assert meta.left == [("raw", True), ("mask", False), ("count", True), ("scale", False)]
+    with pytest.raises(ValueError, match=r"mask, scale: nothing initializes .* is in no checkpoint; give"):
+        meta.require_saved()
+    assert module.count.tolist() == [torch.iinfo(torch.long).min] * 2, "as an index it fails"
     assert not has_meta_tensors(module) and module.state_dict().keys() == before
     assert module.head.weight is module.embedding.weight and not module.raw.requires_grad
     assert module.embedding.weight.abs().max() > 1, "normal, as its first holder makes it, not uniform in +- 1/2"
@@ -69,7 +73,33 @@ def test_the_model_around_a_module_has_the_last_word() -> None:
     meta.initialize(module)
     assert meta.left == [] and not has_meta_tensors(module)
     assert module[0].raw.tolist() == [4] * 3 and module[0].mask.all() and module[0].embedding.weight.eq(1).all()
+    assert module[0].norm.weight.eq(0).all() and module[0].scale.eq(2).all()
     assert torch.equal(module[1].weight, before), "real tensors are left alone"
+
+
+class _Block(nn.Sequential):
+    """Holds no tensors itself."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self[1].weight)
+
+
+class _Blocks(_Block):
+    def __init__(self) -> None:
+        super().__init__(*(_Block(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2)))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self[1][0].weight)
+
+
+def test_containers_initialize_what_is_in_them() -> None:
+    module = nn.Sequential(_on_meta(_Blocks), nn.Linear(2, 2))
+    meta = MetaTensors(module, _CPU)
+    for part in (*module[0], module):  # As FSDP2 units, and then what is around them.
+        meta.initialize(part)
+    first, second = module[0]
+    assert first[1].weight.eq(0).all() and second[1].weight.eq(0).all() and second[0].weight.eq(1).all()
+    assert 0 < first[0].weight.abs().max() < 1 and meta.left == []
 
 
 def test_ties_between_calls_survive() -> None:

@@ -135,6 +135,84 @@ def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
     assert kinds["filter"] == "convolution"
 
 
+class Base(nn.Module):
+    """Its parameters are named after how the code comes to them, and `start` is what is multiplied."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.inherited)
+
+    def returned(self) -> torch.Tensor:
+        return self.by_method
+
+
+class Idioms(Base):
+    """What is a matrix, stored as (outputs, inputs) or turned, and what is none."""
+
+    outputs_first = (
+        "inherited by_method paired typed scaled masked keyword joined bare walrus again left_of_own viewed by_function"
+    ).split()
+    inputs_first = "equation einops_order chosen enumerated zipped item both_branches transposed_filter".split()
+    others = "start looked_up gathered indexed handed in_groups other_layer per_head added activation".split()
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in (*self.outputs_first, *self.inputs_first, *self.others):
+            size = torch.zeros((4, 4, 4) if name in ("in_groups", "transposed_filter") else (4, 4))
+            self.register_parameter(name, nn.Parameter(size))
+        for name in ("enumerated", "zipped", "item"):
+            delattr(self, name)
+            setattr(self, name, nn.ParameterDict({"0": size}) if name == "item" else nn.ParameterList([size]))
+        self.linear = nn.Linear(4, 4)
+
+    @property
+    def device(self) -> torch.device:
+        return self.inherited.device
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        from einops import einsum
+
+        equation = "bd,dh->bh"
+        x, w = super().forward(x), self.paired
+        typed: torch.Tensor = self.typed
+        scaled = self.scaled * 0.5
+        x = F.linear(x, w) + F.linear(x, typed) + F.linear(x, scaled) + F.linear(x, self.masked * mask)
+        x = F.linear(input=x, bias=None, weight=self.keyword) + F.linear(x, self.returned())
+        x = F.linear(x, torch.cat([self.joined, self.bare])) + F.linear(x, self.bare)
+        x = x @ (w := self.walrus).T
+        w = self.again.to(x.dtype)
+        x = torch.einsum(equation, x, self.equation) + (self.left_of_own * self.scaling) @ x
+        x = x @ w.T + einsum(x, self.einops_order, "batch i, i o -> batch o")
+        x = x @ self.viewed.view(4, 4) + torch.matmul(x, self.by_function.t())
+        x = x @ (self.chosen if mask is None else self.chosen.half())
+        for _, w in enumerate(self.enumerated):
+            x = x @ w
+        for w, _ in zip(self.zipped, ids, strict=True):
+            x = x @ w
+        for key, w in self.item.items():
+            x = x @ w + len(key)
+        if mask is None:
+            w = self.both_branches
+        else:
+            w = self.both_branches.half()
+        x = F.conv_transpose1d(x @ w, self.transposed_filter)
+        state = self.start
+        for _ in range(3):
+            state = torch.tanh(state @ self.paired.T)
+        x = x + F.embedding(ids, self.looked_up) @ self.looked_up.T + self.gathered[ids] @ self.gathered.T
+        x = x + self.indexed.index_select(0, ids) @ self.indexed + F.conv1d(x, self.in_groups, None, 1, 1, 1, 2)
+        x = self.linear(self.handed) + F.linear(self.other_layer, x) + torch.einsum("bhd,hd->bh", x, self.per_head)
+        return (x * self.activation) @ x + self.added
+
+
+def test_plain_idioms_are_understood() -> None:
+    routes = {name.removesuffix(".0"): route for name, route in route_module(Idioms()).items()}
+    kinds = {name: (route.kind != "elementwise", route.is_transposed) for name, route in routes.items()}
+    assert {name for name in Idioms.outputs_first if kinds[name] != (True, False)} == set()
+    assert {name for name in Idioms.inputs_first if kinds[name] != (True, True)} == set()
+    assert {name for name in Idioms.others if kinds[name][0]} == set()
+    assert routes["gathered"].reason == "looked up" and routes["handed"].reason.startswith("unknown use")
+
+
 def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
     normed = parametrizations.weight_norm(nn.Conv1d(4, 5, 3))
     assert _kinds(normed) == {
