@@ -31,7 +31,7 @@ from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_gro
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.optim.parameters import (
     ADAMW_STATE,
     MUON_STATE,

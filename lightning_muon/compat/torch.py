@@ -364,11 +364,11 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The index of the directory; local."""
         path = Path(self.path, _metadata_fn)
-        try:
-            with path.open("rb") as file:
+        with path.open("rb") as file:
+            try:
                 index = _IndexUnpickler(file).load()
-        except pickle.UnpicklingError as problem:
-            raise pickle.UnpicklingError(f"{path} is not read: {problem}") from None
+            except Exception as problem:  # Of any kind, where bytes have changed.
+                raise pickle.UnpicklingError(f"{path} is not read: {problem}") from None
         index.storage_meta = index.storage_meta or metadata.StorageMeta()
         index.storage_meta.load_id = self.load_id
         return index

@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.config import join_names
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
+from lightning_muon.math.checksum import checksums
 from lightning_muon.params.layout import local_tensor, replicated_axes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.guards import Guard

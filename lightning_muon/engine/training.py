@@ -35,20 +35,21 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.replicas import ReplicaCheck
-from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
-from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.call_log import CallLog
+from lightning_muon.sharding.clipping import clip_value_, find_nonfinite
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.guards import FailedPasses, Guard, SecondDerivatives, WrittenWeights
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel
+from lightning_muon.sharding.tokens import SingleReductionGuard, TokenCount
 from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
 _MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from lightning_muon.compat.lightning import LightningPackage, start_process_grou
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import Options
+from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
@@ -48,7 +48,7 @@ class MuonStrategy:
         optimizer: OptimizerChoice = Options.optimizer,
         wrap_policy: WrapPolicy = Options.wrap_policy,
         reshard_after_forward: bool = Options.reshard_after_forward,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self.options = Options(
             replicate_size=replicate_size,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.compat.torch import accumulate_gradients, profiled
-from lightning_muon.grad_sync.clipping import local_norms
+from lightning_muon.math.norms import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
 from lightning_muon.pipeline.batches import BatchComparison

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_muon.comm.groups import ALONE, axis_group, shard_axis
-from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.params.layout import Layout, parameters_of
+from lightning_muon.sharding.clipping import clip_norm_
 from lightning_muon.sharding.units import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device
 
