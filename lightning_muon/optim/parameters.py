@@ -19,7 +19,7 @@ from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
 from lightning_muon.math.newton_schulz import as_tuples
-from lightning_muon.params.layout import Layout, PlacedState, held_boxes
+from lightning_muon.params.layout import Layout, PlacedState, divided_as
 from lightning_muon.params.logical import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
@@ -349,12 +349,7 @@ def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
         return
     zeros = zero_state(parameter)
     for key, value in whole.items():
-        like: Any = zeros.get(key, tensor)
-        mesh, placements = like.device_mesh, tuple(like.placements)
-        (box,) = held_boxes(tuple(value.shape), tuple(mesh.shape), placements, [tuple(mesh.get_coordinate() or ())])
-        part = value[tuple(map(slice, box.start, box.stop))].clone()
-        size, stride = like.shape, like.stride()
-        state[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+        state[key] = divided_as(value, zeros.get(key, tensor))
 
 
 class StateCompletion:

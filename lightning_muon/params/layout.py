@@ -147,6 +147,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def divided_as(whole: Tensor, like: DTensor) -> DTensor:
+    """A copy of the calling rank's part of a tensor that all ranks have, laid out as ``like``, of its shape. Local."""
+    mesh, placements = like.device_mesh, tuple(like.placements)
+    coordinate = tuple(mesh.get_coordinate() or ())
+    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), placements, [coordinate])
+    part = whole[tuple(map(slice, box.start, box.stop))].to(like.device, copy=True)
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
