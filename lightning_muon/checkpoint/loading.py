@@ -35,7 +35,7 @@ from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.params.layout import divided_as, parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
-from lightning_muon.sharding.shard_model import original_class
+from lightning_muon.sharding.units import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
 

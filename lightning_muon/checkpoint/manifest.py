@@ -29,7 +29,7 @@ _MARK = b"lightning-muon "  # Before our comment of an archive.
 _OF_VERSION_0_1 = b" sha256="  # In comments of version 0.1, which are not read any more.
 _END_OF_ARCHIVE, _SIZE_OF_END, _MOST_OF_COMMENT = b"PK\5\6", 22, 2**16
 _LENGTH = 2  # Bytes of a comment's length, before it; hashed as zeros.
-_PICKLE = b"\x80"  # Begins the files of torch before version 1.6.
+_TYPES = {"time": int | float, "save": str, "mesh": dict, "plans": list}
 _PIECE = 2**22  # Bytes read at a time.
 
 
@@ -251,18 +251,16 @@ def _difference(path: Path, entry: Mapping[str, Any], left_out: int = 0, zeros: 
 
 
 def _comment_of(path: Path) -> bytes:
-    """The comment of the archive that a single file is; empty for safetensors, and before torch 1.6."""
+    """The comment of the archive that a single file is; empty for safetensors."""
     if path.suffix == ".safetensors":
         return b""
     with path.open("rb") as file:
-        if file.read(len(_PICKLE)) == _PICKLE:
-            return b""
         file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_OF_COMMENT))
         end = file.read()
     place = end.rfind(_END_OF_ARCHIVE)
     before, comment = end[: place + _SIZE_OF_END], end[place + _SIZE_OF_END :]
     if place < 0 or before[-_LENGTH:] != len(comment).to_bytes(_LENGTH, "little"):
-        raise DamagedCheckpointError(f"{path} has no end: it was cut off, or is no file that torch.save writes")
+        raise DamagedCheckpointError(f"{path} has no end: it was cut off, or is no archive, as torch.save writes them")
     return comment
 
 
@@ -277,9 +275,17 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
         about = {key: value for key, value in sealed.items() if key != "sha256"}
         if _sealed(about) != sealed:
             raise ValueError("its hash is another")
-    except (ValueError, AttributeError) as problem:  # Also bytes that are no text, and other values than a mapping.
+        is_later = about.get("format", _FORMAT) > _FORMAT
+        if not is_later:
+            entries = about["files"].values() if path.name == MANIFEST else [about["file"]]
+            typed = [(about[key], kind) for key, kind in _TYPES.items() if key in about]
+            typed += [pair for entry in entries for pair in ((entry["size"], int), (entry["sha256"], str))]
+            if not all(isinstance(value, kind) for value, kind in typed):
+                raise ValueError("a value has another type")
+    # Also bytes that are no text, other values than a mapping, and brackets without end.
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as problem:
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
-    if about.get("format", _FORMAT) > _FORMAT:
+    if is_later:
         raise ValueError(
             f"{path} was written by a later version of lightning-muon, in format {about['format']}; this one reads "
             f"formats up to {_FORMAT}: install that version"

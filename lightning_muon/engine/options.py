@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, from_arguments, takes_options
 from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.sharding.base import ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import BucketBytes, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
 
 LossScaling = Literal["mean", "tokens"]
@@ -210,3 +210,29 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, without tensor_size and "
                 "data_parallel_size; give replicate_size and shard_size"
             )
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The fields of :class:`Options` that strategies take as ``**options``, for editors."""
+
+    context_size: int
+    tensor_size: int
+    pipeline_size: int
+    data_parallel_size: SizeOrAuto
+    tensor_parallel_size: SizeOrAuto
+    pipeline_schedule: str
+    pipeline_microbatches: int | Literal["auto"]
+    pipeline_split: Sequence[str] | None
+    pipeline_stages_per_rank: int | Literal["auto"]
+    reshard_after_backward: bool
+    bucket_bytes: BucketBytes
+    early_all_gather: bool
+    sharding: Sharding
+    loss_scaling: LossScaling
+    clip_groups: ClipGroups
+    save_distributed_checkpoint: bool | Literal["auto"]
+    check_replicas_every_n_steps: int
+    async_save: bool
+    process_group_backend: str | None
+    timeout: timedelta
+    max_silence: timedelta | None

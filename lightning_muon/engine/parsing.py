@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from argparse import ArgumentError
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +58,10 @@ def build(kind: type[T], mapping: Mapping[str, Any], *, where: str) -> T:
         parsed = parser.instantiate(parser.parse_object(plain))
     except (ArgumentError, TypeError, ValueError) as error:
         raise ValueError(f"{where}: {removed_value(str(error)) or error}") from error
+    for key, value in plain.items():
+        of = parsed[key].__module__ if isinstance(value, str) and inspect.isroutine(parsed[key]) else None
+        if (of or "").partition(".")[0] in sys.stdlib_module_names:
+            raise ValueError(f"{where}: {key}: {value!r} is a function of Python itself; name one that is made for it")
     try:
         return kind(**{key: parsed[key] for key in plain}, **built)
     except ValueError as error:  # No TypeError, which may be a bug: whoever reads it needs the traceback.
@@ -71,7 +76,7 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: 
     if "class_path" in value:
         kind = _import_class(value["class_path"], where)
         if not issubclass(kind, tuple(kinds)):
-            wanted = " or ".join(each.__name__ for each in kinds) or "class at all"
+            wanted = " or ".join(each.__name__ for each in kinds) or "class that this option takes"
             raise ValueError(f"{where}: class_path {value['class_path']!r} names no {wanted}")
         elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
         check_keys(value, ("class_path", "init_args"), where=where, elsewhere=elsewhere)
@@ -84,9 +89,9 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: 
 
 
 def _classes_in(annotation: Any) -> list[type[Any]]:
-    """The classes that a declared type, maybe a union, takes; for a function, those whose objects can be called."""
+    """The classes of this package in a declared type, maybe a union: of ``Callable``, nearly every class is one."""
     members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    return [each for each in (get_origin(member) or member for member in members) if isinstance(each, type)]
+    return [each for each in members if isinstance(each, type) and each.__module__.startswith(f"{_PACKAGE}.")]
 
 
 def check_keys(

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from lightning_muon.compat.lightning import LightningPackage, start_process_grou
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import Options
+from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
-from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.units import WrapPolicy
 
 
 class MuonStrategy:
@@ -48,7 +48,7 @@ class MuonStrategy:
         optimizer: OptimizerChoice = Options.optimizer,
         wrap_policy: WrapPolicy = Options.wrap_policy,
         reshard_after_forward: bool = Options.reshard_after_forward,
-        **options: Any,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self.options = Options(
             replicate_size=replicate_size,
@@ -94,8 +94,7 @@ class MuonStrategy:
             if self.options.async_save:
                 self._saves = BackgroundSaves(own_gloo_group_of_all())
         if self._watchdog is None:
-            drain = None if self._saves is None else self._saves.wait
-            self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)
+            self._watchdog = watch_setup(self, silence=self.options.max_silence)
         return self._meshes
 
     def finish_saving(self) -> None:

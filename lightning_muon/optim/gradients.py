@@ -14,11 +14,12 @@ from lightning_muon.comm.agreement import Message, are_equal, both_signs, maxima
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import join_names
-from lightning_muon.grad_sync.clipping import local_norms
+from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.math.norms import local_norms
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
+from lightning_muon.optim.parameters import Gradients, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
+from lightning_muon.params.layout import Layout, MeshMembers, local_tensor, replicated_axes
 
 
 @dataclass(eq=False)
@@ -26,6 +27,36 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
     """Some rank has a NaN or an Inf; raised on all ranks, with nothing changed."""
 
     names: tuple[str, ...]
+
+
+# Key of an option of the first param group, and so in each saved state: steps that were skipped, in all and in a row.
+_SKIPPED = "skipped_steps"
+
+
+def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps of ``optimizer`` that were skipped for a NaN or Inf, also before it was loaded; local."""
+    return optimizer.param_groups[0].get(_SKIPPED, (0, 0))[0]
+
+
+def skips_step(optimizer: torch.optim.Optimizer, nonfinite_names: Sequence[str], *, most_in_a_row: int = 0) -> bool:
+    """Whether to skip the step, which is counted; raises after too many. Local with the same names."""
+    group = optimizer.param_groups[0]
+    total, in_a_row = group.get(_SKIPPED, (0, 0))
+    if not nonfinite_names:
+        if in_a_row:
+            group[_SKIPPED] = total, 0
+        return False
+    if in_a_row < most_in_a_row:
+        group[_SKIPPED] = total + 1, in_a_row + 1
+        return True
+    names = join_names(nonfinite_names)
+    if in_a_row:
+        names += f", after {in_a_row} skipped steps in a row ({total} in all)"
+    raise NonFiniteGradientError(
+        f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
+        "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
+        f"batch; max_skipped_steps={most_in_a_row} says how many such steps in a row may be skipped."
+    )
 
 
 @dataclass(kw_only=True)

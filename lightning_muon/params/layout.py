@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.compat.torch import (
     fsdp_units_of,
     has_unfinished_backward,
@@ -19,7 +21,8 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     local_shape_and_offset,
 )
-from lightning_muon.params.logical import Box
+from lightning_muon.params.boxes import Box
+from lightning_muon.params.routing import Route
 
 
 @dataclass(frozen=True)
@@ -137,6 +140,53 @@ class Layout:
         return [each.state for each in states]
 
 
+@dataclass(frozen=True, eq=False)
+class RoutedParameter:
+    """A parameter, its param group, its route, and where it lives."""
+
+    tensor: nn.Parameter
+    group: dict[str, Any]
+    route: Route
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class MeshMembers:
+    """Parameters that live on one mesh (``None``: local tensors, or those of a plan without processes)."""
+
+    mesh: DeviceMesh | None
+    axes: AxisGroup  # The group over all of its axes.
+    host: AxisGroup  # The same ranks, for tensors in host memory, so that communication does not wait for a device.
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes of the mesh; empty for tensors of one process alone."""
+        return tuple(1 + max(indices) for indices in zip(*self.axes.coordinates, strict=True))
+
+    def along(self, mesh_axes: tuple[int, ...]) -> AxisGroup:
+        """The ranks that differ from this one along these axes. Collective over the mesh the first time."""
+        if self.mesh is not None:
+            return axis_group(self.mesh, mesh_axes)
+        own, every = self.axes.coordinates[self.axes.rank], self.axes.coordinates
+        fixed = [axis for axis in range(len(own)) if axis not in mesh_axes]
+        found = tuple(each for each in every if all(each[axis] == own[axis] for axis in fixed))
+        return AxisGroup(None, found.index(own), found)
+
+
+def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
+    """Parameters by mesh, the smallest first. Collective over each mesh the first time."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
+    groups: list[MeshMembers] = []
+    for mesh, members in found.items():
+        axes = ALONE if mesh is None else axis_group(mesh, tuple(range(mesh.ndim)))
+        host = axes if mesh is None or mesh.device_type == "cpu" else host_group(axes)
+        groups.append(MeshMembers(mesh, axes, host, tuple(members)))
+    return tuple(sorted(groups, key=lambda group: group.axes.size))
+
+
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor."""
     return torch.empty(shape, device="meta").stride()
@@ -147,13 +197,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
+    mesh = like.device_mesh
+    place = tuple(mesh.get_coordinate() or ())
+    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), tuple(like.placements), [place])
+    return whole[box.slices]
+
+
 def divided_as(whole: Tensor, like: DTensor) -> DTensor:
-    """A copy of the calling rank's part of a tensor that all ranks have, laid out as ``like``, of its shape. Local."""
-    mesh, placements = like.device_mesh, tuple(like.placements)
-    coordinate = tuple(mesh.get_coordinate() or ())
-    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), placements, [coordinate])
-    part = whole[tuple(map(slice, box.start, box.stop))].to(like.device, copy=True)
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    """A copy of :func:`own_part_of`, laid out as ``like``. Local."""
+    part = own_part_of(whole, like).to(like.device, copy=True)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -29,7 +29,6 @@ from lightning_muon.config import join_names
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine, close_all
-from lightning_muon.grad_sync.clipping import skipped_steps
 from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
@@ -39,6 +38,7 @@ from lightning_muon.integrations.accelerate.settings import (
     sharding_of,
 )
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
+from lightning_muon.optim.gradients import skipped_steps
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 

@@ -29,7 +29,6 @@ from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.grad_sync.clipping import skipped_steps
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
     candidates,
@@ -51,6 +50,7 @@ from lightning_muon.integrations.lightning.trainer import (
 )
 from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.pipeline.runtime import GIVE_ALL
 
 
@@ -335,7 +335,6 @@ class TrainerStrategy(MuonStrategy):
         for each in callbacks:
             vars(each).pop(MONITOR_CANDIDATES, None)
         if self._first_callback in callbacks:
-            self._first_callback.teardown()  # Lightning calls those of callbacks later.
             callbacks.remove(self._first_callback)
         if self._engine is not None:
             self._engine.show_own_weights()
@@ -356,7 +355,7 @@ class TrainerStrategy(MuonStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
-        require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
+        require_all_ranks(self.lightning_module.trainer)
         engine = self._running_engine
         return collect(engine.weights, engine.format(whole=engine.saves_one_file))
 

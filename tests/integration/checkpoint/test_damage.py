@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.manifest import SaveClock, damages, describe, write_file, write_manifest
+from lightning_muon.checkpoint.manifest import SaveClock, _sealed, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
@@ -151,6 +151,43 @@ def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, caps
     assert "b.ckpt: damaged" in text and "link.ckpt: damaged" in text and "a.ckpt: as it was written" in text
 
 
+_MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no files": lambda manifest: manifest.pop("files"),
+    "files are a list": lambda manifest: manifest.update(files=[1]),
+    "a size is text": lambda manifest: manifest["files"]["__0_0.distcp"].update(size="1"),
+    "time is text": lambda manifest: manifest.update(time="now"),
+    "format is text": lambda manifest: manifest.update(format="1"),
+}
+
+
+@pytest.mark.parametrize("kind", [*_MANIFESTS, "brackets", "index is cut", "index is empty", "pickle", "stray end"])
+def test_what_cannot_be_read_is_named_and_passed_over(
+    gloo: ProcessPool, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, before = tmp_path / "newest.ckpt", tmp_path / "before.ckpt"
+    write_file({}, before, {"step": 3})
+    gloo.run(_save, str(newest), whole=kind in ("pickle", "stray end"), world_size=1)
+    manifest, index = newest / "manifest.json", newest / ".metadata"
+    if kind in _MANIFESTS:
+        about = json.loads(manifest.read_text())
+        del about["sha256"]
+        _MANIFESTS[kind](about)
+        manifest.write_text(json.dumps(_sealed(about)))
+    elif kind == "brackets":
+        manifest.write_text("[" * 100_000)
+    elif kind.startswith("index"):
+        manifest.unlink()
+        index.write_bytes(index.read_bytes()[:50] if kind == "index is cut" else b"")
+    else:
+        content = newest.read_bytes()
+        newest.write_bytes(b"\x80" + content[1:] if kind == "pickle" else content[:500] + b"PK\5\6" + bytes(18))
+    with pytest.warns(UserWarning, match=r"newest.ckpt is damaged[\s\S]*Going on from .*before.ckpt"):
+        assert first_intact(newest_first(tmp_path)) == before
+    with pytest.raises(SystemExit):
+        main(["verify", str(tmp_path)])
+    assert "newest.ckpt: as it was written" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["zeros", "text", "both pages", "directory", "empty directory"])
 def test_what_is_left_of_a_checkpoint_is_not_taken_for_one_of_another_program(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "newest.ckpt"
@@ -240,7 +277,8 @@ def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.Ca
     (folder / "file.ckpt").write_bytes(written)
     with pytest.raises(SystemExit):
         main(["verify", str(folder)])
-    assert capsys.readouterr().out.count("not verified") == 2
+    text = capsys.readouterr().out
+    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
     assert len(newest_first(folder)) == 2 and not proof.exists()
     pickle.loads(written)
     assert proof.exists()

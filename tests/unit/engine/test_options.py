@@ -112,6 +112,8 @@ def test_a_bug_in_a_class_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # A file of a stranger.
 _POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
+_CALLABLE = {"class_path": "sympy.Lambda", "init_args": {"signature": "x", "expr": "exit(1)"}}
+_MAPPING = {"class_path": "shelve.DbfilenameShelf", "init_args": {"filename": "made_by_a_stranger"}}
 
 
 def test_keys_of_a_config_need_no_class_path() -> None:
@@ -139,12 +141,15 @@ def test_keys_of_a_config_need_no_class_path() -> None:
             for config, key, names in (
                 (_POPEN, "", "MuonConfig or FlexDeMoConfig"),
                 ({"replicator": _POPEN}, ".*: replicator", "Replicator or LocalSteps"),
-                ({"decay": _POPEN}, ".*: decay", "float"),
+                ({"decay": _POPEN}, ".*: decay", "class that this option takes"),
             )
         ),
-        ({"wrap_policy": _POPEN}, "^side.yaml: wrap_policy: .* names no "),
+        ({"optimizer": {"orthogonalize": _CALLABLE}}, "orthogonalize: class_path 'sympy.Lambda' names no class that"),
+        ({"optimizer": {"fused": _MAPPING}}, "fused: class_path 'shelve.DbfilenameShelf' names no class that"),
+        ({"wrap_policy": _CALLABLE}, "^side.yaml: wrap_policy: .* names no class that"),
         ({"wrap_policy": None}, "^side.yaml: wrap_policy must be 'auto', .* got None"),
-        # Classes of other types are not made.
+        ({"wrap_policy": "os.system"}, "^side.yaml: wrap_policy: 'os.system' is a function of Python itself"),
+        ({"optimizer": {"orthogonalize": "subprocess.getoutput"}}, "orthogonalize: 'subprocess.getoutput' is a fun"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_place(mapping: dict[str, Any], message: str) -> None:
