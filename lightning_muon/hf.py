@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.saving import State, save
+from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
@@ -321,33 +321,30 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
         require_one_sharding(model)
         super().__init__(model, args, *more, **options)
 
-    def _state(self) -> State:
+    def _parts(self) -> dict[str, Any]:
         model: Any = self.model
         free_unsharded(model)  # An evaluation leaves the root whole.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
-        state = State(optimizers={_OPTIMIZER: (model, optimizer)}, modules={_MODEL: (model, [optimizer])})
-        if isinstance(optimizer, PlannedOptimizer):
-            state.checks[_OPTIMIZER] = optimizer.finite_check
-        return state
+        return {
+            _MODEL: Weights(model, mesh_of(model), [optimizer]),
+            _OPTIMIZER: OptimizerState(model, optimizer),
+            _SCHEDULER: self.lr_scheduler,
+        }
 
     @override
     def save_states(self, folder: Path) -> None:
-        state = self._state()
-        state.rest[_SCHEDULER] = cast("Any", self.lr_scheduler).state_dict()
-        save(folder / _FOLDER, state, mesh_of(self.model), filters={}, metadata_name=_METADATA)
+        how = Format(whole=False, metadata_name=_METADATA)
+        save({folder / _FOLDER: self._parts()}, how)
 
     @override
     def load_weights(self, folder: Path) -> None:
-        model: Any = self.model
-        free_unsharded(model)
-        self._open(folder).load_weights(_MODEL, model, strict=True)
+        parts = self._parts()
+        self._open(folder).load({_MODEL: parts[_MODEL]}, {}, strict=True)
 
     @override
     def load_states(self, folder: Path) -> None:
-        saved, state = self._open(folder), self._state()
-        saved.load_optimizer(_OPTIMIZER, *state.optimizers[_OPTIMIZER])
-        saved.load_skipped_steps(state.checks)
-        cast("Any", self.lr_scheduler).load_state_dict(saved.content[_SCHEDULER])
+        parts = self._parts()
+        self._open(folder).load({key: parts[key] for key in (_OPTIMIZER, _SCHEDULER)}, {}, strict=True)
 
     def _open(self, folder: Path) -> Checkpoint:
         """Collective."""

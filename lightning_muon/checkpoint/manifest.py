@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 INDEX = ".metadata"  # The index file of torch.distributed.checkpoint.
 _FORMAT = 1
 _MARK = b"lightning-muon "  # Before our comment of an archive.
-_HASH_MARK = b" sha256="  # In those of version 0.1: a hash of all bytes before it ends the file.
+_OF_VERSION_0_1 = b" sha256="  # In comments of version 0.1, which are not read any more.
 _END_OF_ARCHIVE, _SIZE_OF_END, _MOST_OF_COMMENT = b"PK\5\6", 22, 2**16
 _LENGTH = 2  # Bytes of a comment's length, before it; hashed as zeros.
 _TYPES = {"time": int | float, "save": str, "mesh": dict, "plans": list}
@@ -186,11 +186,8 @@ def describe(path: Path) -> dict[str, Any] | None:
     manifest, index = path / MANIFEST, path / INDEX
     try:
         if not path.is_dir():
-            text, mark, sha256 = _comment_of(path).removeprefix(_MARK).partition(_HASH_MARK)
-            if not mark:
-                return _unsealed(path, text) if text else None
-            entry = {"size": path.stat().st_size - len(sha256), "sha256": sha256.decode(errors="replace")}
-            return {**_unsealed(path, text, is_sealed=False), "file": entry}
+            text = _comment_of(path).removeprefix(_MARK)
+            return _unsealed(path, text) if text and _OF_VERSION_0_1 not in text else None
         if manifest.is_file():
             return _unsealed(manifest, manifest.read_bytes())
         if index.is_file() and MANIFEST.encode() in index.read_bytes():  # See ShardWriter.storage_meta.
@@ -216,10 +213,7 @@ def damages(path: Path, *, part: int = 0, num_parts: int = 1) -> list[str] | Non
     if about is None:
         return None
     if not path.is_dir():
-        comment = _comment_of(path)
-        _, mark, sha256 = comment.partition(_HASH_MARK)
-        left_out, zeros = (len(sha256), 0) if mark else (len(comment), _LENGTH)
-        found = [_difference(path, about["file"], left_out, zeros)] if part == 0 else []
+        found = [_difference(path, about["file"], len(_comment_of(path)), _LENGTH)] if part == 0 else []
     else:
         sizes = {name: entry["size"] for name, entry in about["files"].items()}
         names = sorted(sizes, key=lambda name: (-sizes[name], name))
@@ -275,14 +269,14 @@ def _sealed(about: Mapping[str, Any]) -> dict[str, Any]:
     return {**about, "sha256": hashlib.sha256(json.dumps(dict(about), sort_keys=True).encode()).hexdigest()}
 
 
-def _unsealed(path: Path, text: bytes, *, is_sealed: bool = True) -> dict[str, Any]:
+def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
     try:
         sealed = json.loads(text)
         about = {key: value for key, value in sealed.items() if key != "sha256"}
-        if is_sealed and _sealed(about) != sealed:
+        if _sealed(about) != sealed:
             raise ValueError("its hash is another")
         is_later = about.get("format", _FORMAT) > _FORMAT
-        if is_sealed and not is_later:
+        if not is_later:
             entries = about["files"].values() if path.name == MANIFEST else [about["file"]]
             typed = [(about[key], kind) for key, kind in _TYPES.items() if key in about]
             typed += [pair for entry in entries for pair in ((entry["size"], int), (entry["sha256"], str))]

@@ -8,42 +8,49 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import CLOCK, MANIFEST, damages, describe
-from lightning_muon.checkpoint.staging import last_written
+from lightning_muon.checkpoint.staging import last_written, names_in
 from lightning_muon.comm.agreement import gather, together
 from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.errors import DamagedCheckpointError
 
 
 def newest_first(*folders: Path, of_runs: bool = True) -> list[Path]:
-    """The checkpoints in ``folders``, also damaged ones, those written last first.
+    """The checkpoints in ``folders``, newest first, damaged ones included.
 
     Local. These are files and directories with the suffix ``.ckpt``, and other directories with a manifest; with
     ``of_runs`` only those from which a run can be resumed, which have more than weights.
     """
     found: list[tuple[float, Path]] = []
-    for path in {path for folder in folders if folder.is_dir() for path in folder.iterdir()}:
+    for path in {path for folder in folders if folder.is_dir() for path in names_in(folder)}:
         place = last_written(path)
         if path.name.startswith(".") or not (path.suffix == ".ckpt" or (place / MANIFEST).is_file()):
             continue
-        try:
-            about = describe(place) or {}
-        except DamagedCheckpointError:
-            about = {}
+        about = _about(place)
         if not (of_runs and about.get("weights_only")):
-            found.append((about.get("time", _time_of(place)), path))
+            found.append((time_of(path), path))
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _time_of(path: Path) -> float:
+def time_of(path: Path) -> float:
+    """Seconds since 1970 at which a checkpoint was saved; local."""
+    place = last_written(path)
     try:
-        return path.stat().st_mtime
+        return _about(place).get("time") or place.stat().st_mtime
     except OSError:  # Removed by the program that wrote it.
         return 0.0
+
+
+def _about(place: Path) -> dict[str, Any]:
+    try:
+        return describe(place) or {}
+    except DamagedCheckpointError:
+        return {}
 
 
 def first_intact(paths: Sequence[Path]) -> Path:

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import zeros as distributed_zeros
 
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.flexdemo.optimizer import FlexDeMo
@@ -78,11 +76,3 @@ def of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
         tensors = {id(value): value for value in copies.values() if isinstance(value, Tensor)}
         broadcast(list(map(local_tensor, tensors.values())), nodes.group, mesh_device(mesh))
     return copies
-
-
-def zeros_of_nodes(own: Tensor, size: Sequence[int]) -> Tensor:
-    """Zeros like ``own``, an entry for each node, but for ``size[0]`` nodes, to load a saved entry into."""
-    if not isinstance(own, DTensor):
-        return own.new_zeros(size)
-    placements = [Replicate(), *own.placements[1:]]
-    return distributed_zeros(size, dtype=own.dtype, device_mesh=own.device_mesh, placements=placements)

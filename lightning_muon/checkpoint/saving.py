@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -27,7 +28,6 @@ from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
-from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
@@ -39,73 +39,73 @@ load_from_checkpoint, torch.load and other strategies read one file ("Is a direc
 
     lightning-muon convert THIS_DIRECTORY FILE
 """
-SKIPPED = "skipped_steps"  # Key in the manifest.
 NAMES = "qualified_names"  # Key in a param group of a single file: names of its parameters.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
 
-@dataclass
-class State:
-    """The objects that a program saves or loads, by kind; the program chooses the keys."""
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """The part of a checkpoint that has the weights of a module, which ``optimizers`` step."""
 
-    # Key -> a module and the optimizers that step it.
-    modules: dict[str, tuple[nn.Module, Sequence[torch.optim.Optimizer]]] = field(default_factory=dict)
-    # Key -> an optimizer and the module that it steps, which comes first.
-    optimizers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = field(default_factory=dict)
-    rest: dict[str, Any] = field(default_factory=dict)  # Everything else.
-    checks: dict[str, FiniteCheck] = field(default_factory=dict)  # Key of an optimizer -> its count of skipped steps.
-    about: dict[str, Any] = field(default_factory=dict)  # For the manifest.
+    module: nn.Module
+    mesh: DeviceMesh  # The ranks with batches of their own.
+    optimizers: Sequence[torch.optim.Optimizer] = ()
 
 
-def save(
-    path: Path,
-    state: State,
-    mesh: DeviceMesh,
-    *,
-    filters: Filters,
-    metadata_name: str | None,
-    saves: BackgroundSaves | None = None,
-) -> None:
-    """Write a checkpoint; ``mesh`` has the ranks with batches of their own. Collective.
+@dataclass(frozen=True, eq=False)
+class OptimizerState:
+    """The part of a checkpoint that has the state of an optimizer, which steps ``module``."""
 
-    Arguments as those of :func:`write_checkpoint`.
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    is_by_name: bool = False  # In a file, too, where parameters have numbers else, as in `Optimizer.state_dict`.
+
+
+# What a program saves or loads under keys that it chooses: weights, states of optimizers, anything else.
+Parts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a checkpoint is written."""
+
+    whole: bool  # As one file in place of a directory of shards.
+    metadata_name: str | None = None  # In the directory, the file with all that is no weight and no state.
+    about: Mapping[str, Any] = field(default_factory=dict)  # For the manifest.
+    saves: BackgroundSaves | None = None  # With it all is copied, and written while the program goes on.
+
+
+def save(places: Mapping[Path, Parts], how: Format, filters: Filters | None = None) -> None:
+    """Write checkpoints in place of what is there, all or none of them. Collective over all ranks.
+
+    A part under the key ``""`` is all that its file has.
     """
-    whole, offload = metadata_name is None, saves is None
-    content: dict[str, Any] = {}
-    for key, (module, optimizers) in state.modules.items():
-        content[key] = weights_to_save(module, optimizers, mesh, whole=whole, offload=offload)
-    for key, (module, optimizer) in state.optimizers.items():
-        content[key] = optimizer_state_to_save(module, optimizer, whole=whole, offload=offload)
-
-    def rest() -> dict[str, Any]:
-        own = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in state.rest.items()}
-        return _filtered(own, filters)
-
-    # An error is raised on all ranks: filters and objects are the program's own, and only rank 0 has whole weights.
-    content = together(lambda: _filtered(content, filters))
-    about = {**state.about, **skipped_steps(state.checks)}
-    write_checkpoint(path, content, together(rest), metadata_name=metadata_name, about=about, saves=saves)
+    collected: dict[Path, Content] = {}
+    for path, parts in places.items():
+        states = {key: collect(part, how) for key, part in parts.items() if isinstance(part, Weights | OptimizerState)}
+        others = {key: part for key, part in parts.items() if key not in states}
+        # An error is raised on all ranks: filters and objects are the program's own, and only rank 0 has whole weights.
+        collected[path] = together(partial(_chosen, states, others, filters or {}))
+    write(collected, how)
 
 
-def skipped_steps(checks: Mapping[str, FiniteCheck]) -> dict[str, Any]:
-    """Entry of the manifest with the number of skipped steps of each optimizer; local."""
-    return {SKIPPED: {key: check.counts for key, check in checks.items()}}
+def collect(part: Weights | OptimizerState, how: Format) -> dict[str, Any]:
+    """Shards of a part, states by the names of parameters; or on rank 0 all of it. Collective over all ranks."""
+    offload = how.saves is None  # A thread copies shards from a GPU by itself.
+    if isinstance(part, Weights):
+        return _weights(part, whole=how.whole, offload=offload)
+    options = StateDictOptions(full_state_dict=how.whole, cpu_offload=how.whole or offload)
+    state: dict[str, Any] = get_optimizer_state_dict(part.module, part.optimizer, options=options)
+    if not how.whole or not state or part.is_by_name:
+        return state
+    return numbered_optimizer_state(state, names_in_groups(part.module, part.optimizer))
 
 
-def weights_to_save(
-    module: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    mesh: DeviceMesh,
-    *,
-    whole: bool,
-    offload: bool = True,
-) -> dict[str, Any]:
-    """Return weights that all nodes have in common. Collective over all ranks.
-
-    Without ``offload`` shards stay on the GPU, for callers that copy them.
-    """
+def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
+    """Weights that all nodes have in common. Collective over all ranks."""
+    module, mesh = part.module, part.mesh
     broadcast_buffers(module, mesh if is_stage(module) else None)
-    with common_weights(optimizers) as differ:
+    with common_weights(part.optimizers) as differ:
         if whole:
             return copied(full_weights(module)) if differ else full_weights(module)
         state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
@@ -118,15 +118,6 @@ def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
     values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
     return sum(value.numel() * value.element_size() for value in values)
-
-
-def optimizer_state_to_save(
-    module: nn.Module, optimizer: torch.optim.Optimizer, *, whole: bool, offload: bool = True
-) -> dict[str, Any]:
-    """State by name in shards, or by number on rank 0. Collective over all ranks."""
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=whole or offload)
-    state: dict[str, Any] = get_optimizer_state_dict(module, optimizer, options=options)
-    return numbered_optimizer_state(state, names_in_groups(module, optimizer)) if whole and state else state
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
@@ -215,40 +206,34 @@ def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list
     return [names[parameter] for parameter in parameters_of(optimizer)]
 
 
-def write_checkpoint(
-    path: Path,
-    content: Mapping[str, Any],
-    rest: Mapping[str, Any],
-    *,
-    metadata_name: str | None,
-    about: Mapping[str, Any] | None = None,
-    saves: BackgroundSaves | None = None,
-) -> None:
-    """Write a checkpoint instead of what is at ``path``. Collective over all ranks.
+# What goes into a checkpoint: states by key, of which each rank has its shards, or rank 0 all; and the rest, of rank 0.
+Content = tuple[Mapping[str, Any], Mapping[str, Any]]
 
-    The ``rest`` of rank 0 goes to the file ``metadata_name`` beside the shards, or without it to one file with
-    everything. ``about`` goes to the manifest. With ``saves`` all is copied, and written while the program goes on.
-    """
-    # False for a Trainer that saves only weights.
-    is_whole_run = "loops" in rest or "global_step" not in rest
-    about = describe_save(**(about or {}), step=rest.get("global_step"), weights_only=not is_whole_run)
 
-    def write(state: tuple[dict[str, Any], dict[str, Any]], everyone: AxisGroup | None) -> None:
-        content, rest = state
-        with replacing(path, whole=metadata_name is None, everyone=everyone) as (draft,):
-            if metadata_name is None:
-                on_first_rank(lambda: write_file({**content, **rest}, draft, about), everyone)
-                return
-            beside: dict[str, Callable[[Any], Any]] = {metadata_name: partial(torch.save, rest)}
-            if "state_dict" in content:  # A Trainer's, which `lightning-muon convert` reads.
-                beside[README] = lambda file: file.write(_README_TEXT.encode())
-            write_shards(content, draft, about, beside, everyone=everyone)
+def write(places: Mapping[Path, Content], how: Format) -> None:
+    """Write what was collected in place of what is there, all or none of it. Collective over all ranks."""
+    about, is_first = describe_save(**how.about), dist.get_rank() == 0
+    state = {path: (dict(states), dict(rest) if is_first else {}) for path, (states, rest) in places.items()}
 
-    state = dict(content), dict(rest) if dist.get_rank() == 0 else {}
-    if saves is None:
-        write(state, None)
+    def run(state: Mapping[Path, Content], everyone: AxisGroup | None) -> None:
+        with ExitStack() as stack:
+            for path, (states, rest) in state.items():
+                draft = stack.enter_context(replacing(path, whole=how.whole, everyone=everyone))
+                if how.whole:
+                    content = {**states, **rest}
+                    on_first_rank(partial(write_file, content.get("", content), draft, about), everyone)
+                    continue
+                beside: dict[str, Callable[[Any], Any]] = {}
+                if how.metadata_name is not None:
+                    beside[how.metadata_name] = partial(torch.save, rest)
+                if "state_dict" in states:  # A Trainer's, which `lightning-muon convert` reads.
+                    beside[README] = lambda file: file.write(_README_TEXT.encode())
+                write_shards(states, draft, about, beside, everyone=everyone)
+
+    if how.saves is None:
+        run(state, None)
     else:
-        saves.start(path, state, write)
+        how.saves.start(next(iter(places)), state, run)
 
 
 def describe_save(**more: Any) -> dict[str, Any]:
@@ -293,7 +278,12 @@ def write_shards(
     on_first_rank(lambda: write_manifest(directory, files, about), everyone)
 
 
-def _filtered(content: dict[str, Any], filters: Filters) -> dict[str, Any]:
+def _chosen(states: Mapping[str, Any], others: Mapping[str, Any], filters: Filters) -> Content:
+    rest = {key: part.state_dict() if isinstance(part, Stateful) else part for key, part in others.items()}
+    return _filtered(states, filters), _filtered(rest, filters)
+
+
+def _filtered(content: Mapping[str, Any], filters: Filters) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in content.items():
         if key not in filters:

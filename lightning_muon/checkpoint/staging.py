@@ -1,19 +1,20 @@
 """Replaces checkpoints atomically: the old one stays until all of the new one is written.
 
-A save writes to ``.unfinished-ID/NAME`` beside its target. From the moment at which that folder is renamed to
-``.finished-ID`` the new checkpoint counts instead of the old one, for all targets of the save; then its entries are
-moved to the targets. A process may be killed at any point: :func:`last_written` finds the one that counts, and the next
-save to the same target finishes the move. The target itself exists throughout, perhaps as an empty directory, because
-a Trainer that looks for a checkpoint to resume from looks for its name before it asks a strategy.
+A save writes to ``.unfinished-ID/NAME`` beside its target, which takes the place of the target in one call: a renaming,
+or an exchange of the two names where a directory is replaced. Then what was replaced is removed. A process may be
+killed at any point. File systems without an exchange (NFS, macOS) need two renamings for a directory; between them the
+old checkpoint is in ``.replaced-ID``, where :func:`last_written` finds it, and the next save puts it back.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import hashlib
 import os
 import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -26,11 +27,12 @@ from lightning_muon.comm.groups import AxisGroup
 # Files that torch.distributed.checkpoint, Fabric and we write into a directory.
 README = "README-lightning-muon.txt"
 _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
-_UNFINISHED, _FINISHED, _REPLACED = ".unfinished-", ".finished-", ".replaced-"
+_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 # Folders in which nothing has changed for so long are of processes that were killed.
 _SECONDS_OF_QUIET = 15 * 60
-# File in a finished folder: names beside it that are removed when its entries are moved.
-_OBSOLETE = ".obsolete"
+# Of renameat2(2): paths are relative to the working directory; both must exist and change places.
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NOT_POSSIBLE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
@@ -44,63 +46,45 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 @contextmanager
-def replacing(
-    *paths: Path, whole: bool, obsolete: Sequence[Path] = (), everyone: AxisGroup | None = None
-) -> Generator[list[Path]]:
-    """Context that yields paths to write to, which replace ``paths`` when all is written.
+def replacing(path: Path, *, whole: bool, everyone: AxisGroup | None = None) -> Generator[Path]:
+    """Context that yields a path to write to, which replaces ``path``, the same on all ranks, when all is written.
 
-    ``paths``, the same on all ranks, are replaced together if they are in one directory; ``obsolete`` paths beside the
-    first of them are removed at the same moment. With ``whole`` the block writes files instead of directories of
-    shards. Files of others in a directory of shards are moved to its replacement.
+    With ``whole`` the block writes a file instead of a directory of shards. Files of others in a directory of shards
+    are moved to its replacement.
 
     Collective over all ranks, and the block fails on all of them or on none. A thread gives ``everyone``, all ranks
     with a process group of its own.
     """
-    targets = [_place_of(path) for path in paths]
-    drafts = [_folder(_UNFINISHED, target, targets[0]) / target.name for target in targets]
-    folders = list(dict.fromkeys(draft.parent for draft in drafts))
+    target = _place_of(path)
+    own = [_folder(kind, target) for kind in (_UNFINISHED, _REPLACED)]
+    draft = own[0] / target.name
 
-    def end_earlier_saves() -> None:
-        for target in targets:
-            own = _folder(_FINISHED, target, targets[0])
-            for folder in {*_finished_with(target), *([own] if own.is_dir() else [])}:
-                _move_into_place(folder)
-
-    def make_folders() -> None:
-        for folder in [each for parent in {folder.parent for folder in folders} for each in _abandoned_in(parent)]:
-            remove(folder)
-        for folder in folders:
-            remove(folder)
-            folder.mkdir(parents=True)
+    def begin() -> None:
+        for folder in (*own, *_abandoned_in(target.parent)):
+            _clear(folder)
+        draft.parent.mkdir(parents=True)
 
     def require_written() -> None:
-        missing = [str(draft) for draft in drafts if not draft.exists()]
-        if missing:
-            raise FileNotFoundError(f"nothing was written to {', '.join(missing)}")
+        if not draft.exists():
+            raise FileNotFoundError(f"nothing was written to {draft}")
 
     def commit() -> None:
-        if obsolete:
-            (folders[0] / _OBSOLETE).write_text("\n".join(path.name for path in obsolete))
-        # From here on the drafts count.
-        finished = [folder.rename(_other_kind(folder, _FINISHED)) for folder in folders]
-        for parent in {folder.parent for folder in finished}:
-            sync_directory(parent)
-        for folder in finished:
-            _move_into_place(folder)
+        _put(draft, target)
+        sync_directory(target.parent)
+        for folder in own:
+            _clear(folder)
 
-    on_first_rank(end_earlier_saves, everyone)
-    together(lambda: [_require_replaceable(target, whole=whole) for target in targets], (everyone,))
-    on_first_rank(make_folders, everyone)
+    on_first_rank(begin, everyone)
     try:
-        yield drafts
+        together(lambda: _require_replaceable(target, whole=whole), (everyone,))
+        yield draft
         on_first_rank(require_written, everyone)
     except BaseException as error:  # Also dcp.CheckpointException, which is no Exception.
         if dist.get_rank() == 0:
-            if gone := [str(folder) for folder in folders if not folder.exists()]:
-                error.add_note(f"{gone[0]} is gone: does another run save to the same folder? Give each one its own.")
+            if not draft.parent.exists():
+                error.add_note(f"{draft.parent} is gone: do two runs save to one folder? Give each one its own.")
             with suppress(OSError):  # The first error is raised, not one of the cleanup.
-                for folder in folders:
-                    remove(folder)
+                remove(draft.parent)
         raise
     on_first_rank(commit, everyone)
 
@@ -108,18 +92,25 @@ def replacing(
 def last_written(path: Path) -> Path:
     """Where to read the last complete save to ``path``, if any; local. Rank 0 should decide for all."""
     target = path.resolve()
-    return next((folder / target.name for folder in _finished_with(target)), path)
+    replaced = _folder(_REPLACED, target) / target.name
+    return replaced if not _exists(target) and replaced.exists() else path
+
+
+def names_in(folder: Path) -> list[Path]:
+    """The paths in a folder, and those of which :func:`last_written` knows. Local."""
+    return [*folder.iterdir(), *(folder / path.name for path in folder.glob(f"{_REPLACED}*/*"))]
 
 
 def discard(path: Path) -> None:
     """Remove a checkpoint, if there is one; it is moved away as a whole before it is deleted. Local."""
-    if path.is_symlink():
-        path.unlink()
-        return
-    for folder in _finished_with(path.resolve()):
-        _move_into_place(folder)
-    folder = _folder(_REPLACED, path, path)
-    _move_away(path, folder)
+    _clear(_folder(_REPLACED, path))
+    folder = _folder(_UNFINISHED, path)
+    if path.is_dir() and not path.is_symlink():
+        remove(folder)
+        folder.mkdir()
+        path.rename(folder / path.name)
+    else:
+        path.unlink(missing_ok=True)
     remove(folder)
 
 
@@ -131,14 +122,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _folder(kind: str, target: Path, first: Path) -> Path:
-    """Folder beside ``target`` for all that is saved together with ``first``."""
+def _folder(kind: str, target: Path) -> Path:
     # Its name does not contain that of a checkpoint: Lightning takes any entry with `hpc_ckpt_` in it for one.
-    return target.parent / (kind + hashlib.sha256(first.name.encode()).hexdigest()[:8])
-
-
-def _other_kind(folder: Path, kind: str) -> Path:
-    return folder.with_name(kind + folder.name.rpartition("-")[2])
+    return target.parent / (kind + hashlib.sha256(target.name.encode()).hexdigest()[:8])
 
 
 def _place_of(path: Path) -> Path:
@@ -148,10 +134,45 @@ def _place_of(path: Path) -> Path:
     return place if target.parent == place.parent else target
 
 
-def _finished_with(target: Path) -> list[Path]:
-    """Folders of finished saves that replace or remove ``target``."""
-    folders = sorted(target.parent.glob(f"{_FINISHED}*"))
-    return [folder for folder in folders if (folder / target.name).exists() or target.name in _obsolete_in(folder)]
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()
+
+
+def _put(draft: Path, target: Path) -> None:
+    """Rename ``draft`` to ``target``; what was there is then below ``.unfinished-ID`` or ``.replaced-ID``, or gone."""
+    has_directory = any(path.is_dir() and not path.is_symlink() for path in (draft, target))
+    if not (has_directory and _exists(target)):
+        draft.replace(target)
+    elif not _exchange(draft, target):
+        replaced = _folder(_REPLACED, target)
+        replaced.mkdir()
+        target.rename(replaced / target.name)
+        draft.rename(target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two entries of one file system change their places in one call; ``False`` where there is no such call."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):  # Another libc than glibc 2.28.
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in _NOT_POSSIBLE:
+        raise OSError(code, os.strerror(code), str(other))
+    return False
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a save has left in a folder beside its target; files of others in what was replaced go home."""
+    for old in folder.iterdir() if folder.is_dir() else ():
+        home = folder.parent / old.name
+        if folder.name.startswith(_REPLACED) and not _exists(home):  # Killed between two renamings.
+            old.rename(home)
+        for item in _of_others(old) if home.is_dir() else ():
+            item.rename(home / item.name)
+    remove(folder)
 
 
 def _abandoned_in(parent: Path) -> list[Path]:
@@ -162,12 +183,6 @@ def _abandoned_in(parent: Path) -> list[Path]:
             last = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
             found += [folder] if time.time() - last > _SECONDS_OF_QUIET else []
     return found
-
-
-def _obsolete_in(folder: Path) -> list[str]:
-    with suppress(FileNotFoundError):
-        return (folder / _OBSOLETE).read_text().splitlines()
-    return []
 
 
 def _require_replaceable(path: Path, *, whole: bool) -> None:
@@ -182,36 +197,3 @@ def _of_others(path: Path) -> list[Path]:
     if path.is_symlink() or not path.is_dir():
         return []
     return sorted(item for item in path.iterdir() if not any(item.match(own) for own in _FILES_OF_CHECKPOINTS))
-
-
-def _move_into_place(folder: Path) -> None:
-    """Move finished entries to their targets; also finishes this for a process that was killed."""
-    replaced = _other_kind(folder, _REPLACED)
-    remove(replaced)  # A killed process may have left a file there in place of a directory.
-    for name in _obsolete_in(folder):
-        _move_away(folder.parent / name, replaced)
-    (folder / _OBSOLETE).unlink(missing_ok=True)
-    for draft in sorted(folder.iterdir()):
-        target = folder.parent / draft.name
-        if target.is_dir() and not target.is_symlink():
-            for item in _of_others(target) if draft.is_dir() else ():
-                item.rename(draft / item.name)
-            # A directory can be replaced by a single call once it is empty. The index of the shards is moved first, so
-            # that nobody takes the rest for a checkpoint.
-            for item in sorted(target.iterdir()):
-                _move_away(item, replaced / target.name)
-            if not draft.is_dir():
-                target.rmdir()
-        elif draft.is_dir():
-            _move_away(target, replaced)
-        draft.replace(target)
-    folder.rmdir()
-    remove(replaced)
-
-
-def _move_away(path: Path, folder: Path) -> None:
-    """Move ``path``, if it exists, into ``folder``, which is removed later."""
-    if path.exists() or path.is_symlink():
-        folder.mkdir(parents=True, exist_ok=True)
-        remove(folder / path.name)
-        path.rename(folder / path.name)

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     content = {"pytorch-lightning_version": version(package.partition(".")[0])}
     content |= _read(source, metadata_name, is_trusted=arguments.trust_pickle)
     writes_shards = source.is_file() and _SAFETENSORS not in (source.suffix, target.suffix)
-    with _alone(), replacing(target, whole=not writes_shards) as (draft,):
+    with _alone(), replacing(target, whole=not writes_shards) as draft:
         about = describe_save(step=content.get("global_step"), weights_only=True)
         if target.suffix == _SAFETENSORS:
             kind = "safetensors"

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
-from lightning_muon.checkpoint.saving import bytes_to_save, weights_to_save
+from lightning_muon.checkpoint.saving import Format, Weights, bytes_to_save
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat.hooks import ModuleHook
@@ -36,7 +36,7 @@ from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.optim.gradients import FiniteCheck
+from lightning_muon.optim.gradients import skips_step
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
@@ -110,7 +110,6 @@ class TrainingEngine:
         self._replaced = WeakTensorKeyDictionary()  # Parameter from before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # For optimizers that were given and have been replaced.
         self._names: dict[Tensor, str] = {}
-        self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # For optimizers that do not check for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog = watchdog
         self._guards: list[Guard] = [] if watchdog is None else [watchdog]
@@ -388,12 +387,6 @@ class TrainingEngine:
             self._guard.end_step()
         return result
 
-    def finite_check(self, optimizer: torch.optim.Optimizer) -> FiniteCheck:
-        """The check that lets all ranks skip steps of ``optimizer`` for a NaN or Inf, and counts them; local."""
-        if isinstance(optimizer, PlannedOptimizer):
-            return optimizer.finite_check
-        return self._checks.setdefault(optimizer, FiniteCheck(self.options.config.max_skipped_steps))
-
     # ---- weights that somebody reads
 
     def weights_have_changed(self) -> None:
@@ -455,10 +448,15 @@ class TrainingEngine:
             self._info(f"Checkpoints are {kind} (save_distributed_checkpoint={choice!r}).")
         return choice is False or is_small[0]
 
-    def weights_to_save(self, *, whole: bool) -> dict[str, Any]:
-        """Weights that all nodes have in common: shards, or on rank 0 whole tensors under the names of the module."""
-        offload = self._saves is None
-        return weights_to_save(self.module, self.optimizers, self.mesh, whole=whole, offload=offload)
+    @property
+    def weights(self) -> Weights:
+        """The part of a checkpoint that has the weights; local."""
+        return Weights(self.module, self.mesh, self.optimizers)
+
+    def format(self, *, whole: bool, metadata_name: str | None = None, **about: Any) -> Format:
+        """How a checkpoint of this training is written, and what it says ``about`` it; local."""
+        about = self.description() | about
+        return Format(whole=whole, metadata_name=metadata_name, about=about, saves=self._saves)
 
     def description(self) -> dict[str, Any]:
         """What the manifest of a checkpoint says of the run: axes of the mesh, and plans of the optimizers; local."""
@@ -597,14 +595,13 @@ class TrainingEngine:
             return
         parameters = parameters_of(optimizer)
         named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
-        check = self.finite_check(optimizer)
         layout, device = self.mode.layout, mesh_device(self.mesh)
         settings = [
             (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
         ]
         stages = self._stage_group
         found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
-        if check.observe(found):
+        if skips_step(optimizer, found, most_in_a_row=self.options.config.max_skipped_steps):
             for parameter in parameters:
                 parameter.grad = None
 

@@ -194,16 +194,17 @@ class FlexDeMo(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync, self._planned = self._sync, None
+        sync.check_saved(state_dict["state"].values())
+        state_dict = self._understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.loads, *sync.per_node}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
         }
-        sync.check_saved(state_dict["state"].values())
         # Keep the options of the base optimizer, which a loaded state must not change.
         own = [{key: group[key] for key in _OF_BASE} for group in self.param_groups]
-        super().load_state_dict({**state_dict, "state": others})
+        self._load({**state_dict, "state": others})
         for group, of_base in zip(self.param_groups, own, strict=True):
             group.update(of_base)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
@@ -211,6 +212,9 @@ class FlexDeMo(PlannedOptimizer):
             for number, parameter in zip(numbers, parameters_of(self), strict=True):
                 sync.load(parameter, self._existing_state[parameter], state_dict["state"].get(number, {}))
         self._weights_have_changed()
+
+    def _saved_keys(self, parameter: RoutedParameter) -> frozenset[str]:
+        return super()._saved_keys(parameter) | ({"node_weights"} & {*self._sync.per_node})
 
     def _weights_have_changed(self, has_changed: bool = True) -> bool:
         """Let the next forward gather the current weights, if they have changed; local."""

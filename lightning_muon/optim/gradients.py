@@ -29,40 +29,34 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
     names: tuple[str, ...]
 
 
-class FiniteCheck:
-    """Decides whether a step is skipped, and counts the skipped ones; the same on all ranks, no communication."""
+# Key of an option of the first param group, and so in each saved state: steps that were skipped, in all and in a row.
+_SKIPPED = "skipped_steps"
 
-    def __init__(self, max_skipped_steps: int) -> None:
-        self._max_skipped_steps = max_skipped_steps
-        self._in_a_row = 0
-        self.skipped_steps = 0
 
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Number of skipped steps in all, and since the last step that was taken."""
-        return self.skipped_steps, self._in_a_row
+def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Steps of ``optimizer`` that were skipped for a NaN or Inf, also before it was loaded; local."""
+    return optimizer.param_groups[0].get(_SKIPPED, (0, 0))[0]
 
-    @counts.setter
-    def counts(self, counts: tuple[int, int]) -> None:
-        self.skipped_steps, self._in_a_row = counts
 
-    def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Whether to skip the step; raises after too many. Local with the same names."""
-        if not nonfinite_names:
-            self._in_a_row = 0
-            return False
-        if self._in_a_row < self._max_skipped_steps:
-            self._in_a_row += 1
-            self.skipped_steps += 1
-            return True
-        names = join_names(nonfinite_names)
-        if self._in_a_row:
-            names += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
-        raise NonFiniteGradientError(
-            f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
-            "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
-            f"batch; max_skipped_steps={self._max_skipped_steps} says how many such steps in a row may be skipped."
-        )
+def skips_step(optimizer: torch.optim.Optimizer, nonfinite_names: Sequence[str], *, most_in_a_row: int = 0) -> bool:
+    """Whether to skip the step, which is counted; raises after too many. Local with the same names."""
+    group = optimizer.param_groups[0]
+    total, in_a_row = group.get(_SKIPPED, (0, 0))
+    if not nonfinite_names:
+        if in_a_row:
+            group[_SKIPPED] = total, 0
+        return False
+    if in_a_row < most_in_a_row:
+        group[_SKIPPED] = total + 1, in_a_row + 1
+        return True
+    names = join_names(nonfinite_names)
+    if in_a_row:
+        names += f", after {in_a_row} skipped steps in a row ({total} in all)"
+    raise NonFiniteGradientError(
+        f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
+        "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
+        f"batch; max_skipped_steps={most_in_a_row} says how many such steps in a row may be skipped."
+    )
 
 
 @dataclass(kw_only=True)

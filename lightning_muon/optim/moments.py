@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.optim.parameters import SECOND_MOMENT, States, own_part_of
+from lightning_muon.optim.parameters import SECOND_MOMENT, States
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import PlacedState
+from lightning_muon.params.layout import PlacedState, own_part_of
 from lightning_muon.params.matrices import Matrix, neuron_shape
 
 

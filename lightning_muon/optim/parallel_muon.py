@@ -7,7 +7,6 @@ from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from typing_extensions import override
 
 from lightning_muon.config import (
     MEASURED_MUON_LR_FACTOR,
@@ -18,7 +17,6 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.optim.saved_states import take_moments_as_momenta_
 
 
 @takes_options(MuonConfig)
@@ -73,8 +71,3 @@ class ParallelMuon(PlannedOptimizer):
         """An optimizer with these options, whose learning rate was chosen for AdamW; ``overrides`` win."""
         factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
         return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        take_moments_as_momenta_(self._routed_parameters(), self._existing_state)

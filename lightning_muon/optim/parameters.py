@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
 from lightning_muon.math.newton_schulz import as_tuples
-from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter, held_boxes
+from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter, divided_as
 from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
@@ -309,18 +309,7 @@ def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
         return
     zeros = zero_state(parameter)
     for key, value in whole.items():
-        like: Any = zeros.get(key, tensor)
-        mesh, placements, size, stride = like.device_mesh, like.placements, like.shape, like.stride()
-        part = own_part_of(value, like).clone()
-        state[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
-
-
-def own_part_of(whole: Tensor, like: DTensor) -> Tensor:
-    """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
-    mesh = like.device_mesh
-    place = tuple(mesh.get_coordinate() or ())
-    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), tuple(like.placements), [place])
-    return whole[box.slices]
+        state[key] = divided_as(value, zeros.get(key, tensor))
 
 
 class StateCompletion:

@@ -21,9 +21,9 @@ from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig,
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.optim import parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
-from lightning_muon.optim.gradients import FiniteCheck, GradientsAreNotFinite, agree_on_gradients
+from lightning_muon.optim.gradients import GradientsAreNotFinite, agree_on_gradients, skipped_steps, skips_step
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
-from lightning_muon.optim.saved_states import understood
+from lightning_muon.optim.saved_states import understood, with_routes_of_now
 from lightning_muon.optim.step_plan import make_step_plan, require_equal_parameters
 from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
 from lightning_muon.params.matrices import neuron_shape
@@ -49,7 +49,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._mesh = mesh
         self._module = params if isinstance(params, nn.Module) else None
         self._routes = parameters.KnownRoutes(config)
-        self.finite_check = FiniteCheck(config.max_skipped_steps)
         self._begin_anew(is_fresh=True)
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
@@ -147,9 +146,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
             self._end_step(planned)
         except GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
-            self.finite_check.observe(found.names)
+            skips_step(self, found.names, most_in_a_row=self._options.max_skipped_steps)
         else:
-            self.finite_check.observe(())
+            skips_step(self, ())
         finally:
             self.nonfinite_elsewhere = None
         return loss
@@ -167,7 +166,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that were not taken because a gradient had a NaN or an Inf."""
-        return self.finite_check.skipped_steps
+        return skipped_steps(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, also those that live outside of the tensors."""
@@ -216,7 +215,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_options", "_mesh", "_module", "_routes", "finite_check")
+        kept = ("_options", "_mesh", "_module", "_routes")
         return super().__getstate__() | {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -245,11 +244,22 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; collective as :meth:`state_dict` is. Hyper-parameters that are not in it stay as they are.
 
-        A state of whole tensors, which every rank has, is divided as the parameters are.
+        A state of whole tensors, which every rank has, is divided as the parameters are. One of ``torch.optim`` goes on
+        by our names, and a matrix that has changed between Muon and AdamW with what the two have in common.
 
-        Raises a ``ValueError`` for wrong hyper-parameters or shapes; nothing has changed then.
+        Raises a ``ValueError`` for wrong hyper-parameters, entries or shapes; nothing has changed then.
         """
-        state_dict = understood(state_dict)
+        self._load(self._understood(state_dict))
+
+    def _understood(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        routed = self._routed_parameters()
+        return with_routes_of_now(understood(state_dict), [(each, self._saved_keys(each)) for each in routed])
+
+    def _saved_keys(self, parameter: RoutedParameter) -> frozenset[str]:
+        """Keys that the saved state of a parameter has; local."""
+        return self._completion.keys(parameter)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
         parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
         super().load_state_dict({**state_dict, "param_groups": groups})

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_muon.comm.agreement import warn_on_first_rank
-from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, States
+from lightning_muon.optim.parameters import ADAMW_STATE, MOMENTUM, MUON_STATE, SECOND_MOMENT, ParamGroup
 from lightning_muon.params.layout import RoutedParameter
 from lightning_muon.removed import STATE_OF, removed
 
@@ -86,18 +86,37 @@ def _rename_(group: ParamGroup) -> None:
         )
 
 
-def take_moments_as_momenta_(parameters: Sequence[RoutedParameter], states: States) -> None:
-    """Make AdamW's first moment the momentum of matrices that run on Muon and ran on AdamW when saved; local."""
-    moved = [
-        parameter
-        for parameter in parameters
-        if parameter.route.algorithm == "muon" and states.get(parameter.tensor, {}).keys() == ADAMW_STATE
-    ]
-    for parameter in moved:
-        states[parameter.tensor] = {"momentum_buffer": states[parameter.tensor]["exp_avg"]}
-    if moved:
-        warn_on_first_rank(
-            f"{len(moved)} matrices ({moved[0].route.name}, ...) have trained with AdamW: its first moments go on as "
-            "the momenta of Muon, the second ones are dropped",
-            stacklevel=3,
-        )
+def with_routes_of_now(
+    state_dict: dict[str, Any], parameters: Sequence[tuple[RoutedParameter, frozenset[str]]]
+) -> dict[str, Any]:
+    """A saved state whose matrices have the entries of the algorithm that they run on now; local.
+
+    ``parameters`` are those of the optimizer, with the keys that each one's state has. Rank 0 warns of matrices that
+    have moved. What is not there at all begins with zeros.
+
+    Raises:
+        ValueError: Entries are missing, or are not known.
+    """
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    states, to_muon, to_adamw = dict(state_dict["state"]), list[str](), list[str]()
+    for number, (parameter, keys) in zip(numbers, parameters, strict=False):
+        needed, saved = keys - {SECOND_MOMENT}, states.get(number, {}).keys() - {SECOND_MOMENT}
+        if saved == ADAMW_STATE and needed == MUON_STATE:
+            states[number] = {MOMENTUM: states[number]["exp_avg"]}
+            to_muon.append(parameter.route.name)
+        elif saved == MUON_STATE and needed == ADAMW_STATE:
+            del states[number]
+            to_adamw.append(parameter.route.name)
+        elif saved and saved != needed:
+            raise ValueError(
+                f"{parameter.route.name} has {sorted(needed)} here, but {sorted(saved)} in the checkpoint: only here "
+                f"{sorted(needed - saved) or 'nothing'}, only there {sorted(saved - needed) or 'nothing'}"
+            )
+    texts = {
+        "from AdamW to Muon: their first moments go on as momenta": to_muon,
+        "from Muon to AdamW: their moments begin with zeros": to_adamw,
+    }
+    for text, names in texts.items():
+        if names:
+            warn_on_first_rank(f"{len(names)} matrices ({names[0]}, ...) moved {text}", stacklevel=5)
+    return {**state_dict, "state": states}

@@ -197,6 +197,22 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def own_part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
+    mesh = like.device_mesh
+    place = tuple(mesh.get_coordinate() or ())
+    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), tuple(like.placements), [place])
+    return whole[box.slices]
+
+
+def divided_as(whole: Tensor, like: DTensor) -> DTensor:
+    """A copy of :func:`own_part_of`, laid out as ``like``. Local."""
+    part = own_part_of(whole, like).to(like.device, copy=True)
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All parameters of the param groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

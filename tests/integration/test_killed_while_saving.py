@@ -98,8 +98,8 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(gloo: ProcessPool,
     for num_epochs, *place in (
         # The last rank is about to write its shard of the second epoch; the other one has.
         (1, 1, "open", "__1_0.distcp"),
-        # The directory in the place of the checkpoint is empty.
-        (2, 0, "os.rename", r"\.finished-\w+/last\.ckpt$"),
+        # The new checkpoint has taken the place of the old one, which is still there.
+        (2, 0, "shutil.rmtree", r"\.unfinished-\w+$"),
     ):
         directory = tmp_path / str(num_epochs)
         with pytest.raises(RanksFailedError):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
+from lightning_muon.checkpoint.saving import collect
 from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
@@ -37,6 +38,7 @@ from lightning_muon.integrations.accelerate.settings import (
     sharding_of,
 )
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
+from lightning_muon.optim.gradients import skipped_steps
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
@@ -59,10 +61,10 @@ class ShardedOptimizer(AcceleratedOptimizer):
         if not (self.gradient_state.sync_gradients and has_gradients):
             return super().step(closure)
 
-        before = self._engine.finite_check(self.optimizer).skipped_steps
+        before = skipped_steps(self.optimizer)
         stock = super().step
         result = self._engine.step(self.optimizer, lambda _, closure=None: stock(closure), closure)
-        self.step_was_skipped = self._engine.finite_check(self.optimizer).skipped_steps > before  # type: ignore[assignment]
+        self.step_was_skipped = skipped_steps(self.optimizer) > before  # type: ignore[assignment]
         return result
 
 
@@ -288,7 +290,7 @@ class Accelerator(accelerate.Accelerator):
         prepare_for_reading(engine)
         if not engine.divides_weights:
             return super().get_state_dict(model, unwrap)
-        return engine.weights_to_save(whole=True)
+        return collect(engine.weights, engine.format(whole=True))
 
     @override
     def free_memory(self, *objects: Any) -> Any:

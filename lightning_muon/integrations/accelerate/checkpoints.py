@@ -9,19 +9,24 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import StateDictType
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.manifest import require_one_save, write_file
-from lightning_muon.checkpoint.newest import first_intact
-from lightning_muon.checkpoint.saving import describe_save, skipped_steps, write_shards
-from lightning_muon.checkpoint.staging import last_written, replacing
-from lightning_muon.comm.agreement import fail_together, on_first_rank, require_equal, together, warn_on_first_rank
+from lightning_muon.checkpoint.manifest import require_one_save
+from lightning_muon.checkpoint.newest import time_of
+from lightning_muon.checkpoint.saving import OptimizerState, save
+from lightning_muon.checkpoint.staging import discard, last_written
+from lightning_muon.comm.agreement import (
+    fail_together,
+    gather,
+    on_first_rank,
+    require_equal,
+    together,
+    warn_on_first_rank,
+)
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.params.uses import parameter_uses
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
@@ -40,7 +45,7 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
         whole = whole or engine.saves_one_file
 
-    def save(directory: str, with_model: bool) -> None:
+    def write(directory: str, with_model: bool) -> None:
         chosen = [with_model]
         dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
         write_states(engine, Path(directory), whole=whole, with_model=chosen[0])
@@ -48,30 +53,24 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     def weights() -> Sequence[Any]:
         return () if engine.divides_weights else [accelerator.get_state_dict(engine.module)]
 
-    return _among_hooks(accelerator, "save", stock, save, weights)
+    return _among_hooks(accelerator, "save", stock, write, weights)
 
 
 def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool) -> None:
     """Write them in the places of what is there. Collective over all ranks."""
-    about = describe_save(**engine.description(), **skipped_steps(_checks(engine)))
-
-    def write(path: Path, key: str, state: Any) -> None:
-        if whole:
-            on_first_rank(lambda: write_file(state, path, about))
-        else:
-            write_shards({key: state}, path, about)
-
     prepare_for_reading(engine)
-    places = [_paths(directory, _OPTIMIZER, index) for index in range(len(engine.optimizers))]
-    places += [_paths(directory, _MODEL, 0)] if with_model else []
-    # What was saved in the other format goes in the same moment.
-    obsolete = [place[not whole] for place in places]
-    options = StateDictOptions(full_state_dict=whole, cpu_offload=True)
-    with replacing(*(place[whole] for place in places), whole=whole, obsolete=obsolete) as drafts:
-        if with_model:
-            write(drafts[-1], _MODEL_KEY, engine.weights_to_save(whole=whole))
-        for draft, optimizer in zip(drafts, engine.optimizers, strict=False):
-            write(draft, _OPTIMIZER_KEY, get_optimizer_state_dict(engine.module, optimizer, options=options))
+    keys = ("", "") if whole else (_OPTIMIZER_KEY, _MODEL_KEY)
+    places, others = dict[Path, dict[str, Any]](), list[Path]()
+    for index, optimizer in enumerate(engine.optimizers):
+        both = _paths(directory, _OPTIMIZER, index)
+        places[both[whole]] = {keys[0]: OptimizerState(engine.module, optimizer, is_by_name=True)}
+        others.append(both[not whole])
+    if with_model:
+        both = _paths(directory, _MODEL, 0)
+        places[both[whole]] = {keys[1]: engine.weights}
+        others.append(both[not whole])
+    save(places, engine.format(whole=whole))
+    on_first_rank(lambda: [discard(path) for path in others])  # What was saved in the other format.
 
 
 def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
@@ -107,13 +106,7 @@ def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) ->
         weights.load_weights(_MODEL_KEY, engine.module, strict=True)
     for part, optimizer in zip(parts, engine.optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
-        part.load_skipped_steps(_checks(engine))
     engine.weights_have_changed()
-
-
-def _checks(engine: TrainingEngine) -> dict[str, FiniteCheck]:
-    """The counters of skipped steps, one for each optimizer; local."""
-    return {f"{_OPTIMIZER}_{index}": engine.finite_check(each) for index, each in enumerate(engine.optimizers)}
 
 
 def prepare_for_reading(engine: TrainingEngine) -> None:
@@ -154,28 +147,26 @@ def _among_hooks(
 def _find(directory: Path, name: str, index: int, key: str, *others: str) -> Checkpoint:
     """Open what is there, under the names of FSDP2 or one of ``others``. Collective over all ranks."""
     paths = [*_paths(directory, name, index), *(directory / other for other in others)]
-    # Rank 0 decides: a save may be about to end while the ranks look.
-    found = [next((path for path in paths if last_written(path).exists()), None)]
-    dist.broadcast_object_list(found, src=0)
 
-    def look() -> Path:
-        if found[0] is None or not last_written(found[0]).exists():
+    def choose() -> Path:
+        there = [path for path in paths if last_written(path).exists()]
+        if not there:
             raise FileNotFoundError(
                 f"{directory} has none of {', '.join(path.name for path in paths)}; load_state reads what save_state "
                 "of an Accelerator with as many optimizers wrote, in a directory that every rank sees"
             )
-        return found[0]
+        # Both formats are there if a process was killed before it has removed what the new one replaces.
+        return there[0] if len(there) == 1 else max(there, key=time_of)
 
-    path = first_intact([together(look)])
-
-    def read() -> Checkpoint:
-        if path.is_dir():
-            return Checkpoint(path, {}, is_sharded=True)
+    def read(path: Path) -> Any:
         is_safe = path.suffix == ".safetensors"
-        content = load_file(path) if is_safe else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        return Checkpoint(path, {key: content}, is_sharded=False)
+        return load_file(path) if is_safe else torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
-    part = together(read)
+    # Rank 0 decides: a save may be about to end while the ranks look.
+    found = gather(together(choose), None)[0]
+    part = Checkpoint.open(found, metadata_name=None, weights_only=True, read=read)
+    if not part.is_sharded:
+        part.content = {key: part.content}
     part.weights_advice = ""  # load_state has no argument for it.
     return part
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.saving import Filters, State, save
+from lightning_muon.checkpoint.saving import Filters, Format, OptimizerState, Weights, save
 from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.compat.torch import free_unsharded
@@ -190,9 +190,9 @@ class FabricStrategy(MuonStrategy):
         is_file = self.options.save_distributed_checkpoint is not True and all(are_small)
         metadata_name = None if is_file else metadata_filename(self.package)
         target = local_path(self.broadcast(path))
-        assert self._meshes is not None, "fabric.launch() comes first"
-        kinds, filters = self._by_kind(state), filter or {}
-        save(target, kinds, self._meshes.data, filters=filters, metadata_name=metadata_name, saves=self._saves)
+        about = {key: value for engine in self._engines for key, value in engine.description().items()}
+        how = Format(whole=is_file, metadata_name=metadata_name, about=about, saves=self._saves)
+        save({target: self._parts(state)}, how, filter)
 
     def load_checkpoint(
         self,
@@ -211,14 +211,14 @@ class FabricStrategy(MuonStrategy):
             weights_only=weights_only,
         )
         if isinstance(state, dict):
-            remainder = checkpoint.load(self._by_kind(state), state, strict=strict)
+            remainder = checkpoint.load(self._parts(state), state, strict=strict)
         elif checkpoint.is_sharded:
             raise ValueError(
                 f"{checkpoint.path} is a directory of shards: fabric.load(path, state), with the keys of fabric.save"
             )
         else:  # A file that is the state dict of one object.
             checkpoint.content = {"": checkpoint.content}
-            remainder = checkpoint.load(self._by_kind({"": state}), {}, strict=strict)
+            remainder = checkpoint.load(self._parts({"": state}), {}, strict=strict)
         for engine in self._engines:
             engine.weights_have_changed()
         return remainder
@@ -257,21 +257,19 @@ class FabricStrategy(MuonStrategy):
             f"this {type(optimizer).__name__} was not set up; use what fabric.setup or setup_optimizers has returned"
         )
 
-    def _by_kind(self, state: Mapping[str, Any]) -> State:
-        result = State()
-        for key, value in state.items():
-            if isinstance(value, nn.Module):
-                engine = _engine_with(self._engines, value)
-                own = value.module if isinstance(value, Entry) else value
-                result.modules[key] = (own, []) if engine is None else (engine.module, engine.optimizers)
-                result.about |= {} if engine is None else engine.description()
-            elif isinstance(value, torch.optim.Optimizer):
-                engine, current = self._engine_of(value)
-                result.optimizers[key] = (engine.module, current)
-                result.checks[key] = engine.finite_check(current)
-            else:
-                result.rest[key] = value
-        return result
+    def _parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: self._part(value) for key, value in state.items()}
+
+    def _part(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            assert self._meshes is not None, "fabric.launch() comes first"
+            engine = _engine_with(self._engines, value)
+            own = value.module if isinstance(value, Entry) else value
+            return Weights(own, self._meshes.data) if engine is None else engine.weights
+        if isinstance(value, torch.optim.Optimizer):
+            engine, current = self._engine_of(value)
+            return OptimizerState(engine.module, current)
+        return value
 
     def _no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
         engine = _engine_with(self._engines, module)

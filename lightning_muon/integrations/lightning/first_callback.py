@@ -12,8 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import missing_at, together
 from lightning_muon.compat.lightning import LightningPackage, signal_handlers
+from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.signals import SharedSignals
 
 # Lightning calls these where a step may have been the last one for a while.
@@ -21,6 +22,7 @@ AT_ENDS = (
     *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_epoch_start"),
     *("on_train_end", "on_fit_end"),
 )
+_SECONDS_TO_FAIL_TOGETHER = 10.0
 _SETTINGS = (
     *("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     "check_val_every_n_epoch",
@@ -130,6 +132,21 @@ def save_last(trainer: Any, package: LightningPackage) -> None:
 
     path = together(choose if trainer.is_global_zero else lambda: "")
     trainer.save_checkpoint(trainer.strategy.broadcast(path))
+
+
+def require_all_ranks(trainer: Any) -> None:
+    """Raise if a callback saves after an exception on this rank, and not on all: the first collective would hang."""
+    if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
+        return
+    store, num_ranks = default_store(), dist.get_world_size()
+    keys = [f"lightning_muon/interrupted/{trainer.global_step}/{rank}" for rank in range(num_ranks)]
+    store.set(keys[dist.get_rank()], "")
+    num_failed = num_ranks - len(missing_at(store, keys, _SECONDS_TO_FAIL_TOGETHER))
+    if num_failed < num_ranks:
+        raise RuntimeError(
+            f"no checkpoint is saved after the exception: it needs the shards of all {num_ranks} ranks, "
+            f"but only {num_failed} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from an earlier one"
+        )
 
 
 def _ignore_sigterm(*_: Any) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.saving import optimizer_state_to_save, write_checkpoint
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.nodes import forget_own
+from lightning_muon.checkpoint.saving import OptimizerState, collect, write
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
@@ -34,8 +36,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
     share_metrics,
 )
-from lightning_muon.integrations.lightning.checkpoints import TrainerCheckpoint, require_all_ranks
-from lightning_muon.integrations.lightning.first_callback import describe_run
+from lightning_muon.integrations.lightning.first_callback import describe_run, require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -49,9 +50,8 @@ from lightning_muon.integrations.lightning.trainer import (
 )
 from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
+from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.pipeline.runtime import GIVE_ALL
-
-_SKIPPED = "skipped_steps"  # In a checkpoint, below KEY.
 
 
 @takes_options(Options, IN_PYTHON)
@@ -75,7 +75,9 @@ class TrainerStrategy(MuonStrategy):
     broadcast: Callable[..., Any]
 
     _engine: TrainingEngine | None = None
-    _checkpoint: TrainerCheckpoint | None = None
+    _checkpoint: Checkpoint | None = None  # It is opened before `setup`, for callbacks.
+    # Whether the names of weights that wait there for the model to be sharded must be those of the model.
+    _is_strict: bool | None = None
     _first_callback: Any = None
     _data = TrainingData()  # Each run gets its own; a run may fail before.
 
@@ -145,8 +147,7 @@ class TrainerStrategy(MuonStrategy):
         register_steps(module)
         unshard_on_call(module)
         self.barrier()  # type: ignore[attr-defined]
-        if self._checkpoint is not None:
-            self._checkpoint.load_pending_weights(engine, self.optimizers)
+        self._load_pending_weights()
 
         self.precision_plugin.engine = engine
         if trainer.state.fn == "fit":
@@ -287,7 +288,7 @@ class TrainerStrategy(MuonStrategy):
         take_step = partial(super().optimizer_step, model=model, **kwargs)  # type: ignore[misc]
         result = engine.step(optimizer, take_step, closure)
         self._data.window = None
-        if skipped := engine.finite_check(optimizer).skipped_steps:
+        if skipped := skipped_steps(optimizer):
             self.lightning_module.log("skipped_steps", float(skipped))
         return result
 
@@ -347,7 +348,7 @@ class TrainerStrategy(MuonStrategy):
 
     # ---- checkpoints
 
-    # The file is opened before setup; see TrainerCheckpoint.
+    # The file is opened before setup, for callbacks; weights and states of optimizers follow.
     restore_checkpoint_after_setup = False
     # Lightning calls load_optimizer_state_dict after on_fit_start.
     lightning_restore_optimizer = True
@@ -355,15 +356,16 @@ class TrainerStrategy(MuonStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
         require_all_ranks(self.lightning_module.trainer)
-        return self._running_engine.weights_to_save(whole=self._running_engine.saves_one_file)
+        engine = self._running_engine
+        return collect(engine.weights, engine.format(whole=engine.saves_one_file))
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """State by name in shards, or by number on rank 0. Collective over all ranks."""
         plain = getattr(optimizer, "optimizer", optimizer)  # Lightning wraps optimizers.
         if is_placeholder_optimizer(self.package, plain):
             return {}
-        whole, offload = self._running_engine.saves_one_file, self._saves is None
-        return optimizer_state_to_save(self._running_engine.module, plain, whole=whole, offload=offload)
+        engine = self._running_engine
+        return collect(OptimizerState(engine.module, plain), engine.format(whole=engine.saves_one_file))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write shards or one file; replaces what is there. Collective over all ranks.
@@ -376,7 +378,6 @@ class TrainerStrategy(MuonStrategy):
         self._leave_out_modules(checkpoint)
         if "loops" in checkpoint:
             checkpoint[KEY] = self._data.state(self._num_data_ranks, self.lightning_module.trainer)
-            checkpoint[KEY][_SKIPPED] = [self._running_engine.finite_check(each).counts for each in self.optimizers]
         if whole and type(self.checkpoint_io) is not self.package.fabric("plugins").TorchCheckpointIO:  # type: ignore[attr-defined]
             if self.is_global_zero:  # type: ignore[attr-defined]
                 self.checkpoint_io.save_checkpoint(checkpoint, filepath)  # type: ignore[attr-defined]
@@ -386,8 +387,9 @@ class TrainerStrategy(MuonStrategy):
         if not whole:
             states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)
             content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
-        about = self._running_engine.description()
-        write_checkpoint(target, content, rest, metadata_name=metadata_name, about=about, saves=self._saves)
+        about = {"step": rest.get("global_step"), "weights_only": "loops" not in rest}
+        how = self._running_engine.format(whole=whole, metadata_name=metadata_name, **about)
+        write({target: (content, rest)}, how)
         # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
         if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
             self.finish_saving()
@@ -405,7 +407,7 @@ class TrainerStrategy(MuonStrategy):
             )
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint at once: what was left half removed would be the youngest one; local, done by rank 0."""
+        """Remove a checkpoint; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
             remove = partial(discard, Path(filepath))
             remove() if self._saves is None else self._saves.after_commit(remove)
@@ -416,11 +418,16 @@ class TrainerStrategy(MuonStrategy):
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)
-        self._checkpoint = TrainerCheckpoint.open(
+        self._checkpoint = opened = Checkpoint.open(
             *candidates(trainer, path) if is_fit else [path],
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )
+        opened.weights_advice = "LightningModule.strict_loading = False loads what fits"
+        opened.state_advice = "load them into the model and train without resuming (Trainer.fit without ckpt_path)"
+        if opened.is_sharded and (num_optimizers := len(opened.shards_with("optimizer_"))):
+            # Lightning asks whether the key is there; the states follow later.
+            opened.content["optimizer_states"] = [{} for _ in range(num_optimizers)]
         if is_fit:
             by_steps = trainer.max_steps != -1
             self._data.resume(self._checkpoint.content, self._num_data_ranks, by_steps=by_steps)
@@ -429,9 +436,15 @@ class TrainerStrategy(MuonStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights once the model is sharded: now or in :meth:`setup`."""
         assert self._checkpoint is not None
-        self._checkpoint.pending = checkpoint.get("state_dict", {}), strict
+        self._is_strict, self._checkpoint.content["state_dict"] = strict, checkpoint.get("state_dict", {})
         if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
-            self._checkpoint.load_pending_weights(self._engine, self.optimizers)
+            self._load_pending_weights()
+
+    def _load_pending_weights(self) -> None:
+        if self._checkpoint is not None and self._is_strict is not None:
+            forget_own(self.optimizers)
+            self._checkpoint.load_weights("state_dict", self._running_engine.module, strict=self._is_strict)
+            self._is_strict = None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the states of all optimizers. Collective over all ranks."""
@@ -444,11 +457,11 @@ class TrainerStrategy(MuonStrategy):
             raise ValueError(
                 f"{opened.path} has the states of {num_saved} optimizers, configure_optimizers {len(self.optimizers)}"
             )
+        states = enumerate(checkpoint["optimizer_states"])
+        opened.content |= {f"optimizer_{index}": state for index, state in states}
         for index, optimizer in enumerate(self.optimizers):
             if not is_placeholder_optimizer(self.package, optimizer):
                 opened.load_optimizer(f"optimizer_{index}", self._running_engine.module, optimizer)
-        for optimizer, counts in zip(self.optimizers, checkpoint.get(KEY, {}).get(_SKIPPED, ()), strict=False):
-            self._running_engine.finite_check(optimizer).counts = counts
         self._checkpoint = None
 
     @property

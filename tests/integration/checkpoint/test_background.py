@@ -198,7 +198,8 @@ def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Pa
 def _save(path: Path, saves: BackgroundSaves | None) -> None:
     """A checkpoint of one rank."""
     content = {"weight": torch.randn(4, 4)}
-    saving.write_checkpoint(path, content, {"loops": {}}, metadata_name="meta.pt", saves=saves)
+    how = saving.Format(whole=False, metadata_name="meta.pt", saves=saves)
+    saving.write({path: (content, {"loops": {}})}, how)
 
 
 def _rotate(directory: Path) -> None:

@@ -22,7 +22,7 @@ from lightning_muon import DamagedCheckpointError
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.manifest import SaveClock, _sealed, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
-from lightning_muon.checkpoint.saving import write_checkpoint
+from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
 from tests.support.processes import ProcessPool
 
@@ -35,8 +35,8 @@ def _content() -> dict[str, Tensor]:
 
 def _save(path: str, *, whole: bool = False, step: int = 1) -> None:
     torch.manual_seed(step)
-    name = None if whole else "meta.pt"
-    write_checkpoint(Path(path), _content(), {"global_step": step, "loops": {}}, metadata_name=name)
+    how = Format(whole=whole, metadata_name="meta.pt", about={"step": step})
+    write({Path(path): (_content(), {"global_step": step, "loops": {}})}, how)
 
 
 @pytest.fixture(params=[False, True], ids=["shards", "file"])
@@ -307,7 +307,7 @@ def _plant(path: str, folder: str, place: str) -> None:
     code = _MakesFolder(Path(folder))
     weights = {"weight": torch.ones(2, 3), "bias": torch.ones(2), "_extra_state": code if place == "shard" else 1}
     rest = {"about": code} if place == "meta.pt" else {}
-    write_checkpoint(Path(path), {"model": weights}, rest, metadata_name="meta.pt")
+    write({Path(path): ({"model": weights}, rest)}, Format(whole=False, metadata_name="meta.pt"))
     if place == ".metadata" and dist.get_rank() == 0:
         (Path(path) / ".metadata").write_bytes(pickle.dumps(code))
         write_manifest(Path(path), {}, {"save": "of somebody else"})

@@ -7,10 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.fabric
 import lightning.pytorch
@@ -20,6 +22,8 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 import lightning_muon.accelerate
+from lightning_muon.checkpoint import staging
+from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.saving import write_shards
 from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
@@ -29,7 +33,7 @@ from tests.support.processes import ProcessPool
 
 def _replace(path: str, value: int, *, whole: bool, fails: str = "") -> None:
     """Write ``value``, with a tensor of its own on each rank."""
-    with replacing(Path(path), whole=whole) as (draft,):
+    with replacing(Path(path), whole=whole) as draft:
         if fails == "nothing was written":
             return
         if whole:
@@ -96,7 +100,8 @@ def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
     def observe(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
         writes = event == "open" and "w" in str(arguments[1])
-        if writes or event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove"):
+        exchanges = event == "ctypes.dlsym" and arguments[1] == "renameat2"
+        if writes or exchanges or event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove"):
             if count == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             count += 1
@@ -121,62 +126,59 @@ def _is_killed(tmp_path: Path, action: Callable[[], None], kill_at: int) -> bool
     return child.exitcode != 0
 
 
-def _part_names(whole: bool) -> list[str]:
-    return ["first.bin", "second.bin"] if whole else ["first", "second"]
+def _put(path: Path, value: int, *, whole: bool) -> None:
+    if not whole:
+        path.mkdir()
+    for file in [path] if whole else [path / name for name in _FEW_FILES]:
+        file.write_text(str(value))
 
 
-def _put_parts(paths: Sequence[Path], value: int, *, whole: bool) -> None:
-    for path in paths:
-        if not whole:
-            path.mkdir()
-        for file in [path] if whole else [path / name for name in _FEW_FILES]:
-            file.write_text(str(value))
+def _write_one(path: Path, value: int, *, whole: bool, can_exchange: bool) -> None:
+    """One checkpoint, maybe on a file system that cannot exchange two names."""
+    with (
+        nullcontext() if can_exchange else mock.patch.object(staging, "_exchange", return_value=False),
+        replacing(path, whole=whole) as draft,
+    ):
+        _put(draft, value, whole=whole)
 
 
-def _write_parts(directory: Path, value: int, *, whole: bool) -> None:
-    """Two parts that belong together, and in each format without those of the other one."""
-    obsolete = [directory / name for name in _part_names(not whole)]
-    with replacing(*(directory / name for name in _part_names(whole)), whole=whole, obsolete=obsolete) as drafts:
-        _put_parts(drafts, value, whole=whole)
+def _value(path: Path) -> str:
+    """What is in all files of the checkpoint."""
+    place = last_written(path)
+    (value,) = {file.read_text() for file in ([place] if place.is_file() else [place / name for name in _FEW_FILES])}
+    return value
 
 
-def _read_parts(directory: Path) -> set[str]:
-    """What is in all files of the parts; a directory comes before a file, as when a state is loaded."""
-    found: set[str] = set()
-    for name in ("first", "second"):
-        places = map(last_written, (directory / name, directory / f"{name}.bin"))
-        place = next(place for place in places if place.exists())
-        files = [place] if place.is_file() else [place / shard for shard in _FEW_FILES]
-        found.update(file.read_text() for file in files)
-    return found
-
-
+@pytest.mark.parametrize("can_exchange", [True, False])
 @pytest.mark.parametrize(("before", "whole"), [(False, False), (True, True), (False, True), (True, False)])
-def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(tmp_path: Path, before: bool, whole: bool) -> None:
+def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(
+    tmp_path: Path, before: bool, whole: bool, can_exchange: bool
+) -> None:
     seen: list[str] = []
     is_killed = True
     while is_killed:
         kill_at = len(seen)
         directory = tmp_path / str(kill_at)
         directory.mkdir()
-        _put_parts([directory / name for name in _part_names(before)], 1, whole=before)
-        if not before and not whole:
-            (directory / "second" / "notes.txt").write_text("mine")
-        is_killed = _is_killed(tmp_path, partial(_write_parts, directory, 2, whole=whole), kill_at)
-        (value,) = _read_parts(directory)
-        seen.append(value)
-        if before == whole:
-            # A Trainer looks for the name before any strategy can tell it where to look.
-            assert all((directory / name).exists() for name in _part_names(whole))
+        path = directory / "last.ckpt"
+        _put(path, 1, whole=before)
+        has_notes = not before and not whole
+        if has_notes:
+            (path / "notes.txt").write_text("mine")
+        write = partial(_write_one, path, whole=whole, can_exchange=can_exchange)
+        is_killed = _is_killed(tmp_path, partial(write, 2), kill_at)
+        seen.append(_value(path))
+        # A Trainer looks for the name before any strategy can tell it where to look.
+        assert path.exists() or not can_exchange
+        assert newest_first(directory) == [path]
         # Another process goes on, and may be killed too.
         for again in (kill_at // 2, 10_000) if kill_at % 3 == 0 or not is_killed else ():
-            _is_killed(tmp_path, partial(_write_parts, directory, 3, whole=whole), again)
-            (value,) = _read_parts(directory)
-            assert value in ((seen[-1], "3") if again < 10_000 else ("3",))
-            if not before and not whole:
-                kept = [*directory.glob("second/notes.txt"), *directory.glob(".*/second/notes.txt")]
+            _is_killed(tmp_path, partial(write, 3), again)
+            assert _value(path) in ((seen[-1], "3") if again < 10_000 else ("3",))
+            if has_notes:
+                kept = [*path.glob("notes.txt"), *directory.glob(".*/*/notes.txt")]
                 assert [note.read_text() for note in kept] == ["mine"]
-            assert again < 10_000 or _names(directory) == _part_names(whole)
+            assert again < 10_000 or _names(directory) == ["last.ckpt"]
     assert seen == sorted(seen) and set(seen) == {"1", "2"}
 
 
@@ -201,15 +203,15 @@ def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_p
     """They were killed when the new checkpoint was in its place, and the old one, of the other format, still there."""
     path = tmp_path / "checkpoint"
     gloo.run(_replace, str(path), 1, whole=whole, world_size=2)
-    left = _folder(_REPLACED, path, path) / path.name
+    left = _folder(_REPLACED, path) / path.name
     left.mkdir(parents=True)
     if not whole:
         left.rmdir()
         left.write_text("old")
     # And in saves under other names, of which one may still be under way.
     for name, minutes in ((".unfinished-1", 16), (".replaced-1", 16), (".unfinished-2", 14)):
-        (tmp_path / name / "inside").mkdir(parents=True)
-        for each in (tmp_path / name / "inside", tmp_path / name):
+        (tmp_path / name / "checkpoint").mkdir(parents=True)
+        for each in (tmp_path / name / "checkpoint", tmp_path / name):
             os.utime(each, times=2 * (time.time() - 60 * minutes,))
     gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
     assert _read(path) == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]

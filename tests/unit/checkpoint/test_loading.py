@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_muon import ParallelMuon
-from lightning_muon.checkpoint.loading import Checkpoint, named_optimizer_state
+from lightning_muon.checkpoint.loading import Checkpoint, _optimizer_of_file
 from lightning_muon.checkpoint.nodes import (
     common_weights,
     forget_own,
@@ -47,12 +47,13 @@ def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
     assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
     for number, own in optimizer.state_dict()["state"].items():
         assert all(torch.equal(numbered["state"][number][key], value) for key, value in own.items())
-    again = named_optimizer_state(numbered, module, optimizer)
-    assert again["state"] == state
-    assert [g["params"] for g in again["param_groups"]] == [g["params"] for g in named["param_groups"]]
-    assert named_optimizer_state(named, module, optimizer) == named
+    sizes = [4, 2]
+    for saved in (numbered, named):
+        states, options = _optimizer_of_file(saved, names_in_groups(module, optimizer), sizes, {})
+        assert states == state
+        assert [group["lr"] for group in options] == [group["lr"] for group in groups]
     with pytest.raises(ValueError, match=r"param groups of \[4, 2\] parameters, the optimizer of \[6\]"):
-        named_optimizer_state(numbered, module, ParallelMuon(module.parameters()))
+        _optimizer_of_file(numbered, [f"other.{number}" for number in range(6)], [6], {})
 
 
 def test_gathered_weights_go_by_the_names_of_the_module() -> None:

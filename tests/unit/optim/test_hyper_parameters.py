@@ -205,7 +205,7 @@ def test_a_weight_that_has_changed_its_algorithm_is_loaded() -> None:
     set_gradients([weight, other], 0)
     adamw.step()
     first = adamw.state[weight]["exp_avg"].clone()
-    with pytest.warns(UserWarning, match="its first moments go on as the momenta"):
+    with pytest.warns(UserWarning, match="their first moments go on as momenta"):
         muon.load_state_dict(adamw.state_dict())
     saved = muon.state_dict()
     assert saved["state"][0].keys() == {"momentum_buffer", "second_momentum_buffer"}

@@ -27,7 +27,7 @@ def _trained(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def test_matrices_go_on_with_the_first_moments_of_adamw() -> None:
     saved = _trained(torch.optim.AdamW(_net().parameters(), lr=0.03, eps=1e-6)).state_dict()
     optimizer = ParallelMuon(_net())
-    with pytest.warns(UserWarning, match=r"2 matrices \(0.weight, ...\) have trained with AdamW"):
+    with pytest.warns(UserWarning, match=r"2 matrices \(0.weight, ...\) moved from AdamW to Muon"):
         optimizer.load_state_dict(saved)
     found = optimizer.state_dict()
     assert all(torch.equal(found["state"][n]["momentum_buffer"], saved["state"][n]["exp_avg"]) for n in (0, 2))
