@@ -179,6 +179,10 @@ class KnownRoutes:
     def __getitem__(self, parameter: Tensor) -> Route:
         return self._found[parameter][1]
 
+    def name(self, parameter: Tensor) -> str:
+        """Name of a parameter; empty before its route is found."""
+        return self[parameter].name if parameter in self._found else ""
+
     def forget(self) -> None:
         """Find all routes anew at the next :meth:`update`, which compares them with those of before; local."""
         self._found = {parameter: ("", route) for parameter, (_, route) in self._found.items()}

@@ -28,10 +28,20 @@ from lightning_muon.optim.step_plan import make_step_plan, require_equal_paramet
 from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
 from lightning_muon.params.matrices import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
+from lightning_muon.params.uses import clean_name
 from lightning_muon.removed import removed
 from lightning_muon.schedule.exchange import PlanOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+# Keys of param groups of other optimizers, which would have no effect.
+_OTHER_WORDS = {
+    **dict.fromkeys(("learning_rate", "lrr"), "it is called lr"),
+    "muon_lr": "set muon_lr_factor",
+    "use_muon": "set algorithm='muon' or 'adamw'",
+    **dict.fromkeys(("wd", "weight_decay"), "it is called weight_decay"),
+}
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -70,6 +80,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
         self._is_reached: bool | None = None
         self._stop_watching: Callable[[], object] | None = None
+        self._num_gradients = 0  # In the last step.
         # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
         # step, which resets it; a bool on the device.
         self.nonfinite_elsewhere: Tensor | None = None
@@ -117,12 +128,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for key in map(str, param_group.keys() - {"params", *self.defaults}):
             if key in vars(self._options).keys() - {"fused"}:  # Of that name torch's AdamW has an option of a group.
                 raise ValueError(f"{key} is an option of {type(self).__name__}, not of a param group")
+            if key.lower() in _OTHER_WORDS:
+                raise ValueError(
+                    f"{key} is no key of a param group of {type(self).__name__}; {_OTHER_WORDS[key.lower()]}"
+                )
             alike = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
             if removed(key) or (alike and alike[0][0] == key[0]):
                 raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
         group = self.defaults | param_group
         parameters.check_group_(group)
-        super().add_param_group(group)
+        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        if (
+            self.param_groups
+            and "param_names" in self.param_groups[0]
+            and all(isinstance(each, Tensor) for each in given)
+        ):
+            # Groups of torch have names all or none; those of a module got theirs from this class.
+            names = {} if self._module is None else {each: name for name, each in self._module.named_parameters()}
+            given = [(names.get(each, f"{len(self.param_groups)}.{place}"), each) for place, each in enumerate(given)]
+        super().add_param_group(group | {"params": given})
         group = self.param_groups[-1]
         is_number = [each.is_floating_point() or each.is_complex() for each in group["params"]]
         if not all(is_number):
@@ -183,8 +207,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
             planned = self._make_plan()
             agreed = self._agree_on_gradients(planned, has_loss=has_loss)
             assert agreed is not None, "parameters changed during the step"
-        if not agreed.gradients:
+        if len(agreed.gradients) < self._num_gradients or not agreed.gradients:
             self._follow_module(is_late=True)
+        if self.is_fresh and self._module is None and not agreed.gradients:
+            warn_on_first_rank(
+                f"no parameter of {type(self).__name__} has a gradient in its first step; where fully_shard or a new "
+                "layer has put others into the module, make the optimizer afterwards",
+                stacklevel=5,
+            )
+        self._num_gradients = len(agreed.gradients)
         self.is_fresh = False
         return planned, agreed
 
@@ -310,24 +341,30 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
     def _follow_module(self, *, is_late: bool) -> None:
-        """Take parameters that ``fully_shard`` has put into the module since this optimizer was made; local.
+        """Take the parameters that the module has in place of those that this optimizer was made with; local.
 
-        If there is state already, or a step ``is_late``: raise a ``RuntimeError`` instead, alike on all ranks.
+        If there is state already, a step ``is_late``, or none has the old name: raise a ``RuntimeError`` instead,
+        alike on all ranks.
         """
-        now: dict[str, Tensor] = {} if self._module is None else dict(self._module.named_parameters())
-        held = set(now.values())
+        named = [] if self._module is None else self._module.named_parameters()
+        now = {clean_name(name): parameter for name, parameter in named}
+        own, held = set(parameters_of(self)), set(now.values())
         for group in self.param_groups:
-            for place, (name, old) in enumerate(zip(group.get("param_names", ()), group["params"], strict=False)):
-                new = now.get(name)
-                if old in held or isinstance(old, DTensor) or new is None or not (is_late or isinstance(new, DTensor)):
+            names = map(clean_name, group.get("param_names", map(self._routes.name, group["params"])))
+            for place, (name, old) in enumerate(zip(names, group["params"], strict=False)):
+                if old in held or isinstance(old, DTensor) or not name:
                     continue
-                if is_late or not self.is_fresh:
+                # A parametrization stores the weight under names that begin with the old one.
+                heirs = [each for each in now if each.replace("parametrizations.", "").startswith(name)]
+                if own.issuperset(now[each] for each in heirs):
+                    continue
+                if is_late or not self.is_fresh or name not in now:
                     raise RuntimeError(
                         f"{name} of the module is no longer the parameter that {type(self).__name__} was made "
                         "with, so it would not be trained. Make the optimizer after fully_shard, and after layers are "
                         "replaced; load a state_dict afterwards"
                     )
-                group["params"][place] = new
+                group["params"][place] = now[name]
 
     def _write_second_moments(self) -> None:
         """Bring the second moments of NorMuon from their owners into the state. Collective as :meth:`step` is."""

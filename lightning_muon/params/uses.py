@@ -291,21 +291,20 @@ class _Reader:
             case ast.Call(ast.Attribute(dictionary, "items" | "values" as which)):
                 each = self._each(dictionary)
                 return [None, each] if which == "items" else each
-        return self._pick(self.visit(node), 1, "no product")
+        part = self.visit(node)
+        return part._replace(picks=part.picks - 1) if part and part.picks else self._used([part], "no product")
 
     def _subscript(self, node: ast.Subscript) -> _Part | None:
         part, keys = self.visit(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         if part is None:
             return self.visit(node.slice)
-        if part.picks > self._matrix_picks and isinstance(keys[0], ast.Constant) and str(keys[0].value) != self._entry:
+        in_list = part.picks > self._matrix_picks
+        if in_list and isinstance(keys[0], ast.Constant) and str(keys[0].value) != self._entry:
             return None  # Another entry.
         is_kept = [isinstance(key, ast.Slice) or ast.unparse(key) in ("None", "...") for key in keys]
-        return self._pick(part, is_kept.count(False), "lookup")
-
-    def _pick(self, part: _Part | None, number: int, of_rows: Usage) -> _Part | None:
-        if part is None or number > part.picks:
-            return self._used([part], of_rows)
-        return part._replace(picks=part.picks - number)
+        if is_kept.count(False) > part.picks:
+            return self._used([part], "lookup")
+        return part._replace(picks=part.picks - in_list)  # Of a stack, a tensor may pick several matrices.
 
     def _binary(self, node: ast.BinOp) -> _Part | None:
         left, right = self.visit(node.left), self.visit(node.right)

@@ -277,7 +277,7 @@ def _resume_by_itself(directory: str, steps: int, package: str = training.PACKAG
     return begun[0], fitter.global_step, [str(each.message) for each in caught]
 
 
-def _resume_and_choose(directory: str, steps: int) -> tuple[str, list[str], list[str]]:
+def _resume_and_choose(directory: str, steps: int, every: int) -> tuple[str, list[str], list[str]]:
     """The best checkpoint, by a metric that differs between ranks, those of AutoResume, and warnings."""
     pl = training.load()
     model, rank = training.language_model(pl), float(os.environ["RANK"])
@@ -285,13 +285,13 @@ def _resume_and_choose(directory: str, steps: int) -> tuple[str, list[str], list
     monitored = pl.callbacks.ModelCheckpoint(
         f"{directory}/best", monitor="own", filename="{step}-{own:.0f}", every_n_train_steps=2, save_top_k=2
     )
-    auto = make("AutoResume", training.PACKAGES[0])(f"{directory}/auto", every_n_train_steps=2)
+    auto = make("AutoResume", training.PACKAGES[0])(f"{directory}/auto", every_n_train_steps=every)
     fitter = training.trainer(
         pl, callbacks=[auto, monitored], enable_checkpointing=True, max_steps=steps, max_epochs=-1
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        auto.__init__(f"{directory}/auto", every_n_train_steps=2)  # Its filters of warnings.
+        auto.__init__(f"{directory}/auto", every_n_train_steps=every)  # Its filters of warnings.
         fitter.fit(model, training.loader())
     fitter.test(model, training.loader(), ckpt_path="best", verbose=False)
     assert fitter.checkpoint_callback is monitored and fitter.ckpt_path == monitored.best_model_path
@@ -300,9 +300,9 @@ def _resume_and_choose(directory: str, steps: int) -> tuple[str, list[str], list
 
 
 def test_auto_resume_keeps_two_and_is_never_the_best(gloo: ProcessPool, tmp_path: Path) -> None:
-    for steps in (6, 10, 14):
-        (best, saved, warned), other = gloo.run(_resume_and_choose, str(tmp_path), steps, world_size=2)
-        assert {each.partition("step=")[2] for each in saved} == {f"{steps - 2}.ckpt", f"{steps}.ckpt"}
+    for every, older, steps in ((2, 4, 6), (2, 8, 10), (3, 10, 12), (4, 12, 16)):  # With other intervals, too.
+        (best, saved, warned), other = gloo.run(_resume_and_choose, str(tmp_path), steps, every, world_size=2)
+        assert {each.partition("step=")[2] for each in saved} == {f"{older}.ckpt", f"{steps}.ckpt"}
         assert other == (best, saved, []) and warned == []
         assert Path(best).name == "step=4-own=0.ckpt" and Path(best).is_file()
 

@@ -75,6 +75,11 @@ class AutoResumeCallback:
             warnings.filterwarnings("ignore", message=f".*{text}")
 
     @property
+    def state_key(self) -> str:
+        """Under which a checkpoint has the state, whatever the intervals."""
+        return "AutoResume"
+
+    @property
     def ckpt_path(self) -> str:
         """The checkpoint to go on from, if there is one; local."""
         path = next(iter(newest_first(Path(self.dirpath))), None)
@@ -99,9 +104,14 @@ def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
 def _save_and_remove(callback: Any, trainer: Any, found: dict[str, Any]) -> None:
     """Save, and keep the newest. A checkpoint names those that are about to go, so that none outlives a kill."""
     getattr(super(AutoResumeCallback, callback), SAVE_TOP_K)(trainer, found)
-    by_steps = sorted(callback.best_k_models, key=callback.best_k_models.get)
-    for path in by_steps[: -callback._keep]:
-        del callback.best_k_models[path]
+    by_steps = sorted(callback.best_k_models, key=callback.best_k_models.get, reverse=True)
+    others = [each for each in trainer.checkpoint_callbacks if each is not callback and hasattr(each, "best_k_models")]
+    theirs = {path for each in others for path in (each.best_model_path, each.last_model_path, *each.best_k_models)}
+    # Lightning forgets its checkpoints if the folder has another name, or the newest one is damaged.
+    in_folder = [str(path) for path in newest_first(Path(callback.dirpath)) if PREFIX_OF_REQUEUE not in path.name]
+    unknown = [path for path in in_folder if path not in theirs and path not in by_steps]
+    for path in (*by_steps, *unknown)[callback._keep :]:
+        callback.best_k_models.pop(path, None)
         trainer.strategy.remove_checkpoint(path)
 
 

@@ -67,6 +67,9 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
     wrong = {
         "muon_lr_facto": "a param group: .*did you mean 'muon_lr_factor'",
         "hyperball": "a param group: hyperball went",
+        "learning_rate": "learning_rate is no key of a param group of .*; it is called lr",
+        "Weight_Decay": "it is called weight_decay",
+        "use_muon": "set algorithm='muon'",
         "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
     }
     for key, text in wrong.items():
@@ -214,3 +217,68 @@ def test_parameters_between_other_elements_are_trained_alone(options: Any) -> No
             assert (wide[1][::2] == 1).all() and (wide[2][10:] == 1).all()
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 4), nn.Linear(4, 2))
+
+
+def _named(module: nn.Module) -> ParallelMuon:
+    return ParallelMuon(module, lr=0.1)
+
+
+def _in_groups(module: nn.Module) -> ParallelMuon:
+    groups = ([each for each in module.parameters() if (each.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    optimizer = ParallelMuon([{"params": group} for group in groups], lr=0.1)
+    optimizer.attach(module)
+    return optimizer
+
+
+def _step(module: nn.Module, optimizer: ParallelMuon) -> None:
+    optimizer.zero_grad()
+    module(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+
+
+def _replace(module: nn.Sequential, what: str) -> None:
+    if what == "layer":
+        module[1] = nn.Linear(5, 4)
+    elif what == "weight":
+        module[1].weight = nn.Parameter(module[1].weight.detach() * 2)
+    else:
+        nn.utils.parametrizations.weight_norm(module[1])
+
+
+@pytest.mark.parametrize("make", [_named, _in_groups])
+@pytest.mark.parametrize(
+    ("what", "when"), [("layer", "new"), ("weight", "new"), ("weight_norm", "new"), ("layer", "trained")]
+)
+def test_what_replaces_a_parameter_is_trained_or_an_error(make: Any, what: str, when: str) -> None:
+    module = _layers()
+    optimizer = make(module)
+    if when == "trained":
+        _step(module, optimizer)
+    _replace(module, what)
+    before = [each.detach().clone() for each in module.parameters()]
+    if when == "trained" or what == "weight_norm":
+        with pytest.raises(RuntimeError, match=r"1\.weight of the module is no longer the parameter"):
+            _step(module, optimizer)
+    else:
+        _step(module, optimizer)
+        assert not any(map(torch.equal, before, module.parameters()))
+
+
+def test_an_optimizer_that_no_gradient_reaches_says_so() -> None:
+    module = _layers()
+    optimizer = ParallelMuon(module.parameters(), lr=0.1)
+    for place in range(3):
+        module[place] = nn.Linear(module[place].in_features, module[place].out_features)
+    with pytest.warns(UserWarning, match="has a gradient in its first step"), pytest.warns(UserWarning, match="shape"):
+        _step(module, optimizer)
+
+
+def test_a_group_without_names_joins_those_of_a_module() -> None:
+    optimizer = _named(_layers())
+    optimizer.add_param_group({"params": nn.Parameter(torch.zeros(3, 3))})
+    assert optimizer.param_groups[1]["param_names"] == ["1.0"]
