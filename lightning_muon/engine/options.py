@@ -9,7 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, from_arguments, takes_options
+from lightning_muon.config import (
+    NOT_OF_OPTIMIZERS,
+    MuonConfig,
+    check_flag,
+    check_one_of,
+    check_whole,
+    from_arguments,
+    takes_options,
+)
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
@@ -210,3 +218,6 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, without tensor_size and "
                 "data_parallel_size; give replicate_size and shard_size"
             )
+
+
+NOT_OF_OPTIMIZERS["beside optimizer, to the strategy"] = [field.name for field in fields(Options)]

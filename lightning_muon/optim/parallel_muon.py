@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_muon.config import (
     MEASURED_MUON_LR_FACTOR,
+    NOT_OF_OPTIMIZERS,
     Algorithm,
     MuonConfig,
     OptimizerConfig,
@@ -20,7 +21,7 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import take_moments_as_momenta_
 
 
-@takes_options(MuonConfig)
+@takes_options(MuonConfig, NOT_OF_OPTIMIZERS)
 class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 
