@@ -92,9 +92,13 @@ def takes_options(
             init.__annotations__ |= get_type_hints(kind)
         signature = _signature(init, declared)
         names = [name for name in signature.parameters if name != "self"]
+        are_named = all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)
 
         @functools.wraps(init)
         def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+            if args and are_named:
+                of, got = type(self).__name__, type(args[0]).__name__
+                raise TypeError(f"{of}: name the option that the {got} is for; the options are {', '.join(names)}")
             for key in kwargs:
                 if key not in names:
                     raise TypeError(f"{(of := type(self).__name__)}: {unknown_option(key, names, elsewhere, of=of)}")
@@ -272,7 +276,11 @@ class ExchangeOptions:
             check_one_of(key, getattr(self, key), get_args(allowed))
 
 
-@takes_options()
+# Where options belong that are none of an optimizer; engine/options.py, which comes later, adds them.
+NOT_OF_OPTIMIZERS = dict[str, Collection[str]]()
+
+
+@takes_options(elsewhere=NOT_OF_OPTIMIZERS)
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(ExchangeOptions, OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.

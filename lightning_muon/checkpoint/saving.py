@@ -25,7 +25,7 @@ from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import README, replacing
-from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, together
+from lightning_muon.comm.agreement import await_all_ranks, fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
 from lightning_muon.params.layout import parameters_of
@@ -148,6 +148,8 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
             in the dtype of the computation. (The strategy shards them again after each evaluation step.)
     """
     stage, place = place_in_stage(module)
+    if stage is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        await_all_ranks()
     if stage is not None:
         prefix, whole = f"{place}." if place else "", _weights_of_stages(stage)
         return {clean_name(k.removeprefix(prefix)): value for k, value in whole.items() if k.startswith(prefix)}

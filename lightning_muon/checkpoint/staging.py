@@ -39,8 +39,8 @@ def local_path(path: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint; a ``ValueError`` for a URL, which would become a folder of that name. Local."""
     if "://" in str(path):
         raise ValueError(
-            f"checkpoints are written to folders, not to URLs such as {path}; give a folder of a disk that all nodes "
-            "see, or on which the store is mounted, and copy what is in it to the store when it is complete"
+            f"checkpoints are in folders, not at URLs such as {path}; give a folder of a disk that all nodes see, or "
+            "on which the store is mounted, and copy complete ones from it to the store, or back"
         )
     return Path(path)
 

@@ -148,6 +148,12 @@ def named_waits(*, late: bool) -> Iterator[None]:
             timer.cancel()
 
 
+def await_all_ranks() -> None:
+    """Wait for all ranks to make the same call of the program, with :func:`named_waits`. Collective over all ranks."""
+    with named_waits(late=True):
+        gather(None, None)
+
+
 def _waits(how_long: str) -> str:
     """A sentence that names the rank, and the line of the program in which it waits for others; local."""
     frame = sys._getframe()
@@ -155,8 +161,8 @@ def _waits(how_long: str) -> str:
         frame = frame.f_back
     rank, place = dist.get_rank() if dist.is_initialized() else 0, f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return (
-        f"rank {rank} {how_long} for other ranks, at {place}. Every rank must take each step of the optimizer, outside "
-        "of conditions such as `if rank == 0`"
+        f"rank {rank} {how_long} for other ranks, at {place}. Every rank must make this call, as each step of the "
+        "optimizer, outside of conditions such as `if rank == 0`"
     )
 
 

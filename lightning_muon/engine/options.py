@@ -9,7 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self, TypedDict, get_args
 
-from lightning_muon.config import MuonConfig, check_flag, check_one_of, check_whole, from_arguments, takes_options
+from lightning_muon.config import (
+    NOT_OF_OPTIMIZERS,
+    MuonConfig,
+    check_flag,
+    check_one_of,
+    check_whole,
+    from_arguments,
+    takes_options,
+)
 from lightning_muon.engine.conversion import OptimizerChoice
 from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
@@ -17,6 +25,7 @@ from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.sharding.base import BucketBytes, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
@@ -212,9 +221,14 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             )
 
 
+NOT_OF_OPTIMIZERS["beside optimizer, to the strategy"] = [field.name for field in fields(Options)]
+
+
 class StrategyOptions(TypedDict, total=False):
     """The fields of :class:`Options` that strategies take as ``**options``, for editors."""
 
+    replicate_size: SizeOrAuto
+    shard_size: SizeOrAuto
     context_size: int
     tensor_size: int
     pipeline_size: int
@@ -224,9 +238,12 @@ class StrategyOptions(TypedDict, total=False):
     pipeline_microbatches: int | Literal["auto"]
     pipeline_split: Sequence[str] | None
     pipeline_stages_per_rank: int | Literal["auto"]
+    wrap_policy: WrapPolicy
+    reshard_after_forward: bool
     reshard_after_backward: bool
     bucket_bytes: BucketBytes
     early_all_gather: bool
+    optimizer: OptimizerChoice
     sharding: Sharding
     loss_scaling: LossScaling
     clip_groups: ClipGroups

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_muon.config import (
+    NOT_OF_OPTIMIZERS,
     MuonConfig,
     OptimizerConfig,
     OptimizerOptions,
@@ -28,10 +31,13 @@ Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormat = Literal["fp32", "bf16"]
 # Where options belong that FlexDeMo does not have -> the options.
-ELSEWHERE = {
-    "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
-    "to ParallelMuon": ("normuon", "normuon_beta2"),
-}
+ELSEWHERE = ChainMap[str, Collection[str]](
+    {
+        "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
+        "to ParallelMuon": ("normuon", "normuon_beta2"),
+    },
+    NOT_OF_OPTIMIZERS,
+)
 
 
 @takes_options(OptimizerConfig, ELSEWHERE)

@@ -16,14 +16,12 @@ from torch import nn
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
-from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import Meshes, SizeOrAuto
+from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
-from lightning_muon.sharding.units import WrapPolicy
 
 
 class MuonStrategy:
@@ -41,23 +39,8 @@ class MuonStrategy:
     world_size: int
     global_rank: int
 
-    def __init__(
-        self,
-        replicate_size: SizeOrAuto = Options.replicate_size,
-        shard_size: SizeOrAuto = Options.shard_size,
-        optimizer: OptimizerChoice = Options.optimizer,
-        wrap_policy: WrapPolicy = Options.wrap_policy,
-        reshard_after_forward: bool = Options.reshard_after_forward,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self.options = Options(
-            replicate_size=replicate_size,
-            shard_size=shard_size,
-            optimizer=optimizer,
-            wrap_policy=wrap_policy,
-            reshard_after_forward=reshard_after_forward,
-            **options,
-        )
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
+        self.options = Options(**options)
         self._meshes: Meshes | None = None
         self._saves: BackgroundSaves | None = None
         self._watchdog: Watchdog | None = None  # Until the first engine has it.

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.config import (
     MEASURED_MUON_LR_FACTOR,
+    NOT_OF_OPTIMIZERS,
     Algorithm,
     MuonConfig,
     MuonOptions,
@@ -19,7 +20,7 @@ from lightning_muon.config import (
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
-@takes_options(MuonConfig)
+@takes_options(MuonConfig, NOT_OF_OPTIMIZERS)
 class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 

@@ -127,8 +127,9 @@ class Ddp(ShardingMode):
                 if isinstance(parameter, DTensor):
                     raise ValueError(
                         f"{name} {tuple(parameter.shape)} is a DTensor already, but sharding={self.name!r} keeps whole "
-                        "plain weights on every rank; remove fully_shard and parallelize_module from configure_model, "
-                        "or use sharding='fsdp'"
+                        "plain weights on every rank. If an earlier fit has sharded this module, make it anew, or load "
+                        "full_state_dict into a new one; else remove fully_shard and parallelize_module from "
+                        "configure_model, or use sharding='fsdp'"
                     )
                 if parameter.is_meta:
                     raise ValueError(f"{name} {tuple(parameter.shape)} is on the meta device; materialize it first")

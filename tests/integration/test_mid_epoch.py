@@ -293,6 +293,7 @@ def _resume_and_choose(directory: str, steps: int, every: int) -> tuple[str, lis
         warnings.simplefilter("always")
         auto.__init__(f"{directory}/auto", every_n_train_steps=every)  # Its filters of warnings.
         fitter.fit(model, training.loader())
+        assert not [each for each in warnings.filters if "ckpt_path" in str(each[1])]
     fitter.test(model, training.loader(), ckpt_path="best", verbose=False)
     assert fitter.checkpoint_callback is monitored and fitter.ckpt_path == monitored.best_model_path
     saved = sorted(os.listdir(f"{directory}/auto"))

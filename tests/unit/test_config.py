@@ -96,6 +96,11 @@ def test_a_wrong_keyword_names_the_nearest_one() -> None:
             kind(replicat_size=2)
         with pytest.raises(TypeError, match=": there is no option 'momentum'; it belongs in optimizer=MuonConfig"):
             kind(momentum=0.9)
+        with pytest.raises(TypeError, match=r"name the option that the MuonConfig is for; .* shard_size, .*optimizer"):
+            kind(MuonConfig())
+    for kind in (MuonConfig, FlexDeMoConfig):
+        with pytest.raises(TypeError, match=r"'shard_size'; it belongs beside optimizer, to the strategy$"):
+            kind(shard_size=2)
 
 
 _SIGNATURES = [

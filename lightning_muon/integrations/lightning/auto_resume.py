@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -73,6 +74,7 @@ class AutoResumeCallback:
             r"\.fit\(ckpt_path=\"last\"\) is set, but there is no",
         ):
             warnings.filterwarnings("ignore", message=f".*{text}")
+        self._filters = warnings.filters[:2]
 
     @property
     def state_key(self) -> str:
@@ -92,7 +94,10 @@ class AutoResumeCallback:
             getattr(self, SAVE_TOP_K)(trainer, getattr(self, MONITOR_CANDIDATES)(trainer))
 
     def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Checkpoints stay."""
+        """Checkpoints stay; others see the warnings again."""
+        for each in self._filters:
+            with suppress(ValueError):  # The program may have reset them.
+                cast("list[Any]", warnings.filters).remove(each)
 
 
 def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:

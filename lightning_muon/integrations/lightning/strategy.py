@@ -414,7 +414,7 @@ class TrainerStrategy(MuonStrategy):
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks."""
-        path, trainer = Path(checkpoint_path), self.lightning_module.trainer
+        path, trainer = local_path(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
         require_same_checkpoint(path)

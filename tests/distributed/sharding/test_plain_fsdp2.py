@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_muon import full_state_dict
 from lightning_muon.comm import agreement
 from lightning_muon.compat import torch as compat
 from tests.distributed import backward_passes
@@ -137,7 +138,7 @@ def test_an_optimizer_made_before_fully_shard_trains_the_shards(gloo: ProcessPoo
 
 
 def _step_late() -> list[str]:
-    """What a rank says whose other rank comes late to the first step, and to one of the next."""
+    """What a rank says whose other rank comes late to the first step, to one of the next, and to whole weights."""
     said: list[str] = []
     logger, handler = logging.getLogger(agreement.__name__), logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -150,13 +151,15 @@ def _step_late() -> list[str]:
             backward_passes.plain(net, optimizer, step)
             time.sleep(2 * (step != 1) * dist.get_rank())
             optimizer.step()
+        time.sleep(2 * dist.get_rank())
+        full_state_dict(net)
     logger.removeHandler(handler)
     return said
 
 
 def test_a_rank_that_steps_alone_says_where_it_waits(gloo: ProcessPool) -> None:
     waits, comes_late = gloo.run(_step_late, world_size=2)
-    assert len(waits) == 2 and not comes_late
+    assert len(waits) == 3 and not comes_late
     assert all(
         re.match(r"rank 0 has waited for 1 s for other ranks, at .*test_plain_fsdp2\.py:\d+\.", each) for each in waits
     )

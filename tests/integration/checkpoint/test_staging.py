@@ -217,7 +217,7 @@ def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_p
     assert _read(path) == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]
 
 
-def _save_to_a_url(by: str) -> None:
+def _use_a_url(by: str) -> None:
     place = "memory://bucket/run"
     if by == "accelerate":
         lightning_muon.accelerate.Accelerator(cpu=True).save_state(place)
@@ -225,6 +225,8 @@ def _save_to_a_url(by: str) -> None:
         fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1, strategy="parallel_muon")
         fabric.launch()
         fabric.save(place, {})
+    elif by == "resume":
+        trainer(lightning.pytorch).fit(BoringModel(), BoringDataModule(), ckpt_path=place)
     else:
         keeps = {"enable_checkpointing": True, "callbacks": [lightning_muon.AutoResume(place)]}
         fitter = trainer(lightning.pytorch, **(keeps if by == "callback" else {}))
@@ -233,12 +235,12 @@ def _save_to_a_url(by: str) -> None:
 
 
 def _refused(by: str) -> str:
-    with pytest.raises(ValueError, match="are written to folders, not to URLs such as") as refused:
-        _save_to_a_url(by)
+    with pytest.raises(ValueError, match="are in folders, not at URLs such as") as refused:
+        _use_a_url(by)
     return str(refused.value)
 
 
-@pytest.mark.parametrize("by", ["trainer", "callback", "fabric", "accelerate"])
+@pytest.mark.parametrize("by", ["trainer", "resume", "callback", "fabric", "accelerate"])
 def test_a_url_is_no_folder(gloo: ProcessPool, by: str) -> None:
     assert "memory://bucket/run" in gloo.run(_refused, by, world_size=1)[0]
     assert not Path("memory:").exists()
