@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
@@ -73,9 +74,14 @@ def _loader(kind: str, batch_size: int = 2) -> Any:
     if kind == "stream":
         return DataLoader(_Stream(), batch_size=2)
     data: Any = _Augmented(24 if kind == "augmented" else 12)
-    if kind in ("plain", "worker"):
+    if kind in ("plain", "worker", "batches"):
         data = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
     options: dict[str, Any] = {"shuffle": True} if kind in ("random", "generator") else {}
+    if kind == "batches":  # The user's own for each rank; a list does not say its batch size.
+        own = list(range(dist.get_rank(), 24, dist.get_world_size()))
+        return DataLoader(
+            data, batch_sampler=[own[place : place + batch_size] for place in range(0, len(own), batch_size)]
+        )
     if kind == "generator":
         options["generator"] = torch.Generator().manual_seed(5)
     return DataLoader(data, batch_size=batch_size, num_workers=int(kind == "worker"), **options)
@@ -190,18 +196,29 @@ def test_an_accumulated_batch_begins_anew(gloo: ProcessPool, tmp_path: Path, kin
         assert resumed == [each[begin:] for each in whole], f"saved behind micro-batch {number}"
 
 
-def _warnings_of_a_stream(checkpoint: str) -> list[str]:
+def _warnings_of(kind: str, checkpoint: str) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _run(f"{checkpoint}.more", "stream", checkpoint)
-    return [str(each.message) for each in caught if "goes on in mid-epoch" in str(each.message)]
+        _run(f"{checkpoint}.more", kind, checkpoint)
+    of_rows = ("goes on in mid-epoch", "lost or read twice")
+    return [str(each.message) for each in caught if any(text in str(each.message) for text in of_rows)]
 
 
 def test_what_has_no_order_begins_anew_with_a_warning(gloo: ProcessPool, tmp_path: Path) -> None:
     gloo.run(_run, str(tmp_path), "stream", None, [2], num_epochs=1, world_size=2)
-    (text,), others = gloo.run(_warnings_of_a_stream, f"{tmp_path}/step=2.ckpt", world_size=2)
+    (text,), others = gloo.run(_warnings_of, "stream", f"{tmp_path}/step=2.ckpt", world_size=2)
     assert "this DataLoader begins the epoch anew: take a DataLoader of a map-style dataset, or a Stateful" in text
     assert others == []
+
+
+@_NO_TORCHDATA
+def test_a_state_of_other_ranks_is_warned_of(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_run, str(tmp_path), "torchdata", None, [2], num_epochs=1, world_size=2)
+    assert gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=2) == [[], []]
+    ((text,),) = gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=1)
+    assert (
+        "that of 2 ranks with batches of 2 rows, and now 1 ranks read batches of 2: rows of this epoch are lost" in text
+    )
 
 
 def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -247,11 +264,12 @@ def test_a_resumed_run_is_resumed_at_ends_of_epochs(gloo: ProcessPool, tmp_path:
         assert resumed == [batches[step:] for batches in whole]
 
 
-def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole = gloo.run(_run, str(tmp_path / "whole"), "plain", None, [2], world_size=2)
+@pytest.mark.parametrize("kind", ["plain", "batches"])
+def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
+    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, [2], world_size=2)
     checkpoint = f"{tmp_path}/whole/step=2.ckpt"
     for batch_size in (2, 4):
-        (rest,) = gloo.run(_run, str(tmp_path / "rest"), "plain", checkpoint, batch_size=batch_size, world_size=1)
+        (rest,) = gloo.run(_run, str(tmp_path / "rest"), kind, checkpoint, batch_size=batch_size, world_size=1)
         assert sorted(_rows(rest, 0)) == sorted(_rows(whole[0][2:] + whole[1][2:], 0))
         assert sorted(_rows(rest, 1)) == sorted(_rows(whole[0] + whole[1], 1))
 
