@@ -117,7 +117,8 @@ class MetaTensors:
         """Replace the meta tensors of ``module``."""
         created: list[Tensor] = []
         for child in module.modules():
-            for tensors in (child._parameters, child._buffers, vars(child)) if child in self._waiting else ():
+            places: Any = (child._parameters, child._buffers, vars(child))
+            for tensors in places if child in self._waiting else ():
                 for name, tensor in tensors.items():
                     if not isinstance(tensor, Tensor) or not tensor.is_meta:
                         continue

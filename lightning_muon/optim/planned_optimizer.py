@@ -137,14 +137,15 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
         group = self.defaults | param_group
         parameters.check_group_(group)
-        given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if (
             self.param_groups
             and "param_names" in self.param_groups[0]
             and all(isinstance(each, Tensor) for each in given)
         ):
             # Groups of torch have names all or none; those of a module got theirs from this class.
-            names = {} if self._module is None else {each: name for name, each in self._module.named_parameters()}
+            named = () if self._module is None else self._module.named_parameters()
+            names: dict[Tensor, str] = {each: name for name, each in named}
             given = [(names.get(each, f"{len(self.param_groups)}.{place}"), each) for place, each in enumerate(given)]
         super().add_param_group(group | {"params": given})
         group = self.param_groups[-1]
@@ -346,8 +347,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         If there is state already, a step ``is_late``, or none has the old name: raise a ``RuntimeError`` instead,
         alike on all ranks.
         """
-        named = [] if self._module is None else self._module.named_parameters()
-        now = {clean_name(name): parameter for name, parameter in named}
+        named = () if self._module is None else self._module.named_parameters()
+        now: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
         own, held = set(parameters_of(self)), set(now.values())
         for group in self.param_groups:
             names = map(clean_name, group.get("param_names", map(self._routes.name, group["params"])))
