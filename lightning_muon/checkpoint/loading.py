@@ -200,6 +200,8 @@ class Checkpoint:
         # A copy of a parameter of another stage takes the state of that one, if the checkpoint has no copies.
         originals = {name: name if name in saved else copies.get(name, name) for name in places}
         found = {name: of for name, of in originals.items() if of in saved}
+        if saved and places and not found:
+            raise ValueError(f"it has the states of {next(iter(saved))}, ..., and none of {next(iter(places))}, ...")
         states = {
             of: {entry: _memory(entry, meta, places[name]) for entry, meta in saved[of].items()}
             for name, of in found.items()

@@ -25,6 +25,7 @@ from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from lightning_muon.optim.parameters import StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.optim.saved_states import understood
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
 from lightning_muon.schedule.program import Op
 
@@ -195,7 +196,7 @@ class FlexDeMo(PlannedOptimizer):
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync, self._planned = self._sync, None
         sync.check_saved(state_dict["state"].values())
-        state_dict = self._understood(state_dict)
+        state_dict = understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.loads, *sync.per_node}
         others = {
@@ -212,9 +213,6 @@ class FlexDeMo(PlannedOptimizer):
             for number, parameter in zip(numbers, parameters_of(self), strict=True):
                 sync.load(parameter, self._existing_state[parameter], state_dict["state"].get(number, {}))
         self._weights_have_changed()
-
-    def _saved_keys(self, parameter: RoutedParameter) -> frozenset[str]:
-        return super()._saved_keys(parameter) | ({"node_weights"} & {*self._sync.per_node})
 
     def _weights_have_changed(self, has_changed: bool = True) -> bool:
         """Let the next forward gather the current weights, if they have changed; local."""

@@ -281,15 +281,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
         Raises a ``ValueError`` for wrong hyper-parameters, entries or shapes; nothing has changed then.
         """
-        self._load(self._understood(state_dict))
-
-    def _understood(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        routed = self._routed_parameters()
-        return with_routes_of_now(understood(state_dict), [(each, self._saved_keys(each)) for each in routed])
-
-    def _saved_keys(self, parameter: RoutedParameter) -> frozenset[str]:
-        """Keys that the saved state of a parameter has; local."""
-        return self._completion.keys(parameter)
+        keys = [(each, self._completion.keys(each)) for each in self._routed_parameters()]
+        self._load(with_routes_of_now(understood(state_dict), keys))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)

@@ -92,13 +92,14 @@ def with_routes_of_now(
     """A saved state whose matrices have the entries of the algorithm that they run on now; local.
 
     ``parameters`` are those of the optimizer, with the keys that each one's state has. Rank 0 warns of matrices that
-    have moved. What is not there at all begins with zeros.
+    have moved. Parameters of which ``torch.optim`` has no state begin with zeros.
 
     Raises:
         ValueError: Entries are missing, or are not known.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     states, to_muon, to_adamw = dict(state_dict["state"]), list[str](), list[str]()
+    is_complete = bool(states) and are_ours(state_dict["param_groups"])  # But for what was frozen.
     for number, (parameter, keys) in zip(numbers, parameters, strict=False):
         needed, saved = keys - {SECOND_MOMENT}, states.get(number, {}).keys() - {SECOND_MOMENT}
         if saved == ADAMW_STATE and needed == MUON_STATE:
@@ -107,7 +108,7 @@ def with_routes_of_now(
         elif saved == MUON_STATE and needed == ADAMW_STATE:
             del states[number]
             to_adamw.append(parameter.route.name)
-        elif saved and saved != needed:
+        elif saved != needed and (saved or (is_complete and parameter.tensor.requires_grad)):
             raise ValueError(
                 f"{parameter.route.name} has {sorted(needed)} here, but {sorted(saved)} in the checkpoint: only here "
                 f"{sorted(needed - saved) or 'nothing'}, only there {sorted(saved - needed) or 'nothing'}"

@@ -113,7 +113,7 @@ def test_what_cannot_be_converted_is_explained(
     for words, message in (
         ((tmp_path, file, "--force"), r"is no checkpoint directory: there is no file meta.pt in it"),
         ((missing, new), "there is no .*one.ckpt"),
-        ((file, new), "or is no file that torch.save writes$"),
+        ((file, new), "or is no archive, as torch.save writes them$"),
         ((directory, missing), "there is no folder"),
         ((directory, tmp_path, "--force"), "is a directory"),
         ((directory, file), "exists; --force overwrites it"),
