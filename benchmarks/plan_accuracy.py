@@ -37,10 +37,10 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.coefficients import JORDAN
 from lightning_muon.math.newton_schulz import NewtonSchulz
-from lightning_muon.params.logical import logical_matrices
+from lightning_muon.params.matrices import matrices_in
+from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import OpKind
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.simulate import Span, Timeline
 
 SCHEDULES = {"serial": {"overlap": "off"}, "overlapped": {"overlap": "step"}}
@@ -124,10 +124,10 @@ def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, An
     for cores count, and times all-to-alls along each axis of the mesh. Collective; every rank must call it.
     """
     counts = Counter(
-        (matrix.rows, matrix.cols)
+        (rows, cols)
         for parameter in model.parameters
         if parameter.kind != "elementwise" and not parameter.frozen
-        for matrix in logical_matrices(parameter.shape, parameter)
+        for _, rows, cols in matrices_in(parameter.shape, parameter)
     )
     device_type = this_device().type
     sample = sample_matrices(counts, dist.get_world_size(), device_type)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Replicate, Shard, empty
 
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
-from lightning_muon.schedule.shapes import ParameterShape
+from lightning_muon.params.shapes import ParameterShape
 
 _TIMEOUT = timedelta(minutes=10)
 

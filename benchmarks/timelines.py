@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.monitor.recorder import TimelineRecorder
+from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.planned_optimizer import PlannedStep
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import Clock, Span, Timeline, simulate
@@ -40,7 +40,7 @@ def record_step(optimizer: ParallelMuon) -> Recording:
     planned = optimizer._planned
     if planned is None:
         raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
-    recorder, executor = TimelineRecorder(planned.plan.device), planned.matrix_step.executor
+    recorder, executor = TimelineRecorder(planned.plan.device), planned.executor
     dist.barrier()
     begun = time.monotonic()
     executor.recorder = recorder
@@ -53,7 +53,7 @@ def record_step(optimizer: ParallelMuon) -> Recording:
     return merge(gather((begun, spans), None))
 
 
-def _world_ranks(op: Op, planned: PlannedStep) -> tuple[int, ...]:
+def _world_ranks(op: Op, planned: MatrixStep) -> tuple[int, ...]:
     """The group of an op in global ranks."""
     bucket = planned.plan.buckets.get(op.key)
     if not op.group or bucket is None or bucket.group.axes.group is None:

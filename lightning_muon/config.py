@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from lightning_muon.removed import removed
 
@@ -297,6 +297,43 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         ExchangeOptions.__post_init__(self)
+
+
+class OptimizerOptions(TypedDict, total=False):
+    """The fields of :class:`OptimizerConfig` that optimizers take as ``**options``, for editors."""
+
+    cautious_weight_decay: bool
+    nesterov: bool
+    ns_coefficients: NsCoefficients
+    eps: float
+    ns_steps: int
+    ns_quality: NsQuality
+    orthogonalize: Orthogonalize
+    adjust_lr_fn: AdjustLr
+    muon_lr_factor: float | Literal["auto"]
+    betas: tuple[float, float]
+    adamw_eps: float
+    adamw_patterns: tuple[str, ...]
+    muon_patterns: tuple[str, ...]
+    lora: Lora
+    fused: Mapping[str, int | tuple[int, ...]]
+    fused_inputs: Mapping[str, int | tuple[int, ...]]
+    compute_dtype: ComputeDtypeName
+    wire_dtype: DtypeName
+    error_if_nonfinite: bool
+    max_skipped_steps: int
+
+
+class MuonOptions(OptimizerOptions, total=False):
+    """Those of :class:`MuonConfig`."""
+
+    bucket_bytes: int
+    assignment: Assignment
+    dedupe: Dedupe
+    overlap: Overlap
+    look_ahead: int
+    normuon: bool
+    normuon_beta2: float
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ except ModuleNotFoundError as error:
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import State, save
-from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
@@ -39,6 +39,7 @@ from lightning_muon.config import MuonConfig, takes_options
 from lightning_muon.engine.conversion import tell
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.math.checksum import checksums
 from lightning_muon.monitor.step_monitor import StepMonitor
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer

@@ -2,13 +2,15 @@
 
 - ``lightning_muon/math`` is tensors in, tensors out: no ``torch.distributed``.
 - Private names of torch and Lightning are imported in ``lightning_muon/compat`` only.
+- No files of the package import each other in a circle, also not for types only.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 
 from scripts.source_files import python_files, report
 
@@ -40,9 +42,29 @@ def check(name: str, text: str) -> Iterator[str]:
                 yield f"{name}:{node.lineno} uses torch.distributed: the maths knows no process groups"
 
 
+def circle(files: Mapping[str, str]) -> Iterator[str]:
+    """A complaint if files, path -> text, import each other in a circle; those of a package's names do not count."""
+    modules = {name.removesuffix(".py").replace("/", "."): text for name, text in files.items()}
+    imported = {
+        name: {
+            other
+            for _, dotted in imported_names(ast.parse(text))
+            for other in (dotted, dotted.rpartition(".")[0])
+            if other in modules and other != name
+        }
+        for name, text in modules.items()
+    }
+    try:
+        TopologicalSorter(imported).prepare()
+    except CycleError as error:
+        yield f"imports in a circle: {' <- '.join(error.args[1])}"
+
+
 def main() -> int:
     """Check the package; 1 if there is a complaint."""
-    complaints = [c for path, text in python_files(["lightning_muon"]) for c in check(path.as_posix(), text)]
+    files = {path.as_posix(): text for path, text in python_files(["lightning_muon"])}
+    complaints = [complaint for name, text in files.items() for complaint in check(name, text)]
+    complaints += circle(files)
     return report(complaints, "imports")
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu.loopback import loopback_world
 from benchmarks.ranks import new_gradient_, sharded_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.schedule.shapes import read_shapes
+from lightning_muon.params.shapes import read_shapes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
 

@@ -83,11 +83,10 @@ class BackgroundSaves:
             error = RuntimeError(f"{type(error).__name__}: {error}")
         fail_together(error, self._ranks)
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until the save is written or has failed, at most ``seconds``; local."""
-        thread = self._thread  # A watchdog waits here, too, while the main thread sets it to `None`.
-        if thread is not None:
-            thread.join(seconds)
+    def wait(self) -> None:
+        """Wait until the save is written or has failed; local."""
+        if self._thread is not None:
+            self._thread.join()
 
     def give_up(self) -> None:
         """Wait for the running save, without raising its error, which is logged; for a run that has failed. Local."""

@@ -31,7 +31,7 @@ from lightning_muon.checkpoint.saving import NAMES, SKIPPED, State, names_in_gro
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.optim.parameters import (
     ADAMW_STATE,
     MUON_STATE,
@@ -43,7 +43,7 @@ from lightning_muon.optim.saved_states import are_ours, understood
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.removed import STATE_OF
-from lightning_muon.sharding.shard_model import original_class
+from lightning_muon.sharding.units import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
 

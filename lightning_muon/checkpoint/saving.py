@@ -27,7 +27,7 @@ from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import await_all_ranks, fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
-from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of

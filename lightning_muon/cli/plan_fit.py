@@ -17,12 +17,12 @@ from lightning_muon.cli.plan_step import Setting
 from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
-from lightning_muon.grad_sync.reducer import BUCKET_BYTES
-from lightning_muon.params.logical import logical_matrices
+from lightning_muon.params.matrices import matrices_in
+from lightning_muon.params.shapes import ParameterShape
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
-from lightning_muon.schedule.shapes import ParameterShape
 from lightning_muon.schedule.step import scatter_buffers_for
+from lightning_muon.sharding.reducer import BUCKET_BYTES
 
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
 GIB = 2**30
@@ -118,7 +118,7 @@ def _matrices(parameter: ParameterShape) -> list[tuple[int, int]]:
     """Short and long side of each matrix that Muon trains."""
     if parameter.kind == "elementwise" or parameter.frozen:
         return []
-    return [(min(m.rows, m.cols), max(m.rows, m.cols)) for m in logical_matrices(parameter.shape, parameter)]
+    return [(min(sides), max(sides)) for _, *sides in matrices_in(parameter.shape, parameter)]
 
 
 def _counts(parameters: Sequence[ParameterShape], head: ParameterShape | None, setting: Setting) -> Counts:

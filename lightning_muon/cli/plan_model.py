@@ -19,7 +19,7 @@ from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
+from lightning_muon.params.shapes import ModelShapes, ParameterShape
 
 _SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 

@@ -1,6 +1,6 @@
 """One optimizer step of ParallelMuon, planned from shapes: owners, bytes, and the simulated program.
 
-Pieces and exchange groups come from the optimizer's own builder (:mod:`lightning_muon.params.exchange`).
+Exchange groups come from the optimizer's own planner (:mod:`lightning_muon.schedule.exchange`).
 """
 
 from __future__ import annotations
@@ -10,24 +10,29 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import torch
 from rich.console import RenderableType
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
+from typing_extensions import override
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.table import table
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import Dedupe, MuonConfig, from_arguments
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.exchange import MeshRanks, ParameterToPlan, PlanOptions, group_matrices
+from lightning_muon.params.layout import AxisPlacement, Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.routing import routing_rows, routing_totals
-from lightning_muon.schedule.assign import MatrixSpec, count_elements
+from lightning_muon.params.shapes import ModelShapes, ParameterShape
+from lightning_muon.schedule.assign import count_elements
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import rows_shown
-from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE, MuonPlan, plan_step
+from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
+from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.shapes import ModelShapes
 from lightning_muon.schedule.simulate import Timeline, simulate
 from lightning_muon.schedule.step import prefetch
 
@@ -68,8 +73,7 @@ class Setting:
 class SimulatedStep:
     """Owners and predicted timeline. If replicas repeat the work, ranks are those of one replica."""
 
-    specs: list[MatrixSpec]
-    plan: MuonPlan
+    plan: ExchangeGroup
     timeline: Timeline
     itemsize: int
 
@@ -77,15 +81,15 @@ class SimulatedStep:
     def bound(self) -> float:
         """Least possible FLOPs of the busiest rank."""
         resident: Counter[int] = Counter()
-        for spec in self.specs:
-            if spec.shards.sole_holder is not None:
-                resident[spec.shards.sole_holder] += spec.flops
-        flops = [spec.flops for spec in self.specs]
+        for matrix in self.plan.matrices:
+            if matrix.sole_holder is not None:
+                resident[matrix.sole_holder] += matrix.flops
+        flops = [matrix.flops for matrix in self.plan.matrices]
         return max(sum(flops) / len(self.plan.flops), *flops, *resident.values())
 
     def moved(self) -> Iterator[tuple[str, str, int, int]]:
         """Direction, axis, and bytes of the busiest rank and of all, where there are any."""
-        found = count_elements(dict(enumerate(self.plan.owners)), self.specs)
+        found = count_elements(self.plan.matrices, self.plan.replica_of)
         for direction, axis, sent, received in (
             ("gather", "within a replica", found.gather_sent, found.gather_received),
             ("scatter", "within a replica", found.scatter_sent[0], found.scatter_received[0]),
@@ -105,12 +109,10 @@ def planned_steps(setting: Setting, mesh: Mesh) -> dict[str, SimulatedStep]:
 
 def _planned_step(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> SimulatedStep:
     config, itemsize = setting.config, setting.wire_itemsize
-    groups = _exchange_groups(setting, mesh, dedupe)
+    groups = exchange_groups(setting, mesh, dedupe, of_all_ranks=True)
     if not groups:
         raise ValueError(f"{setting.model.name} has no matrices that are trained, so there is nothing to plan")
-    ((_, matrices),) = groups
-    specs = [each.spec for each in matrices]
-    plan = plan_step(specs, itemsize=itemsize, bucket_bytes=config.bucket_bytes, strategy=config.assignment)
+    (plan,) = groups
     of_adamw = [each for each in setting.model.parameters if each.kind == "elementwise" and not each.frozen]
     numel = sum(math.prod(each.shape) for each in of_adamw) // mesh.shard
     program = {
@@ -119,27 +121,33 @@ def _planned_step(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> SimulatedStep
     }
     look_ahead = 0 if config.overlap == "off" else config.look_ahead
     timeline = simulate(prefetch(program, look_ahead), setting.cost)
-    return SimulatedStep(specs=specs, plan=plan, timeline=timeline, itemsize=itemsize)
+    return SimulatedStep(plan=plan, timeline=timeline, itemsize=itemsize)
 
 
-def _exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> Any:
-    """The exchange groups that the optimizer makes of the trained matrices."""
-    config, ranks = setting.config, MeshRanks.of_shape(mesh)
-    newton_schulz = NewtonSchulzOptions.of(vars(config))
-    parameters = [
-        ParameterToPlan(
-            each,
-            each.shape,
-            ranks,
-            (Replicate(), Shard(each.shard_dim)),
-            newton_schulz,
-            normuon=config.normuon,
-        )
-        for each in setting.model.parameters
-        if each.kind != "elementwise" and not each.frozen
-    ]
+class _FromShapes(Layout):
+    """The layout of parameters that are not built: replicated and, as FSDP2 does, cut along one dimension."""
+
+    def __init__(self, shapes: Mapping[nn.Parameter, ParameterShape]) -> None:
+        super().__init__()
+        self._shard_dims: dict[Tensor, int] = {parameter: each.shard_dim for parameter, each in shapes.items()}
+
+    @override
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[None, tuple[AxisPlacement, ...]]:
+        return None, (Replicate(), Shard(self._shard_dims[parameter]))
+
+
+def exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe, *, of_all_ranks: bool = False) -> list[ExchangeGroup]:
+    """The exchange groups that the optimizer makes of the trained matrices; without processes."""
+    trained = [each for each in setting.model.parameters if each.kind != "elementwise" and not each.frozen]
+    shapes = {nn.Parameter(torch.empty(each.shape, device="meta")): each for each in trained}
+    group, layout = vars(setting.config), _FromShapes(shapes)
+    parameters = [RoutedParameter(tensor, group, route, layout) for tensor, route in shapes.items()]
+    axes = AxisGroup(None, 0, tuple(product(range(mesh.replicate), range(mesh.shard))))
     known = {"dedupe": dedupe, "itemsize": setting.wire_itemsize, "arithmetic": setting.arithmetic}
-    return group_matrices(parameters, from_arguments(PlanOptions, vars(config) | known))
+    options = from_arguments(PlanOptions, group | known)
+    return plan_exchanges(
+        parameters, [MeshMembers(None, axes, axes, tuple(shapes))], options, of_all_ranks=of_all_ranks
+    )
 
 
 def report(
@@ -166,8 +174,8 @@ def _owners(step: SimulatedStep) -> RenderableType:
     mean = sum(loads) / len(loads)
     rows: list[tuple[Any, ...]] = []
     for rank, label in rows_shown(step.timeline).items():
-        owned = [spec for spec, owners in zip(step.specs, step.plan.owners, strict=True) if rank in owners]
-        shapes = Counter((spec.rows, spec.cols) for spec in owned)
+        owned = [matrix for matrix in step.plan.matrices if rank in matrix.owners]
+        shapes = Counter((matrix.rows, matrix.cols) for matrix in owned)
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
         rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))
     return table({"rank": "", "matrices": "d", "TFLOP": ".3f", "/ mean": ".3f", "shapes": ""}, rows)
@@ -192,10 +200,8 @@ def _timelines(setting: Setting, mesh: Mesh, steps: Mapping[str, SimulatedStep])
     if any(row[3] for row in rows):
         lines.append("Ranks that own nothing: divide weights that are several matrices (fused= of the optimizer).")
     if mesh.replicate > 1:
-        sizes = [
-            (any(ranks.replica_of), len(placed))
-            for ranks, placed in _exchange_groups(setting, mesh, setting.config.dedupe)
-        ]
+        groups = exchange_groups(setting, mesh, setting.config.dedupe)
+        sizes = [(any(group.replica_of), len(group.matrices)) for group in groups]
         shared, every = sum(number for is_shared, number in sizes if is_shared), sum(number for _, number in sizes)
         lines.append(f"dedupe={setting.config.dedupe!r}: {shared} of {every} matrices have one owner for all replicas.")
     return lines

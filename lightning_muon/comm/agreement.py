@@ -12,27 +12,21 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
 from itertools import islice, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
-
-if TYPE_CHECKING:
-    from lightning_muon.comm.groups import AxisGroup
 
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 _LATE = 30  # Seconds after which a rank says that it waits for others.
 # Where code of a program is not.
 _NOT_OF_USER = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent), contextlib.__file__)
-_BLOCK = 1 << 16  # Words in a block: each is multiplied by a random number of its place, drawn once.
-_PART = 8 * 256 * _BLOCK  # Bytes that are processed together.
 
 
 def require_equal(
@@ -189,39 +183,6 @@ class Message:
         own = vars(self).items()
         found = {name: list(islice(left, len(v))) if isinstance(v, list) else next(left) for name, v in own}
         return replace(self, **found)
-
-
-def checksums(tensors: Sequence[Tensor]) -> Tensor:
-    """The :func:`checksum` of each tensor: (number of tensors,), int64, on their device. Local."""
-    found = [checksum(each) for each in tensors]
-    return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device="cpu")
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor, level: int = 0) -> Tensor:
-    """A hash, int64 on its device, that is equal for different bits in about one case in 2^60 only. Local.
-
-    It is the sum, modulo 2^64, of all words of 8 bytes, each times a random number of its place; in large tensors, of
-    the sums of blocks in the same way. ``level`` chooses the random numbers.
-    """
-    octets, sums = tensor.detach().contiguous().view(-1).view(torch.uint8), list[Tensor]()
-    for part in octets.split(_PART):
-        words = torch.cat([part, part.new_zeros(-part.numel() % 8)]).view(torch.int64)
-        weights = _weights(words.device, level)
-        if words.numel() > _BLOCK:
-            rows = torch.cat([words, words.new_zeros(-words.numel() % _BLOCK)]).view(-1, _BLOCK)
-            sums.append((rows * weights).sum(1))
-        else:
-            sums.append((words * weights[: words.numel()]).sum(0, keepdim=True))
-    total = torch.cat(sums)
-    return total[0] if total.numel() == 1 else checksum(total, level + 1)
-
-
-@cache
-def _weights(device: torch.device, level: int) -> Tensor:
-    generator = torch.Generator("cpu").manual_seed(level)
-    drawn = torch.randint(-(1 << 62), 1 << 62, (_BLOCK,), generator=generator, device="cpu")
-    return (2 * drawn + 1).to(device)  # Odd: no bit of a word is lost.
 
 
 def both_signs(words: Sequence[int]) -> list[int]:

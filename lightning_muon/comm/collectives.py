@@ -41,6 +41,27 @@ class Parts:
         return buffer[: self.numel].split(list(self.splits))
 
 
+def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[tuple[Tensor, ...]]:
+    """Buckets of one dtype and device, at most ``bucket_bytes`` or one parameter large, in the order of backward.
+
+    The order of backward is the reverse of the given order, which is that of the modules.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    current: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    groups: list[list[int]] = []
+    for index in reversed(range(len(parameters))):
+        key, size = (parameters[index].dtype, parameters[index].device), parameters[index].nbytes
+        if key not in current or sizes[key] + size > bucket_bytes:
+            current[key], sizes[key] = [], 0
+            groups.append(current[key])
+        current[key].append(index)
+        sizes[key] += size
+    groups.sort(key=lambda group: -group[-1])
+    return [tuple(parameters[index] for index in group) for group in groups]
+
+
 class BufferPool:
     """Flat buffers by name, grown on demand and kept."""
 

@@ -152,6 +152,13 @@ def own_group(group: AxisGroup) -> AxisGroup:
     return replace(group, group=_made().make(ranks, backend))
 
 
+def host_group_of_all() -> AxisGroup:
+    """All ranks with a gloo group, or this one alone. Collective over all ranks the first time."""
+    ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    group = _made().share(ranks, "gloo") if len(ranks) > 1 else None
+    return AxisGroup(group, dist.get_rank() if group is not None else 0, tuple((rank,) for rank in ranks))
+
+
 def own_gloo_group_of_all() -> AxisGroup:
     """All ranks with a new gloo group, as :func:`own_group`. Collective over all ranks."""
     ranks = tuple(range(dist.get_world_size()))

@@ -1,12 +1,16 @@
-"""Hooks on the user's modules that neither a copy of the module nor torch.compile stumbles over."""
+"""Hooks on the user's modules and parameters that neither a copy nor torch.compile stumbles over, and that end."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, Literal, TypeVar
 
 import torch
+from torch import Tensor
 
+Owner = TypeVar("Owner")
 WhenCompiled = Literal["trace", "call", "nothing"]
 
 
@@ -35,3 +39,27 @@ class ModuleHook:
 @torch.compiler.disable
 def _outside_of_graph(action: Callable[..., object], *args: Any) -> None:
     action(*args)
+
+
+def watch_gradients(
+    owner: Owner, parameters: Iterable[Tensor], arrived: Callable[[Owner, Tensor], None]
+) -> Callable[[], object]:
+    """Call ``arrived(owner, parameter)`` whenever backward has added to ``parameter.grad``; return what stops it.
+
+    Local. The hooks are removed when their owner is garbage-collected. Frozen parameters are watched, too.
+    """
+    # Python's garbage collector does not look into the hooks of tensors.
+    reference = weakref.ref(owner)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            arrived(alive, parameter)
+
+    hooks = ExitStack()
+    for parameter in parameters:
+        # Torch refuses hooks on frozen parameters.
+        is_trainable = parameter.requires_grad
+        hooks.enter_context(parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook))
+        parameter.requires_grad_(is_trainable)
+    return weakref.finalize(owner, hooks.close)

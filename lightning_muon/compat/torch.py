@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import atexit
 import pickle
-import socket
-import struct
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache
 from itertools import compress
@@ -93,28 +91,12 @@ def process_groups() -> list[dist.ProcessGroup]:
     return list(dist.distributed_c10d._world.pg_map)
 
 
-def gloo_endpoints(store: dist.Store, group: dist.ProcessGroup) -> list[tuple[str, int]]:
-    """Address and port at which each rank of ``group`` listens for the others; empty if not all of them use gloo.
-
-    The ranks wrote them into the ``store`` of the default group, or a clone of it, when they made the group. Local.
-    """
-    world = dist.group.WORLD
-    backends = [entry.split(":") for entry in dist.get_backend_config(group).split(",")]
-    device = next((device for device, backend in backends if backend == "gloo"), "")
-    prefix = f"{'' if group is world else f'{group.group_name}//'}{device}//0/"
-    keys = [f"{prefix}{rank}" for rank in range(group.size())]
-    return [_endpoint(entry) for entry in store.multi_get(keys)] if device and store.check(keys) else []
-
-
-def _endpoint(entry: bytes) -> tuple[str, int]:
-    """What gloo says of a rank: the size and text of its host's name, the size of a ``sockaddr``, the ``sockaddr``."""
-    (size,) = struct.unpack_from("=Q", entry)
-    start = 16 + size
-    (family,) = struct.unpack_from("=H", entry, start)
-    (port,) = struct.unpack_from("!H", entry, start + 2)
-    is_ipv6 = family == socket.AF_INET6
-    address = entry[start + 8 : start + 24] if is_ipv6 else entry[start + 4 : start + 8]
-    return socket.inet_ntop(socket.AF_INET6 if is_ipv6 else socket.AF_INET, address), port
+def abort_device_groups() -> None:
+    """Abort the communication on devices, so that nothing waits for it; gloo knows no such thing. Local."""
+    for group in process_groups():
+        if dist.get_backend(group) != "gloo":
+            with suppress(RuntimeError):  # Some backends have no abort.
+                group.abort()
 
 
 def collective_counts() -> dict[str, int]:

@@ -21,8 +21,7 @@ from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
-from lightning_muon.params.routing import lora_factor, require_muon
-from lightning_muon.schedule.shapes import Route
+from lightning_muon.params.routing import Route, lora_factor, require_muon
 
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 

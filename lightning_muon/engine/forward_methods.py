@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.sharding.outputs import without_views
-from lightning_muon.sharding.shard_model import callable_children, own_places
+from lightning_muon.sharding.units import callable_children, own_places
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 from lightning_muon.config import (
     NOT_OF_OPTIMIZERS,
@@ -19,12 +19,13 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.sharding.base import ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import BucketBytes, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
@@ -221,3 +222,34 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
 
 
 NOT_OF_OPTIMIZERS["beside optimizer, to the strategy"] = [field.name for field in fields(Options)]
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The fields of :class:`Options`, which strategies take as ``**options``, for editors."""
+
+    replicate_size: SizeOrAuto
+    shard_size: SizeOrAuto
+    optimizer: OptimizerChoice
+    wrap_policy: WrapPolicy
+    reshard_after_forward: bool
+    context_size: int
+    tensor_size: int
+    pipeline_size: int
+    data_parallel_size: SizeOrAuto
+    tensor_parallel_size: SizeOrAuto
+    pipeline_schedule: str
+    pipeline_microbatches: int | Literal["auto"]
+    pipeline_split: Sequence[str] | None
+    pipeline_stages_per_rank: int | Literal["auto"]
+    reshard_after_backward: bool
+    bucket_bytes: BucketBytes
+    early_all_gather: bool
+    sharding: Sharding
+    loss_scaling: LossScaling
+    clip_groups: ClipGroups
+    save_distributed_checkpoint: bool | Literal["auto"]
+    check_replicas_every_n_steps: int
+    async_save: bool
+    process_group_backend: str | None
+    timeout: timedelta
+    max_silence: timedelta | None

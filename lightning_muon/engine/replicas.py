@@ -11,20 +11,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from typing_extensions import override
 
-from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.config import join_names
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
+from lightning_muon.math.checksum import checksums
 from lightning_muon.params.layout import local_tensor, replicated_axes
 from lightning_muon.sharding.base import ShardingMode
+from lightning_muon.sharding.guards import Guard
 from lightning_muon.sharding.weights import names_of
 
 _Ranks = tuple[DeviceMesh, tuple[int, ...]]  # The ranks that differ from this one only along these axes of the mesh.
 
 
-class ReplicaCheck:
+class ReplicaCheck(Guard):
     """Compares weights and optimizer state after every ``every``-th step, by checksums of the bits.
 
     Compared are ranks that hold the same part of a tensor. What no other rank holds is not, nor is arithmetic: a wrong
@@ -35,6 +38,7 @@ class ReplicaCheck:
         self._module, self._mode, self._every = module, mode, every
         self._num_steps = Counter[torch.optim.Optimizer]()
 
+    @override
     @torch.no_grad()
     def step_has_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step, and compare. Collective over all ranks, and all raise."""

@@ -35,18 +35,21 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.replicas import ReplicaCheck
-from lightning_muon.grad_sync.clipping import FiniteCheck, clip_value_, find_nonfinite
-from lightning_muon.grad_sync.token_count import SingleReductionGuard, TokenCount
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.optim.parameters import compared
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.fsdp_call_log import CLIP, STEP
+from lightning_muon.sharding.call_log import CallLog
+from lightning_muon.sharding.clipping import clip_value_, find_nonfinite
+from lightning_muon.sharding.fsdp import Fsdp
+from lightning_muon.sharding.guards import FailedPasses, Guard, SecondDerivatives, WrittenWeights
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel
+from lightning_muon.sharding.tokens import SingleReductionGuard, TokenCount
 from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
 _MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
@@ -98,7 +101,7 @@ class TrainingEngine:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.tokens: TokenCount | None = None
         self.is_sharded = False
-        self._is_explaining = False
+        self._is_guarded = False
         self._is_attached = False
         self.has_run = False  # Whether the module has run since the last step, so that there may be gradients.
         self._info, self._warn, self._saves = info, warn, saves
@@ -110,7 +113,8 @@ class TrainingEngine:
         self._checks: dict[torch.optim.Optimizer, FiniteCheck] = {}  # For optimizers that do not check for NaN.
         self._guard: SingleReductionGuard | None = None
         self._watchdog = watchdog
-        self._replica_check: ReplicaCheck | None = None
+        self._guards: list[Guard] = [] if watchdog is None else [watchdog]
+        self._are_guards_on = False
         self._hooks = ExitStack()
         # Whether backward passes reduce gradients now, whether the last one did, and whether gradients are finished.
         self._is_last_micro_batch = self._is_reduced = True
@@ -145,7 +149,7 @@ class TrainingEngine:
             refuse_parts_of_weights(module)
         if self.pipeline is not None:
             self.pipeline.take_calls(self.mode, self.run_pipeline)
-        self._watch()
+        self._switch_on_guards()
 
     def attach(
         self,
@@ -195,9 +199,7 @@ class TrainingEngine:
             self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         if self.pipeline is not None:
             self.pipeline.attach(self.optimizers, self.tokens)
-        self._watch()
-        if every := options.check_replicas_every_n_steps:
-            self._replica_check = ReplicaCheck(module, self.mode, every=every)
+        self._switch_on_guards()
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
@@ -243,7 +245,7 @@ class TrainingEngine:
         if torch.is_grad_enabled():
             self.has_run = True
             self._is_finished = False
-        with self.explaining():
+        with self.guarded():
             try:
                 yield
             except BaseException as error:
@@ -280,7 +282,7 @@ class TrainingEngine:
         ``loss_divided_by`` is the number of micro-batches, if the framework divides each loss by it.
         """
         self.has_run |= self._is_only_module
-        with self.explaining():
+        with self.guarded():
             try:
                 guard = self._begin_backward(loss_divided_by)
                 yield
@@ -303,7 +305,7 @@ class TrainingEngine:
         """
         assert self.pipeline is not None, "a pipeline has pipeline_size of 2 or more"
         self.has_run, self._is_finished = True, False
-        with self.explaining():
+        with self.guarded():
             loss = self.pipeline.train(batch)
             self.finish_backward()
         return loss
@@ -314,13 +316,18 @@ class TrainingEngine:
             return
         self._is_reduced = self._is_last_micro_batch
         if self._is_last_micro_batch and not self._is_finished:
-            self.mode.finish_gradients()
+            self._reduce()
             self._is_finished = True
 
     def finish_gradients(self) -> None:
         """Finish the reduction of gradients before they are used, also after unannounced backward passes."""
         if not self._is_finished or not self._sees_every_backward:
-            self.mode.finish_gradients()
+            self._reduce()
+
+    def _reduce(self) -> None:
+        self.mode.finish_gradients()
+        for guard in self._guards:
+            guard.gradients_are_finished()
 
     # ---- the step
 
@@ -329,9 +336,10 @@ class TrainingEngine:
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
         self._require_reduced("clip_gradients (clip_grad_norm_)")
-        with self.explaining(), profiled("gradient_norm", "all"):
+        with self.guarded(), profiled("gradient_norm", "all"):
             self.finish_gradients()
-            self._mark(CLIP)
+            for guard in self._guards:
+                guard.clips()
             norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
             if self.pipeline is not None:
                 self.pipeline.skip_unless_finite(norm)
@@ -340,9 +348,10 @@ class TrainingEngine:
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
         self._require_reduced("clip_gradients (clip_grad_value_)")
-        with self.explaining():
+        with self.guarded():
             self.finish_gradients()
-            self._mark(CLIP)
+            for guard in self._guards:
+                guard.clips()
             clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
 
     def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -360,19 +369,20 @@ class TrainingEngine:
             result = None if closure is None else closure()
             self._require_reduced("optimizer.step")
             self.finish_gradients()
-            self._mark(STEP)
+            for guard in self._guards:
+                guard.steps()
             self._drop_nonfinite(optimizer)
             return result
 
-        with self.explaining():
+        with self.guarded():
             if closure is None:
                 with_whole_gradients()
                 result = take_step(optimizer)
             else:
                 result = take_step(optimizer, closure=with_whole_gradients)
             self.weights_have_changed()
-            if self._replica_check is not None:
-                self._replica_check.step_has_ended(optimizer)
+            for guard in self._guards:
+                guard.step_has_ended(optimizer)
         self.has_run = False
         if self._guard is not None:
             self._guard.end_step()
@@ -399,7 +409,8 @@ class TrainingEngine:
         """Switch back from averaged (DiLoCo) to this node's weights."""
         self.show_own_weights()
         self._compare_last_batch()
-        self.mode.finish_evaluation()
+        for guard in self._guards:
+            guard.evaluation_has_ended()
 
     def show_own_weights(self) -> None:
         """Undo what :meth:`begin_evaluation` has done to the weights; local."""
@@ -459,34 +470,34 @@ class TrainingEngine:
 
     def require_equal(self, lines: Sequence[tuple[str, str]], what: str) -> None:
         """Raise on all ranks unless all call this with the same lines. Collective over all ranks."""
-        with self.explaining():
+        with self.guarded():
             require_equal(lines, None, what)
 
     @contextmanager
-    def explaining(self) -> Generator[None]:
-        """Context in which an error says why, if ranks wait for each other and communication is aborted; local."""
-        if self._watchdog is None or self._is_explaining:
-            # A call inside of another one: the user's program may catch what it raises.
+    def guarded(self) -> Generator[None]:
+        """Context in which other ranks learn of an exception; local."""
+        if self._is_guarded:  # A call inside of another one: the user's program may catch what it raises.
             yield
             return
-        self._is_explaining = True
-        self._watchdog.resume()
+        self._is_guarded = True
+        if self._watchdog is not None:
+            self._watchdog.start()  # Anew, if the program has caught an exception.
         try:
-            with self._watchdog.explaining():
-                yield
+            yield
+        except (StopIteration, GeneratorExit):  # They end an iteration, not a run.
+            raise
+        except BaseException as error:
+            for guard in self._guards:
+                guard.failed(error)
+            raise
         finally:
-            self._is_explaining = False
+            self._is_guarded = False
 
     def failed(self, error: BaseException) -> None:
         """Tell the other ranks that this one has failed, and why; local."""
-        if self._watchdog is not None:
-            self._watchdog.failed(error)
+        for guard in self._guards:
+            guard.failed(error)
         self.show_own_weights()
-
-    @property
-    def stop_reason(self) -> str:
-        """Why communication was aborted on this rank; empty if it was not."""
-        return "" if self._watchdog is None else self._watchdog.stop_reason
 
     def program_ends(self) -> None:
         """Tell the other ranks if an exception ends the program; :meth:`close` follows. Local."""
@@ -503,20 +514,31 @@ class TrainingEngine:
                 f"The weights of the last step have not arrived from all ranks ({error}); load a checkpoint, save none"
             )
 
-    def _watch(self) -> None:
-        self.mode.watch(self.module)
-        assert self.mode.call_log is not None
-        if self._watchdog is not None:
-            self._watchdog.follow(self.mode.call_log)
+    def _switch_on_guards(self) -> None:
+        """Make the objects that find mistakes, unless they are there. Collective over the mesh."""
+        if self._are_guards_on:
+            return
+        self._are_guards_on = True
+        mode, module = self.mode, self.module
+        calls = CallLog(module, mode.reduced_over, is_pipeline=self.pipeline is not None)
+        if isinstance(mode, Fsdp):
+            of_units = [FailedPasses(mode), SecondDerivatives(), WrittenWeights(module), calls]
+            mode.call_log, self._guards = calls, [*self._guards, *of_units]
+            mode.listeners += of_units
         else:
-            drain = None if self._saves is None else self._saves.wait
-            self._watchdog = Watchdog(self.mode.call_log, silence=self.options.max_silence, drain=drain)
-            self._watchdog.start()
+            self._guards.append(calls)
+        if every := self.options.check_replicas_every_n_steps:
+            self._guards.append(ReplicaCheck(module, mode, every=every))
+        if self._watchdog is None:
+            self._watchdog = Watchdog(calls, silence=self.options.max_silence)
+            self._guards.append(self._watchdog)
+        self._watchdog.follow(calls)
+        self._watchdog.start()
 
     def _stop(self) -> None:
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        guards, self._guards, self._watchdog, self._are_guards_on = self._guards, [], None, False
+        for guard in guards:
+            guard.close()
         if self._guard is not None:
             self._guard.close()
             self._guard = None
@@ -524,7 +546,8 @@ class TrainingEngine:
 
     def _begin_backward(self, loss_divided_by: int) -> SingleReductionGuard | None:
         """Prepare a backward pass; return the guard to call at its end, if any."""
-        self.mode.begin_backward()
+        for guard in self._guards:
+            guard.backward_begins()
         if self.has_run:
             self._is_finished = False
         if not self.is_last_micro_batch:
@@ -552,11 +575,6 @@ class TrainingEngine:
         if self._is_attached:
             self._is_reduced = self._is_last_micro_batch
             self._is_finished = False
-
-    def _mark(self, point: int) -> None:
-        """Let other ranks know that this one clips or steps; local."""
-        if self.mode.call_log is not None:
-            self.mode.call_log.mark(point)
 
     def _require_optimizer(self, what: str) -> None:
         if not self._is_attached:

@@ -23,7 +23,8 @@ _SUMMED_TOGETHER = 1 << 19
 class MomentumBucket:
     """Parameters that are sent together; ``residuals``, like their shards in float32, are read and written.
 
-    ``parameters`` are those of all buckets, by the numbers in ``plan``.
+    ``parameters`` are those of all buckets, by the numbers in ``plan``. In each step :meth:`accumulate`, :meth:`send`
+    and :meth:`receive` are called.
     """
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[Tensor], residuals: Mapping[Tensor, Tensor]) -> None:
@@ -34,6 +35,7 @@ class MomentumBucket:
         self._batches = [torch.zeros(part.batch_shape, dtype=torch.float32, device=self._device) for part in plan.parts]
         batches = zip(plan.parts, self._batches, strict=True)
         self._views = [self._views_of(part, batch, residuals) for part, batch in batches]
+        self._received: Tensor | None = None
 
     def accumulate(self, gradients: Mapping[Tensor, Tensor], decay: float) -> None:
         """Blocks <- decay * residual + gradient, the local one of each parameter; without one decay * residual."""
@@ -47,22 +49,61 @@ class MomentumBucket:
             if added:
                 foreach.add_([into for _, into, _ in added], [gradient for _, _, gradient in added])
 
-    def encode(self, number: ExchangeStep) -> list[Components]:
+    def send(self, step: ExchangeStep, taking_part: Set[Tensor], group: AxisGroup) -> None:
+        """Begin to send components of the blocks; subtract them from the residuals of what takes part in the step.
+
+        Collective over ``group``, the ranks of all nodes with the same shards. Nothing is sent if no rank holds
+        anything of the bucket.
+        """
+        plan, sent = self.plan, self.encode(step)
+        self._step, self._taking_part, self._num_nodes = step, taking_part, group.size
+        self._works: Sequence[Work] = ()
+        if plan.is_summed(group.size):
+            self._received = torch.cat([values.flatten() for values, _ in sent]).to(plan.value_dtype)
+            self._works = [start_all_reduce_sum(self._received, group)]
+        elif plan.parts:
+            message = pack(plan, sent)
+            # The message of each node; kept until all is sent.
+            self._received = message.new_empty(group.size, message.numel())
+            self._received[group.rank] = message
+            others = {node: self._received[node] for node in range(group.size) if node != group.rank}
+            self._works = start_messages(dict.fromkeys(others, self._received[group.rank]), others, group)
+        self.subtract_sent(sent, step, taking_part)
+
+    def receive(self, rule: str, *, sign: bool) -> dict[Tensor, Tensor]:
+        """Update of each parameter that takes part: float32, with the shape of its shard. Waits for all nodes."""
+        for work in self._works:
+            work.wait()
+        merged = self._merged(rule) if self.plan.parts else []
+        self._received = None  # Frees the memory.
+        return self.decode(merged, self._step, self._taking_part, sign=sign)
+
+    def encode(self, step: ExchangeStep) -> list[Components]:
         """Components to send of each part, their values rounded as the other nodes get them."""
         components: list[Components] = []
         for part, batch in zip(self.plan.parts, self._batches, strict=True):
-            values, indices = part.replicator.encode(batch, number)
+            values, indices = part.replicator.encode(batch, step)
             # A copy: the batch changes while the values are being sent.
             components.append(Components(values.to(self.plan.value_dtype, copy=True).float(), indices))
         return components
 
-    def subtract_sent(self, sent: Sequence[Components], number: ExchangeStep, taking_part: Set[Tensor]) -> None:
+    def subtract_sent(self, sent: Sequence[Components], step: ExchangeStep, taking_part: Set[Tensor]) -> None:
         """Residual <- blocks - what was sent, for the parameters that take part in the step."""
         for part, batch, views, components in zip(self.plan.parts, self._batches, self._views, sent, strict=True):
-            part.replicator.subtract_(batch, components, number)
+            part.replicator.subtract_(batch, components, step)
             wanted = [(blocks, residual) for tensor, blocks, residual in views if tensor in taking_part]
             if wanted:
                 foreach.copy_([residual for _, residual in wanted], [blocks for blocks, _ in wanted])
+
+    def _merged(self, rule: str) -> list[Components]:
+        """The mean over the nodes of each part."""
+        assert self._received is not None
+        parts = self.plan.parts
+        if self.plan.is_summed(self._num_nodes):
+            pieces = self._received.float().div_(self._num_nodes).split([math.prod(part.sent_shape) for part in parts])
+            return [Components(piece.view(part.sent_shape), None) for piece, part in zip(pieces, parts, strict=True)]
+        of_nodes = [unpack(self.plan, message) for message in self._received]
+        return [merge([each[index] for each in of_nodes], rule, part.block_numel) for index, part in enumerate(parts)]
 
     def decode(
         self, merged: Sequence[Components], number: ExchangeStep, wanted: Set[Tensor], *, sign: bool
@@ -196,48 +237,3 @@ def _sum(zeros: Tensor, indices: Sequence[Tensor], of_nodes: Tensor, out: Tensor
     for places, total in zip(indices, out, strict=True):
         torch.gather(sums, 1, places, out=total)
         sums.scatter_(1, places, 0.0)
-
-
-class Exchange:
-    """The components of a bucket on their way between the nodes; subtracts them from the residuals.
-
-    ``taking_part`` are the parameters of the bucket that are updated. Collective over ``group``, the ranks of all nodes
-    with the same shards, to construct; every rank must do so in the same order of buckets. Nothing is sent if no rank
-    holds anything of the bucket.
-    """
-
-    def __init__(
-        self, bucket: MomentumBucket, number: ExchangeStep, group: AxisGroup, taking_part: Set[Tensor]
-    ) -> None:
-        self._bucket, self._number, self._taking_part = bucket, number, taking_part
-        plan, own = bucket.plan, bucket.encode(number)
-        self._num_nodes, self._is_summed = group.size, plan.is_summed(group.size)
-        self._works: Sequence[Work] = ()
-        if self._is_summed:
-            self._received = torch.cat([values.flatten() for values, _ in own]).to(plan.value_dtype)
-            self._works = [start_all_reduce_sum(self._received, group)]
-        elif plan.parts:
-            message = pack(plan, own)
-            # The message of each node; kept until all is sent.
-            self._received = message.new_empty(group.size, message.numel())
-            self._received[group.rank] = message
-            others = {node: self._received[node] for node in range(group.size) if node != group.rank}
-            self._works = start_messages(dict.fromkeys(others, self._received[group.rank]), others, group)
-        bucket.subtract_sent(own, number, taking_part)
-
-    def updates(self, rule: str, *, sign: bool) -> dict[Tensor, Tensor]:
-        """Return the update of each parameter that takes part, float32; waits for the components of all nodes."""
-        for work in self._works:
-            work.wait()
-        return self._bucket.decode(self._merged(rule), self._number, self._taking_part, sign=sign)
-
-    def _merged(self, rule: str) -> list[Components]:
-        """The mean over the nodes of each part."""
-        parts = self._bucket.plan.parts
-        if not parts:
-            return []
-        if self._is_summed:
-            pieces = self._received.float().div_(self._num_nodes).split([math.prod(part.sent_shape) for part in parts])
-            return [Components(piece.view(part.sent_shape), None) for piece, part in zip(pieces, parts, strict=True)]
-        of_nodes = [unpack(self._bucket.plan, message) for message in self._received]
-        return [merge([each[index] for each in of_nodes], rule, part.block_numel) for index, part in enumerate(parts)]

@@ -11,18 +11,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.comm.collectives import make_buckets, start_all_reduce_sum
 from lightning_muon.compat.torch import profiled
 from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.inter_node_sync import MOMENTS, InterNodeSync, Trained
 from lightning_muon.flexdemo.replicators import DiLoCo
-from lightning_muon.grad_sync.reducer import make_buckets
+from lightning_muon.flexdemo.sync import InterNodeSync, Trained
 from lightning_muon.optim.parameters import Gradients
 from lightning_muon.params.layout import local_tensor
 
 ParameterState = dict[str, Any]
-# Keys of the state of a parameter.
-_OF_AVERAGE = ("anchor", "has_moved", "outer_momentum")
 
 
 class DiLoCoSync(InterNodeSync):
@@ -31,7 +28,7 @@ class DiLoCoSync(InterNodeSync):
     State of each parameter: ``anchor``, the weights of the last average; ``has_moved`` since then; ``outer_momentum``.
     """
 
-    own_state: ClassVar[tuple[str, ...]] = (*MOMENTS, *_OF_AVERAGE)
+    entries: ClassVar[tuple[str, ...]] = ("anchor", "has_moved", "outer_momentum")
 
     def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
         super().__init__(config, mesh)
@@ -41,15 +38,10 @@ class DiLoCoSync(InterNodeSync):
         # Parameters whose anchor is not known to be that of the other nodes.
         self._without_anchor: set[Tensor] = set()
 
-    @property
     @override
-    def state_keys(self) -> frozenset[str]:
-        return frozenset(_OF_AVERAGE)
-
-    @override
-    def init_state(self, parameter: Tensor, state: ParameterState) -> None:
-        if not state.keys() >= self.state_keys:
-            state.update({key: self.zeros(key, parameter) for key in _OF_AVERAGE})
+    def fill_entries(self, parameter: Tensor, state: ParameterState) -> None:
+        if not state.keys() >= {*self.entries}:
+            state.update({key: self.zeros(key, parameter) for key in self.entries})
             _anchor(state).copy_(local_tensor(parameter.detach()))
             self._without_anchor.add(parameter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,17 @@ from typing_extensions import override
 
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.config import (
-    takes_options,
-)
-from lightning_muon.flexdemo.config import (
-    ELSEWHERE,
-    MUON_RATE,
-    SIGN_SGD,
-    FlexDeMoConfig,
-)
+from lightning_muon.config import takes_options
+from lightning_muon.flexdemo.config import ELSEWHERE, MUON_RATE, SIGN_SGD, FlexDeMoConfig, FlexDeMoOptions
 from lightning_muon.flexdemo.diloco import DiLoCoSync
-from lightning_muon.flexdemo.inter_node_sync import InterNodeSync, Trained
-from lightning_muon.flexdemo.momentum_sync import MomentumSync
-from lightning_muon.flexdemo.node_state import check_equal
+from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
+from lightning_muon.flexdemo.sync import InterNodeSync, MomentumSync, Trained
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
-from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import RoutedParameter, StateCompletion, as_saved
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
-from lightning_muon.params.layout import Layout, local_tensor, parameters_of
+from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.parameters import StateCompletion, as_saved
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
+from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
 from lightning_muon.schedule.program import Op
 
 _DEFAULTS = FlexDeMoConfig()
@@ -75,11 +67,11 @@ class FlexDeMo(PlannedOptimizer):
         lr: float | Tensor = FlexDeMoConfig.lr,
         *,
         mesh: DeviceMesh | None = None,
-        **options: Any,
+        **options: Unpack[FlexDeMoOptions],
     ) -> None:
         self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)
-        self._checked: PlannedStep | None = None
+        self._checked: MatrixStep | None = None
         without = {} if self.has_momentum else {"momentum": 0.0, "nesterov": False}
         super().__init__(
             params,
@@ -181,9 +173,8 @@ class FlexDeMo(PlannedOptimizer):
     def summary(self) -> str:
         """Text: what applies the updates, what nodes send each other, and the table of parameters."""
         config = self.config
-        nodes = 1 if self._mesh is None else self._mesh.size(0)
         head = (
-            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, "
+            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {self._sync.num_nodes} nodes, "
             f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
         )
         rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
@@ -204,7 +195,7 @@ class FlexDeMo(PlannedOptimizer):
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync, self._planned = self._sync, None
         # Loaded below: torch would round these to the dtype of the parameter.
-        extra = {*sync.own_state, *sync.per_node}
+        extra = {*sync.loads, *sync.per_node}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
@@ -237,7 +228,7 @@ class FlexDeMo(PlannedOptimizer):
         super().__setstate__(state)
 
     def _own_layout(self) -> Layout:
-        return self._sync.layout or Layout()
+        return self._sync.layout
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -261,16 +252,16 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained())
 
-    def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
-        with planned.matrix_step.executor.measured(Op(kind="nodes", key="all", rank=0)):
-            updates = self._sync.updates(self._trained(), agreed.gradients)
-        return replace(agreed, gradients=updates)
+    def _exchange(self, planned: MatrixStep, gradients: AgreedGradients) -> AgreedGradients:
+        with planned.executor.measured(Op(kind="nodes", key="all", rank=0)):
+            updates = self._sync.updates(self._trained(), gradients.gradients)
+        return replace(gradients, gradients=updates)
 
     @property
     def _elementwise(self) -> Elementwise:
         return sgd_step_ if self.config.base == "sgd" else super()._elementwise
 
-    def _end_step(self, planned: PlannedStep) -> None:
+    def _end_step(self, planned: MatrixStep) -> None:
         super()._end_step(planned)
         count = self.num_exchanges + 1
         for group in self.param_groups:

@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import Options
+from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
 from lightning_muon.monitor.watchdog import Watchdog, watch_setup
@@ -39,7 +39,7 @@ class MuonStrategy:
     world_size: int
     global_rank: int
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         self.options = Options(**options)
         self._meshes: Meshes | None = None
         self._saves: BackgroundSaves | None = None
@@ -77,8 +77,7 @@ class MuonStrategy:
             if self.options.async_save:
                 self._saves = BackgroundSaves(own_gloo_group_of_all())
         if self._watchdog is None:
-            drain = None if self._saves is None else self._saves.wait
-            self._watchdog = watch_setup(self, silence=self.options.max_silence, drain=drain)
+            self._watchdog = watch_setup(self, silence=self.options.max_silence)
         return self._meshes
 
     def finish_saving(self) -> None:

@@ -1,4 +1,4 @@
-"""Signals whose handlers all ranks run at the end of the same batch."""
+"""Signals that all ranks answer after the same step, whichever ranks have got them."""
 
 from __future__ import annotations
 
@@ -6,143 +6,94 @@ import atexit
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from lightning_muon.comm.agreement import missing_at
-from lightning_muon.compat.torch import default_store
-from lightning_muon.monitor.processes import describe_process, is_gone, is_parent
+from lightning_muon.comm.groups import host_group_of_all
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers send it again.
-_INTERVAL = 0.5  # Seconds between two reads of the store.
-_SECONDS_TO_ANSWER = 30.0  # Timeout for a rank to publish its batch.
 _SECONDS_OF_FIRST_RANK = 60.0  # Timeout for the first rank to end, once it has saved.
 
 
-def _wait_until_gone(process: str) -> None:
-    """Wait for the first rank: Lightning runs its launcher there, and kills it when a rank ends with an exit code."""
-    deadline = time.monotonic() + _SECONDS_OF_FIRST_RANK
-    while not is_gone(process) and time.monotonic() < deadline:
-        time.sleep(0.1)
-
-
 class SharedSignals:
-    """Runs the handler of a signal on all ranks at the end of the same batch, whichever ranks have got the signal.
+    """Runs the handler of a signal on all ranks at the same place of the program, whichever ranks have got the signal.
 
     A handler that communicates, as Lightning's do (the one for SIGTERM broadcasts, the one for SLURM's requeue saves a
-    checkpoint), must not run at once: on each rank it would come between different collectives. Instead, a thread of
+    checkpoint), must not run at once: on each rank it would come between different collectives. Instead, the ranks
+    :meth:`tell` each other in one small message beside a step what they have got, and :meth:`answer` after it. A second
+    Ctrl-C raises ``KeyboardInterrupt`` at once.
 
-    each rank reads the store of the default process group, if there is one. A rank that gets a signal writes it there;
-    then every rank writes its batch number, and the handler runs at the end of the largest of these. A second Ctrl-C
-    raises ``KeyboardInterrupt`` at once.
-
-    Made by the main thread of every rank, at the same batch.
+    Made by the main thread of every rank. Collective over all ranks.
     """
 
     def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]]) -> None:
-        self._handlers, self._process = handlers, os.getpid()
-        store: Any = dist.HashStore()
-        self._rank, self._size = 0, 1
-        if dist.is_initialized():
-            self._rank, self._size = dist.get_rank(), dist.get_world_size()
-            # A connection of its own: the main thread may wait in the store.
-            default: Any = default_store()
-            store = default.clone()
-        store = dist.PrefixStore("lightning_muon_signals", store)
-        self._store = dist.PrefixStore(str(store.add(f"starts{self._rank}", 1)), store)
-        if self._rank == 0:
-            self._store.set("first process", describe_process())
+        self._handlers, self._process, self._parent = handlers, os.getpid(), os.getppid()
+        self._ranks = host_group_of_all()
         self._received: list[int] = []  # Signals of this rank whose handlers were not run yet.
-        self._num_answered = 0
         self._pressed: float | None = None  # Time of the first Ctrl-C.
-        self._lock = threading.Lock()
-        self._batch = 0  # Number of this rank's current batch.
-        self._announced: int | None = None  # The signal whose handler all ranks will run.
-        self._closed = threading.Event()
+        self._told: tuple[dist.Work | None, torch.Tensor] | None = None
+        first = torch.tensor(self._process, device="cpu")
+        if self._ranks.group is not None:
+            dist.broadcast(first, group=self._ranks.group, group_src=0)
+        self._is_child = first.item() == self._parent  # Of the first rank, where Lightning runs its launcher.
         for number in handlers:
             signal.signal(number, self._receive)
-        self._thread = threading.Thread(target=self._watch, name="lightning_muon_signals", daemon=True)
-        self._thread.start()
+
+    def tell(self) -> None:
+        """Begin to tell the others which signal this rank has got; they do the same. Collective over all ranks."""
+        if self._told is None:
+            number = torch.tensor(max(self._received, default=0), device="cpu")
+            work = None
+            if self._ranks.group is not None:
+                work = dist.all_reduce(number, dist.ReduceOp.MAX, group=self._ranks.group, async_op=True)
+            self._told = work, number
+
+    def answer(self) -> None:
+        """Run the handler of a signal that any rank has told of. Collective over all ranks."""
+        if self._told is None:
+            return
+        (work, told), self._told = self._told, None
+        if work is not None:
+            work.wait()
+        number = int(told)
+        if not number:
+            return
+        self._received = [each for each in self._received if each != number]
+        if self._is_child:
+            atexit.register(self._wait_for_parent)
+        self._handlers[number](number, None)
 
     @property
     def unanswered(self) -> list[int]:
         """Signals of this rank whose handlers were not run yet; local."""
         return list(self._received)
 
-    def batch_has_ended(self, *, may_answer: bool = True) -> None:
-        """Run a signal's handler if all ranks do so after this batch. All must call it alike, after each batch."""
-        with self._lock:
-            self._batch += 1
-            number = self._announced
-        if number is None or not may_answer or self._batch <= max(self._batches_of_ranks()):
-            return
-        with self._lock:
-            while number in self._received:
-                self._received.remove(number)
-            self._announced = None
-            self._num_answered += 1
-        first_process = self._store.get("first process").decode()
-        if is_parent(first_process):
-            atexit.register(_wait_until_gone, first_process)
-        self._handlers[number](number, None)
-
-    def close(self) -> None:
-        """Stop watching for signals; the owner restores the handlers. Local."""
-        if not self._closed.is_set():
-            self._closed.set()
-            # A rank that has got a signal meanwhile needs the last batch number of this one.
-            with suppress(RuntimeError), self._lock:
-                self._say_batch()
-            self._thread.join(2 * _INTERVAL)  # It may wait in the store.
+    def _wait_for_parent(self) -> None:
+        """Lightning's launcher, in the first rank, kills that rank when another one ends with an exit code."""
+        deadline = time.monotonic() + _SECONDS_OF_FIRST_RANK
+        while os.getppid() == self._parent and time.monotonic() < deadline:
+            time.sleep(0.1)
 
     def _receive(self, number: int, frame: Any) -> None:
-        if os.getpid() == self._process:
-            self._received.append(number)
-            if number == signal.SIGINT:
-                self._press(frame)
-        else:  # A forked process has inherited the handler, but neither thread nor batches.
+        if os.getpid() != self._process:  # A forked process has inherited the handler, but no batches.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-
-    def _press(self, frame: Any) -> None:
+            return
+        self._received.append(number)
+        if number != signal.SIGINT:
+            return
         now = time.monotonic()
         if self._pressed is not None and now - self._pressed > _SECONDS_OF_ONE_PRESS:
             signal.default_int_handler(signal.SIGINT, frame)
         if self._pressed is None:
             self._pressed = now
-            if self._rank == 0:
+            if self._ranks.group is None or dist.get_rank() == 0:
                 _log.warning("Ctrl-C: all ranks end after the same batch; press it again to end at once")
-
-    def _say_batch(self) -> None:
-        self._store.set(f"signal{self._num_answered} batch{self._rank}", str(self._batch))
-
-    def _watch(self) -> None:
-        """Body of the thread: write signals and the batch of this rank to the store."""
-        while not self._closed.wait(_INTERVAL):
-            # The store may have ended with its rank.
-            with suppress(RuntimeError), self._lock:
-                key = f"signal{self._num_answered}"
-                if self._received:
-                    self._store.compare_set(key, "", str(self._received[0]))
-                if self._announced is None and self._store.check([key]):
-                    self._say_batch()
-                    self._announced = int(self._store.get(key))
-
-    def _batches_of_ranks(self) -> list[int]:
-        keys = [f"signal{self._num_answered} batch{rank}" for rank in range(self._size)]
-        missing = [str(keys.index(key)) for key in missing_at(self._store, keys, _SECONDS_TO_ANSWER)]
-        if missing:
-            raise RuntimeError(
-                f"a signal has told the run to end or to save; rank {', '.join(missing)} has not said for "
-                f"{_SECONDS_TO_ANSWER:.0f} s which batch it is in, and may have died"
-            )
-        return [int(text) for text in self._store.multi_get(keys)]
 
 
 class StopSignals:
@@ -179,17 +130,16 @@ class StopSignals:
     def requested(self) -> bool:
         """Whether any rank has got a signal to end; stays ``True`` from then on.
 
-        Every rank must call it alike after each of its batches: the ranks count the calls. It does not communicate
-        before a signal has come.
+        Every rank must call it alike after each of its batches: it sends one small message.
         """
         if dist.is_initialized() and dist.get_world_size() != self._size:
             raise RuntimeError("StopSignals was entered before the process group was there; enter it after the launch")
         if not self._number:
-            self._shared.batch_has_ended()
+            self._shared.tell()
+            self._shared.answer()
         return bool(self._number)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._shared.close()
         for number, handler in self._before.items():
             signal.signal(number, handler)
         if kind is not None:

@@ -18,10 +18,10 @@ from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import check_whole, takes_options
 from lightning_muon.monitor.recorder import TimelineRecorder
-from lightning_muon.optim.matrix_step import lr_scale_of
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, PlannedStep
-from lightning_muon.optim.step_plan import MatrixJob
+from lightning_muon.optim.matrix_step import MatrixStep, lr_scale_of
+from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import Layout, parameters_of
+from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.program import Op
 from lightning_muon.schedule.simulate import Span, Timeline
 
@@ -87,18 +87,18 @@ class StepMonitor:
         measured = self._measured = _Measured(planned, TimelineRecorder(device))
         collectives.observers.append(measured.sent)
         if planned is not None:
-            planned.matrix_step.executor.recorder = measured.recorder
-            jobs = [job for group in planned.plan.exchange_groups for job in group.jobs]
-            jobs = [job for job in jobs if job.parameter.group["orthogonalize"] == "newton_schulz"]
-            measured.sample = jobs[self._num_measured % len(jobs)] if jobs else None
-            planned.matrix_step.observer = measured.orthogonalized
+            planned.executor.recorder = measured.recorder
+            matrices = [each for group in planned.plan.exchange_groups for each in group.matrices]
+            matrices = [each for each in matrices if each.parameter.group["orthogonalize"] == "newton_schulz"]
+            measured.sample = matrices[self._num_measured % len(matrices)] if matrices else None
+            planned.observer = measured.orthogonalized
 
     def _disarm(self) -> None:
         measured, self._measured = self._measured, None
         if measured is not None:
             collectives.observers.remove(measured.sent)
             if measured.planned is not None:
-                measured.planned.matrix_step.executor.recorder = measured.planned.matrix_step.observer = None
+                measured.planned.executor.recorder = measured.planned.observer = None
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         measured = self._measured
@@ -174,9 +174,9 @@ class StepMonitor:
 class _Measured:
     """The records of one measured step."""
 
-    planned: PlannedStep | None
+    planned: MatrixStep | None
     recorder: TimelineRecorder
-    sample: MatrixJob | None = None  # The matrix whose orthogonality is measured, on its owners.
+    sample: Matrix | None = None  # The matrix whose orthogonality is measured, on its owners.
     error: Tensor | None = None
     before: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     # Bytes by the coordinates of sender and receiver.
@@ -187,9 +187,9 @@ class _Measured:
         for rank, size in sizes.items():
             self.bytes[group.coordinates[group.rank], group.coordinates[rank]] += size
 
-    def orthogonalized(self, job: MatrixJob, update: Tensor) -> None:
+    def orthogonalized(self, matrix: Matrix, update: Tensor) -> None:
         """Measure the orthogonality of an update if it is that of the sample."""
-        if job is self.sample:
+        if matrix is self.sample:
             self.error = orthogonality_error(update)
 
     def bytes_by_axis(self, names: Mapping[int, Sequence[str]]) -> Counter[str]:
@@ -228,13 +228,13 @@ def part_seconds(spans: Sequence[Span]) -> dict[str, float]:
     return found
 
 
-def learning_rates(optimizer: torch.optim.Optimizer, planned: PlannedStep | None) -> dict[str, float]:
+def learning_rates(optimizer: torch.optim.Optimizer, planned: MatrixStep | None) -> dict[str, float]:
     """``lr`` of each param group, and the factor on the update for each shape of its matrices. Local."""
     number_of = {id(group): number for number, group in enumerate(optimizer.param_groups)}
     found = {f"lr/group{number}": float(group["lr"]) for number, group in enumerate(optimizer.param_groups)}
-    jobs = [] if planned is None else [job for each in planned.plan.exchange_groups for job in each.jobs]
-    for job in jobs:
-        group, matrix = job.parameter.group, job.matrix
+    groups = () if planned is None else planned.plan.exchange_groups
+    for matrix in (each for group in groups for each in group.matrices):
+        group = matrix.parameter.group
         scale = lr_scale_of(matrix, group["adjust_lr_fn"])
         key = f"muon_lr/group{number_of[id(group)]}.{matrix.rows}x{matrix.cols}"
         found[key] = float(group["lr"]) * group["muon_lr_factor"] * scale

@@ -14,11 +14,12 @@ from lightning_muon.comm.agreement import Message, are_equal, both_signs, maxima
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import join_names
-from lightning_muon.grad_sync.clipping import local_norms
+from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.math.norms import local_norms
 from lightning_muon.optim.matrix_step import AgreedGradients
-from lightning_muon.optim.parameters import Gradients, MeshMembers, hyperparameter_digest
+from lightning_muon.optim.parameters import Gradients, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
-from lightning_muon.params.layout import Layout, local_tensor, replicated_axes
+from lightning_muon.params.layout import Layout, MeshMembers, local_tensor, replicated_axes
 
 
 @dataclass(eq=False)
@@ -26,6 +27,42 @@ class GradientsAreNotFinite(Exception):  # noqa: N818 - no error yet: the step i
     """Some rank has a NaN or an Inf; raised on all ranks, with nothing changed."""
 
     names: tuple[str, ...]
+
+
+class FiniteCheck:
+    """Decides whether a step is skipped, and counts the skipped ones; the same on all ranks, no communication."""
+
+    def __init__(self, max_skipped_steps: int) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._in_a_row = 0
+        self.skipped_steps = 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of skipped steps in all, and since the last step that was taken."""
+        return self.skipped_steps, self._in_a_row
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int]) -> None:
+        self.skipped_steps, self._in_a_row = counts
+
+    def observe(self, nonfinite_names: Sequence[str]) -> bool:
+        """Whether to skip the step; raises after too many. Local with the same names."""
+        if not nonfinite_names:
+            self._in_a_row = 0
+            return False
+        if self._in_a_row < self._max_skipped_steps:
+            self._in_a_row += 1
+            self.skipped_steps += 1
+            return True
+        names = join_names(nonfinite_names)
+        if self._in_a_row:
+            names += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
+        raise NonFiniteGradientError(
+            f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
+            "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
+            f"batch; max_skipped_steps={self._max_skipped_steps} says how many such steps in a row may be skipped."
+        )
 
 
 @dataclass(kw_only=True)

@@ -14,14 +14,15 @@ from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
 from lightning_muon.config import AdjustLr, name_of_function
 from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions, lr_scale, worth_batching
-from lightning_muon.math.normuon import normalize_neurons
+from lightning_muon.math.normuon import normalize_neurons_
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.parameters import MOMENTUM, SECOND_MOMENT, Gradients, States
-from lightning_muon.optim.step_plan import MatrixJob, NeuronValues, StepPlan
+from lightning_muon.optim.moments import SecondMoments
+from lightning_muon.optim.parameters import MOMENTUM, Gradients, States
+from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.params.logical import LogicalMatrix
+from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.step import scatter_buffers_for
 
@@ -41,12 +42,15 @@ class MatrixStep:
     def __init__(
         self,
         plan: StepPlan,
+        states: States,
         *,
         look_ahead: int,
         wire_dtype: torch.dtype,
         elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
     ) -> None:
+        """Take second moments from ``states``. Collective over the meshes of the plan."""
+        self.moments = SecondMoments(plan, states)
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
         # Rolling buffers, on the way to the owners and back.
@@ -59,7 +63,7 @@ class MatrixStep:
         self._agreed = AgreedGradients(gradients={})
         self._states: States = {}
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
-        self.observer: Callable[[MatrixJob, Tensor], None] | None = None
+        self.observer: Callable[[Matrix, Tensor], None] | None = None
         self.executor = make_executor(
             {
                 OpKind.MOMENTUM: self._momentum,
@@ -75,7 +79,7 @@ class MatrixStep:
     def run(self, agreed: AgreedGradients, states: States) -> None:
         """Update all parameters with gradients. Collective over the axes of each exchange group."""
         self._agreed, self._states = agreed, states
-        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).taken}
+        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).matrices}
         self.plan.layout.begin_step(list(agreed.gradients))
         for op in self.plan.ops:
             if op.kind == OpKind.ADAMW or op.key in taking_part:
@@ -84,13 +88,13 @@ class MatrixStep:
         self._agreed, self._states = AgreedGradients(gradients={}), {}
 
     def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
-        """The transfer of a bucket; views are costly, so it is kept as long as the same jobs take part."""
+        """The transfer of a bucket; views are costly, so it is kept as long as the same matrices take part."""
         bucket, transfer = self.plan.buckets[key], self._transfers.get(key)
-        taken, jobs = bucket.taken, bucket.group.jobs
+        matrices = bucket.matrices
         if not all(tensor in gradients for tensor in bucket.tensors):
-            taken = tuple(index for index in taken if jobs[index].parameter.tensor in gradients)
-        if transfer is None or transfer.taken != taken:
-            transfer = self._transfers[key] = Transfer(bucket.group, taken, self._pool, self._slots[key])
+            matrices = tuple(each for each in matrices if each.parameter.tensor in gradients)
+        if transfer is None or transfer.matrices != matrices:
+            transfer = self._transfers[key] = Transfer(bucket.group, matrices, self._pool, self._slots[key])
         return transfer
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
@@ -117,56 +121,44 @@ class MatrixStep:
         return leg.start(send=send, receive=receive, group=transfer.group.axes)
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
-        """Update the momentum of the local pieces; pack its look-ahead, and second moments."""
+        """Update the momentum of the local pieces; pack its look-ahead."""
         transfer = self._transfers[op.key]
-        for job, neurons in transfer.moments.items():
-            if neurons.holds_some:
-                transfer.pack([neurons], [self._second_moments(job)])
-        for (momentum, nesterov), jobs in self._runs(transfer.jobs, "momentum", "nesterov"):
+        for (momentum, nesterov), matrices in self._runs(transfer.held, "momentum", "nesterov"):
             if not self._has_momentum:
-                transfer.pack(jobs, self._grads(jobs))
+                transfer.pack(matrices, self._grads(matrices))
                 continue
-            buffers = self._momenta(jobs)
-            grads = self._grads(jobs, buffers[0].dtype)
+            buffers = self._momenta(matrices)
+            grads = self._grads(matrices, buffers[0].dtype)
             foreach.lerp_(buffers, grads, 1 - momentum)
-            transfer.pack(jobs, foreach.lerp(grads, buffers, momentum) if nesterov else buffers)
+            transfer.pack(matrices, foreach.lerp(grads, buffers, momentum) if nesterov else buffers)
         return ()
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
         transfer, device = self._transfers[op.key], self._pool.device
         batches = [
-            (jobs, torch.empty((len(jobs), *jobs[0].matrix.box.shape), dtype=self._pool.dtype, device=device))
-            for jobs in _batches(transfer.owned, device.type)
+            (batch, torch.empty((len(batch), *batch[0].box.shape), dtype=self._pool.dtype, device=device))
+            for batch in _batches(transfer.owned, device.type)
         ]
-        moments = {
-            job: torch.empty((job.matrix.num_neurons, 1), dtype=torch.float32, device=device)
-            for job in transfer.owned
-            if job in transfer.moments
-        }
         transfer.unpack(
-            {job: whole for jobs, stack in batches for job, whole in zip(jobs, stack.unbind(), strict=True)}
-            | {transfer.moments[job]: self._on_wire(job, values) for job, values in moments.items()}
+            {matrix: whole for batch, stack in batches for matrix, whole in zip(batch, stack.unbind(), strict=True)}
         )
-        updates: dict[MatrixJob | NeuronValues, Tensor] = {}
-        for jobs, stack in batches:
-            update = self._orthogonalized(jobs, stack.view(len(jobs), jobs[0].matrix.rows, jobs[0].matrix.cols))
-            for job, each in zip(jobs, update.unbind(), strict=True):
+        updates: dict[Matrix, Tensor] = {}
+        for batch, stack in batches:
+            update = self._orthogonalized(batch, stack.view(len(batch), batch[0].rows, batch[0].cols))
+            for matrix, each in zip(batch, update.unbind(), strict=True):
                 if self.observer is not None:
-                    self.observer(job, each)
-                if job in moments:
-                    each, values = self._normalized(job, each, moments[job])
-                    updates[transfer.moments[job]] = self._on_wire(job, values)
-                updates[job] = each.reshape(job.matrix.box.shape)
+                    self.observer(matrix, each)
+                updates[matrix] = self._normalized(matrix, each).reshape(matrix.box.shape)
         transfer.pack_updates(updates)
         return ()
 
-    def _orthogonalized(self, jobs: Sequence[MatrixJob], matrices: Tensor) -> Tensor:
-        """Updates of matrices of one shape (jobs, rows, cols), which one call orthogonalizes."""
-        newton_schulz, group = self.plan.newton_schulz(jobs[0]), jobs[0].parameter.group
+    def _orthogonalized(self, batch: Sequence[Matrix], matrices: Tensor) -> Tensor:
+        """Updates of matrices of one shape (batch, rows, cols), which one call orthogonalizes."""
+        newton_schulz, group = self.plan.newton_schulz(batch[0]), batch[0].parameter.group
         function, eps = group["orthogonalize"], group["eps"]
         if callable(function):
-            is_transposed = jobs[0].matrix.is_transposed
+            is_transposed = batch[0].is_transposed
             updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
             return updates.mT if is_transposed else updates
         return newton_schulz.orthogonalize(matrices, eps=eps)
@@ -175,18 +167,15 @@ class MatrixStep:
         """Decay and update the local pieces of a bucket's parameters."""
         transfer = self._transfers[op.key]
         update_of = transfer.updates()
-        for job, neurons in transfer.moments.items():
-            if neurons in update_of:
-                self._second_moments(job).copy_(update_of[neurons])
         keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
-        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), jobs in self._runs(transfer.jobs, *keys):
+        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), matrices in self._runs(transfer.held, *keys):
             lr = shared_lr * factor
-            views = [job.local_view(self.plan.layout.local(job.parameter.tensor)) for job in jobs]
-            updates = [update_of[job] for job in jobs]
+            views = [each.local_view(self.plan.layout.local(each.parameter.tensor)) for each in matrices]
+            updates = [update_of[matrix] for matrix in matrices]
             self._decay(views, updates, lr * weight_decay, is_cautious=is_cautious)
             by_scale: dict[float, list[int]] = {}
-            for index, job in enumerate(jobs):
-                by_scale.setdefault(lr_scale_of(job.matrix, adjust_lr_fn), []).append(index)
+            for index, matrix in enumerate(matrices):
+                by_scale.setdefault(lr_scale_of(matrix, adjust_lr_fn), []).append(index)
             for scale, members in by_scale.items():
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         self.plan.layout.updated(self.plan.done[op.name])
@@ -203,51 +192,43 @@ class MatrixStep:
         else:
             foreach.mul_(views, 1 - amount)
 
-    def _runs(self, jobs: Sequence[MatrixJob], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[MatrixJob]]]:
-        """Yield jobs together whose param groups have equal values for ``keys``, with these values.
+    def _runs(self, matrices: Sequence[Matrix], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[Matrix]]]:
+        """Yield matrices together whose param groups have equal values for ``keys``, with these values.
 
         On a CPU, yield them one by one: what one operation writes is in the cache for the next, which is 2.5 times
         faster at 0.5 to 2 MB.
         """
-        by_group: dict[int, list[MatrixJob]] = {}
-        for job in jobs:
-            by_group.setdefault(id(job.parameter.group), []).append(job)
-        by_values: dict[tuple[Any, ...], list[MatrixJob]] = {}
+        by_group: dict[int, list[Matrix]] = {}
+        for matrix in matrices:
+            by_group.setdefault(id(matrix.parameter.group), []).append(matrix)
+        by_values: dict[tuple[Any, ...], list[Matrix]] = {}
         for members in by_group.values():
             group = members[0].parameter.group
             by_values.setdefault(tuple(number(group[key], self._agreed.numbers) for key in keys), []).extend(members)
         for values, members in by_values.items():
             if self._pool.device.type == "cpu":
-                yield from ((values, [job]) for job in members)
+                yield from ((values, [matrix]) for matrix in members)
             else:
                 yield values, members
 
-    def _grads(self, jobs: Sequence[MatrixJob], dtype: torch.dtype | None = None) -> list[Tensor]:
+    def _grads(self, matrices: Sequence[Matrix], dtype: torch.dtype | None = None) -> list[Tensor]:
         """The calling rank's pieces of the gradients, converted to ``dtype`` if it is given."""
-        grads = [job.local_view(self._agreed.gradients[job.parameter.tensor]) for job in jobs]
+        grads = [each.local_view(self._agreed.gradients[each.parameter.tensor]) for each in matrices]
         return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
-    def _momenta(self, jobs: Sequence[MatrixJob]) -> list[Tensor]:
+    def _momenta(self, matrices: Sequence[Matrix]) -> list[Tensor]:
         """The calling rank's pieces of the momenta. Shares memory."""
-        return [job.local_view(local_tensor(self._states[job.parameter.tensor][MOMENTUM])) for job in jobs]
+        return [each.local_view(local_tensor(self._states[each.parameter.tensor][MOMENTUM])) for each in matrices]
 
-    def _second_moments(self, job: MatrixJob) -> Tensor:
-        """The second moments of the calling rank's neurons, viewed in the wire dtype. Shares memory."""
-        assert job.neurons is not None
-        local = local_tensor(self._states[job.parameter.tensor][SECOND_MOMENT])
-        return job.neurons.local_view(local, self._pool.dtype)
-
-    def _on_wire(self, job: MatrixJob, values: Tensor) -> Tensor:
-        """Values of all neurons (neurons, 1) viewed in the wire dtype, in the shape of their box. Shares memory."""
-        assert job.neurons is not None
-        return values.view(self._pool.dtype).view(job.neurons.pieces.box.shape)
-
-    def _normalized(self, job: MatrixJob, update: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-        """The NorMuon update of an owned matrix, and the new second moments (neurons, 1)."""
-        beta2 = number(job.parameter.group["normuon_beta2"], self._agreed.numbers)
-        is_transposed = job.matrix.is_transposed
-        update, moments = normalize_neurons(update.mT if is_transposed else update, moments.view(-1), beta2=beta2)
-        return (update.mT if is_transposed else update), moments.view(-1, 1)
+    def _normalized(self, matrix: Matrix, update: Tensor) -> Tensor:
+        """The update of an owned matrix after NorMuon, if its param group has that."""
+        second_moments = self.moments.get(matrix)
+        if second_moments is None:
+            return update
+        beta2 = number(matrix.parameter.group["normuon_beta2"], self._agreed.numbers)
+        if matrix.is_transposed:
+            return normalize_neurons_(update.mT, second_moments, beta2=beta2).mT
+        return normalize_neurons_(update, second_moments, beta2=beta2)
 
 
 def orthogonalized_by(
@@ -272,26 +253,25 @@ def orthogonalized_by(
     return updates
 
 
-def lr_scale_of(matrix: LogicalMatrix, adjust_lr_fn: AdjustLr) -> float:
+def lr_scale_of(matrix: Matrix, adjust_lr_fn: AdjustLr) -> float:
     """Factor on the learning rate of a matrix."""
     return lr_scale(matrix.rows, matrix.cols, adjust_lr_fn, is_transposed=matrix.is_transposed)
 
 
-def _batches(jobs: Sequence[MatrixJob], device_type: str) -> list[list[MatrixJob]]:
-    """The jobs that are orthogonalized together."""
-    batches: dict[Hashable, list[MatrixJob]] = {}
+def _batches(matrices: Sequence[Matrix], device_type: str) -> list[list[Matrix]]:
+    """The matrices that are orthogonalized together."""
+    batches: dict[Hashable, list[Matrix]] = {}
     # Once for each param group: a model may have thousands of small matrices.
-    groups = {id(job.parameter.group): job.parameter.group for job in jobs}
+    groups = {id(matrix.parameter.group): matrix.parameter.group for matrix in matrices}
     options = {
         # A group with a function of its own shares no batch.
         number: (NewtonSchulzOptions.of(group), group["eps"], callable(group["orthogonalize"]) and number)
         for number, group in groups.items()
     }
-    for job in jobs:
-        matrix = job.matrix
+    for matrix in matrices:
         if worth_batching(matrix.rows, matrix.cols, device_type):
-            alike = (matrix.box.shape, matrix.rows, matrix.is_transposed, options[id(job.parameter.group)])
-            batches.setdefault(alike, []).append(job)
+            alike = (matrix.box.shape, matrix.rows, matrix.is_transposed, options[id(matrix.parameter.group)])
+            batches.setdefault(alike, []).append(matrix)
         else:
-            batches[job] = [job]
+            batches[matrix] = [matrix]
     return list(batches.values())

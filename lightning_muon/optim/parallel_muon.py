@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,6 +14,7 @@ from lightning_muon.config import (
     NOT_OF_OPTIMIZERS,
     Algorithm,
     MuonConfig,
+    MuonOptions,
     OptimizerConfig,
     takes_options,
 )
@@ -61,9 +62,9 @@ class ParallelMuon(PlannedOptimizer):
         *,
         algorithm: Algorithm = "auto",
         mesh: DeviceMesh | None = None,
-        **options: Any,
+        **options: Unpack[MuonOptions],
     ) -> None:
-        if options.get("adjust_lr_fn", "") is None:
+        if options.get("adjust_lr_fn", "") is None:  # pyright: ignore[reportUnnecessaryComparison]
             options["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
         config = MuonConfig(lr=lr, weight_decay=weight_decay, momentum=momentum, **options)  # type: ignore[arg-type]
         super().__init__(params, config, mesh=mesh, algorithm=algorithm)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import compress, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
 from lightning_muon.math.newton_schulz import as_tuples
-from lightning_muon.params.layout import Layout, PlacedState, held_boxes
-from lightning_muon.params.logical import neuron_dims, neuron_shape
+from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter, held_boxes
+from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
 States = dict[Tensor, dict[str, Any]]
@@ -170,44 +168,6 @@ def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str])
     warn_on_first_rank("; ".join([*parts, *([_SET_OPTIONS] if from_saved else [])]), stacklevel=5)
 
 
-@dataclass(frozen=True, eq=False)
-class RoutedParameter:
-    """A parameter, its param group, its route, and where it lives."""
-
-    tensor: nn.Parameter
-    group: ParamGroup
-    route: Route
-    layout: Layout
-
-    @property
-    def state_keys(self) -> frozenset[str]:
-        """Keys that its state must have."""
-        return state_keys(self.route.algorithm) | neuron_state_keys(self.route.algorithm, self.group)
-
-
-@dataclass(frozen=True, eq=False)
-class MeshMembers:
-    """Parameters that live on one mesh (``None``: local tensors)."""
-
-    mesh: DeviceMesh | None
-    axes: AxisGroup  # The group over all of its axes.
-    host: AxisGroup  # The same ranks, for tensors in host memory, so that communication does not wait for a device.
-    tensors: tuple[Tensor, ...]
-
-
-def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
-    """Parameters by mesh, the smallest first. Collective over each mesh the first time."""
-    found: dict[DeviceMesh | None, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
-    groups: list[MeshMembers] = []
-    for mesh, members in found.items():
-        axes = ALONE if mesh is None else axis_group(mesh, tuple(range(mesh.ndim)))
-        host = axes if mesh is None or mesh.device_type == "cpu" else host_group(axes)
-        groups.append(MeshMembers(mesh, axes, host, tuple(members)))
-    return tuple(sorted(groups, key=lambda group: group.axes.size))
-
-
 class KnownRoutes:
     """Routes that were found once, until a framework swaps parameters or a group gets another ``algorithm``."""
 
@@ -350,11 +310,17 @@ def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
     zeros = zero_state(parameter)
     for key, value in whole.items():
         like: Any = zeros.get(key, tensor)
-        mesh, placements = like.device_mesh, tuple(like.placements)
-        (box,) = held_boxes(tuple(value.shape), tuple(mesh.shape), placements, [tuple(mesh.get_coordinate() or ())])
-        part = value[tuple(map(slice, box.start, box.stop))].clone()
-        size, stride = like.shape, like.stride()
+        mesh, placements, size, stride = like.device_mesh, like.placements, like.shape, like.stride()
+        part = own_part_of(value, like).clone()
         state[key] = DTensor.from_local(part, mesh, placements, run_check=False, shape=size, stride=stride)
+
+
+def own_part_of(whole: Tensor, like: DTensor) -> Tensor:
+    """The part of ``whole`` that the calling rank holds if it is laid out as ``like``; shares memory."""
+    mesh = like.device_mesh
+    place = tuple(mesh.get_coordinate() or ())
+    (box,) = held_boxes(tuple(whole.shape), tuple(mesh.shape), tuple(like.placements), [place])
+    return whole[box.slices]
 
 
 class StateCompletion:
@@ -368,7 +334,8 @@ class StateCompletion:
 
     def keys(self, parameter: RoutedParameter) -> frozenset[str]:
         """Keys that the state of a parameter must have."""
-        return parameter.state_keys
+        algorithm = parameter.route.algorithm
+        return state_keys(algorithm) | neuron_state_keys(algorithm, parameter.group)
 
     def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
         """Replace the state of a parameter by zeros; only the entries for its neurons if nothing else is missing.
@@ -389,6 +356,11 @@ class StateCompletion:
             if not state.keys() >= self.keys(parameter):
                 self._made.add(parameter.tensor)
                 self.fill(parameter, state)
+
+    @property
+    def made(self) -> Collection[Tensor]:
+        """Parameters for which zero state was made since the last :meth:`agree`."""
+        return self._made
 
     def loaded(self) -> None:
         """Note that the states were loaded from a checkpoint; local."""

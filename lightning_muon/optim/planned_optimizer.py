@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
 
@@ -16,34 +15,23 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
 from lightning_muon.comm.groups import require_backend
+from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
-from lightning_muon.grad_sync.clipping import FiniteCheck
-from lightning_muon.grad_sync.reducer import watch_gradients
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.optim import gradients, parameters
+from lightning_muon.optim import parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
-from lightning_muon.optim.gradients import agree_on_gradients
+from lightning_muon.optim.gradients import FiniteCheck, GradientsAreNotFinite, agree_on_gradients
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
-from lightning_muon.optim.parameters import RoutedParameter
 from lightning_muon.optim.saved_states import understood
-from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout, local_tensor, parameters_of
-from lightning_muon.params.logical import neuron_shape
+from lightning_muon.optim.step_plan import make_step_plan, require_equal_parameters
+from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
+from lightning_muon.params.matrices import neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.removed import removed
+from lightning_muon.schedule.exchange import PlanOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """The plan, what runs it, and the ``key`` of the parameters and options that it was made for."""
-
-    key: tuple[Any, ...]
-    plan: StepPlan
-    matrix_step: MatrixStep
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -72,7 +60,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _begin_anew(self, *, is_fresh: bool) -> None:
         """Reset what is not pickled: plan, layout, and what was found out about parameters."""
-        self._planned: PlannedStep | None = None
+        # What runs the plan, and the key of the parameters and options for which it was made.
+        self._planned: MatrixStep | None = None
+        self._planned_for: tuple[Any, ...] = ()
         self._checked_groups = parameters.CheckedGroups()
         self._completion = self._own_completion()
         self._layout = self._own_layout()
@@ -150,12 +140,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        has_loss = closure is None or loss is not None
         try:
-            planned, agreed = self._begin_step(has_loss=has_loss)
-            planned.matrix_step.run(self._received(planned, agreed), self.state)
+            with named_waits(late=self._planned is None):
+                planned, gradients = self._agree(has_loss=closure is None or loss is not None)
+            planned.run(self._exchange(planned, gradients), self.state)
             self._end_step(planned)
-        except gradients.GradientsAreNotFinite as found:
+        except GradientsAreNotFinite as found:
             self._layout.forget(parameters_of(self))
             self.finite_check.observe(found.names)
         else:
@@ -185,22 +175,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout.forget(parameters_of(self))
         drop_unreduced_gradients_of(parameters_of(self))
 
-    def _begin_step(self, *, has_loss: bool) -> tuple[PlannedStep, AgreedGradients]:
+    def _agree(self, *, has_loss: bool) -> tuple[MatrixStep, AgreedGradients]:
         """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
-        with named_waits(late=self._planned is None):
-            planned = self._planned or self._make_plan()
-            with profiled("agree", "gradients"):
-                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-            if agreed is None:
-                planned = self._make_plan()
-                agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-                assert agreed is not None, "parameters changed during the step"
+        planned = self._planned or self._make_plan()
+        with profiled("agree", "gradients"):
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+        if agreed is None:
+            planned = self._make_plan()
+            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
+            assert agreed is not None, "parameters changed during the step"
         if not agreed.gradients:
             self._follow_module(is_late=True)
         self.is_fresh = False
         return planned, agreed
 
-    def _end_step(self, planned: PlannedStep) -> None:
+    def _exchange(self, planned: MatrixStep, gradients: AgreedGradients) -> AgreedGradients:
+        """The gradients that the update uses. Collective as :meth:`step` is."""
+        return gradients
+
+    def _end_step(self, planned: MatrixStep) -> None:
         """End a step that has updated the parameters. Collective as :meth:`step` is."""
         self._layout.end_step()
         self._is_reached = False
@@ -237,9 +230,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return groups and states; every parameter has a state, also before the first step.
 
-        Collective over the mesh of parameters whose state is sharded (``sharding="zero2"``).
+        Collective over the mesh of parameters whose state is on one rank: all with ``sharding="zero2"``, matrices with
+        ``normuon``.
         """
         self._complete_state()
+        self._write_second_moments()
         packed = super().state_dict()
         given, layout = dict(enumerate(parameters_of(self))), self._layout
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
@@ -260,6 +255,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
         self._completion.loaded()
+        if self._planned is not None:
+            self._planned.moments.outdate()
         self._take_second_moments(state_dict)
         for parameter in self._routed_parameters():
             parameters.divide_whole_(parameter, self._existing_state[parameter.tensor])
@@ -302,10 +299,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
         """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
-    def _received(self, planned: PlannedStep, agreed: AgreedGradients) -> AgreedGradients:
-        """The gradients that the update uses. Collective as :meth:`step` is."""
-        return agreed
-
     def _follow_module(self, *, is_late: bool) -> None:
         """Take parameters that ``fully_shard`` has put into the module since this optimizer was made; local.
 
@@ -325,6 +318,11 @@ class PlannedOptimizer(torch.optim.Optimizer):
                         "replaced; load a state_dict afterwards"
                     )
                 group["params"][place] = new
+
+    def _write_second_moments(self) -> None:
+        """Bring the second moments of NorMuon from their owners into the state. Collective as :meth:`step` is."""
+        if self._planned is not None:
+            self._planned.moments.write(self._existing_state, newer=self._completion.made)
 
     def _complete_state(self) -> None:
         self._follow_module(is_late=False)
@@ -371,10 +369,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         kinds = [group.get(key) for group in self.param_groups for key in ("algorithm", "normuon", "orthogonalize")]
         return id(self._module), *kinds, *params
 
-    def _make_plan(self) -> PlannedStep:
+    def _make_plan(self) -> MatrixStep:
         """Make the plan. Collective over the meshes of the parameters."""
         self._follow_module(is_late=False)
-        meshes = parameters.group_by_mesh(parameters_of(self), self._layout)
+        meshes = group_by_mesh(parameters_of(self), self._layout)
         routed = together(self._checked_parameters, [members.axes for members in meshes])
         parameters.warn_of_parameters(routed, has_module=self._module is not None)
         device = self._layout.local(routed[0].tensor).device
@@ -384,17 +382,19 @@ class PlannedOptimizer(torch.optim.Optimizer):
         together(lambda: self._try_functions(options.arithmetic, wire_dtype, device), axes)
 
         self._watch([parameter.tensor for parameter in routed])
+        self._write_second_moments()
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
         plan = make_step_plan(routed, meshes, options=options)
-        step = MatrixStep(
+        self._planned_for = self._key()
+        self._planned = MatrixStep(
             plan,
+            self._existing_state,
             look_ahead=0 if options.overlap == "off" else options.look_ahead,
             wire_dtype=wire_dtype,
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,
         )
-        self._planned = PlannedStep(self._key(), plan, step)
         return self._planned
 
     def _checked_parameters(self) -> list[RoutedParameter]:
@@ -434,7 +434,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._is_reached = None  # Unknown: nothing has watched these until here.
         self._layout.watch(tensors)
 
-    def _agree_on_gradients(self, planned: PlannedStep, *, has_loss: bool) -> AgreedGradients | None:
+    def _agree_on_gradients(self, planned: MatrixStep, *, has_loss: bool) -> AgreedGradients | None:
         given = parameters_of(self)
         return agree_on_gradients(
             planned.plan,
@@ -451,11 +451,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
             ),
         )
 
-    def _is_stale(self, planned: PlannedStep) -> bool:
+    def _is_stale(self, planned: MatrixStep) -> bool:
         """Whether a new plan must be made, or a hyper-parameter is wrong; local."""
         is_valid = self._checked_groups.are_right(self.param_groups)
         is_complete = self._completion.is_complete(self._existing_state)
-        return planned.key != self._key() or not is_valid or not is_complete
+        is_loaded = planned.moments.are_outdated
+        return self._planned_for != self._key() or not is_valid or not is_complete or is_loaded
 
     def _arrived(self, _: Tensor) -> None:
         self._is_reached = True

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from lightning_muon.comm.agreement import warn_on_first_rank
-from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, RoutedParameter, States
+from lightning_muon.optim.parameters import ADAMW_STATE, ParamGroup, States
+from lightning_muon.params.layout import RoutedParameter
 from lightning_muon.removed import STATE_OF, removed
 
 

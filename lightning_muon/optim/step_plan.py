@@ -11,67 +11,27 @@ import torch
 from torch import Tensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
-from lightning_muon.optim.parameters import MeshMembers, ParamGroup, RoutedParameter, compared
-from lightning_muon.params import exchange
-from lightning_muon.params.layout import Layout
-from lightning_muon.params.logical import LogicalMatrix
-from lightning_muon.schedule.muon import ADAMW_TENSORS, MuonPlan
+from lightning_muon.optim.parameters import ParamGroup, compared
+from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
+from lightning_muon.schedule.muon import ADAMW_TENSORS
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import prefetch
-from lightning_muon.schedule.validate import check_step
-
-
-@dataclass(frozen=True, eq=False)
-class MatrixJob:
-    """One Newton-Schulz job: a logical matrix and where it lies."""
-
-    parameter: RoutedParameter
-    matrix: LogicalMatrix
-    pieces: exchange.Pieces
-    neurons: NeuronValues | None = None  # Second moments of its neurons, if it has any.
-
-    def local_view(self, local: Tensor) -> Tensor:
-        """The calling rank's piece, which must have elements, in its local tensor: parameter, gradient or momentum."""
-        return self.pieces.local_view(local)
-
-
-@dataclass(frozen=True, eq=False)
-class NeuronValues:
-    """The float32 second moments of the neurons of a matrix, viewed in the wire dtype."""
-
-    pieces: exchange.Pieces
-    holds_some: bool  # Whether the calling rank has any.
-
-    def local_view(self, local: Tensor, dtype: torch.dtype) -> Tensor:
-        """The calling rank's values, viewed as ``dtype`` in one more dimension; ``local`` is its part of the state."""
-        return self.pieces.local_view(local.unsqueeze(-1).view(dtype))
-
-
-@dataclass(frozen=True, eq=False)
-class ExchangeGroup:
-    """The jobs whose pieces lie on the same ranks, and their plan."""
-
-    axes: AxisGroup  # Ranks that communicate.
-    # Replica of each of these ranks; the ranks of a replica hold the whole matrices together.
-    replica_of: tuple[int, ...]
-    jobs: tuple[MatrixJob, ...]  # Matrices.
-    plan: MuonPlan  # Owners and buckets.
+from lightning_muon.schedule.step import check_step, prefetch
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixBucket:
     """Matrices that travel together."""
 
-    key: str  # Key of its ops.
     group: ExchangeGroup  # Their exchange group.
-    taken: tuple[int, ...]  # Their indices in `group.jobs`.
+    matrices: tuple[Matrix, ...]
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """The parameters of the bucket, each once; equal on all ranks."""
-        return list(dict.fromkeys(self.group.jobs[index].parameter.tensor for index in self.taken))
+        return list(dict.fromkeys(matrix.parameter.tensor for matrix in self.matrices))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,19 +64,16 @@ class StepPlan:
         """
         facts = [
             (
-                [
-                    (job.matrix.name, self.newton_schulz(job), owners)
-                    for job, owners in zip(group.jobs, group.plan.owners, strict=True)
-                ],
-                group.plan.buckets,
+                [(matrix.name, self.newton_schulz(matrix), matrix.owners) for matrix in group.matrices],
+                group.buckets,
             )
             for group in self.exchange_groups
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
-    def newton_schulz(self, job: MatrixJob) -> NewtonSchulz:
+    def newton_schulz(self, matrix: Matrix) -> NewtonSchulz:
         """How a matrix is orthogonalized."""
-        options, matrix = NewtonSchulzOptions.of(job.parameter.group), job.matrix
+        options = NewtonSchulzOptions.of(matrix.parameter.group)
         return options.choice(matrix.rows, matrix.cols, self.arithmetic)
 
     @cached_property
@@ -138,20 +95,21 @@ def make_step_plan(
     parameters: Sequence[RoutedParameter],
     meshes: tuple[MeshMembers, ...],
     *,
-    options: exchange.PlanOptions,
+    options: PlanOptions,
 ) -> StepPlan:
     """Make the plan and the program of all ``parameters``, check them, and check that all ranks made the same.
 
     Collective over ``meshes``.
     """
     layout = parameters[0].layout
-    groups = _exchange_groups(parameters, meshes, options)
+    trained = [each for each in parameters if each.tensor.requires_grad and each.route.kind != "elementwise"]
+    groups = tuple(plan_exchanges(trained, meshes, options))
     buckets = {
-        f"{number}.{index}": MatrixBucket(f"{number}.{index}", group, taken)
+        f"{number}.{index}": MatrixBucket(group, tuple(group.matrices[each] for each in taken))
         for number, group in enumerate(groups)
-        for index, taken in enumerate(group.plan.buckets)
+        for index, taken in enumerate(group.buckets)
     }
-    matrices = [op for group in groups for op in group.plan.program[group.axes.rank]]
+    matrices = [op for group in groups for op in group.program[group.axes.rank]]
     elementwise = _elementwise(parameters)
     others = [tensor for _, members in elementwise for tensor in members]
     num_bytes = ADAMW_TENSORS * sum(layout.local(tensor).nbytes for tensor in others)
@@ -163,7 +121,7 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = prefetch({0: [*matrices, *adamw]}, look_ahead).values()
-    check_step({0: ops}, [group.plan for group in groups], is_whole=False)
+    check_step({0: ops}, groups, is_whole=False)
     _require_equal_plans(groups, buckets, ops)
     return StepPlan(
         tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options.arithmetic, tuple(ops)
@@ -179,14 +137,10 @@ def _require_equal_plans(
     """
     for process_group, axes in {group.axes.group: group.axes for group in groups}.items():
         own = [group for group in groups if group.axes.group is process_group]
-        taken = {key: each.taken for key, each in buckets.items() if each.group in own}
-        lines = [
-            (job.matrix.name, f"is owned by {ranks}")
-            for group in own
-            for job, ranks in zip(group.jobs, group.plan.owners, strict=True)
-        ]
-        lines += [(f"bucket {key}", str(indices)) for key, indices in taken.items()]
-        lines += [(op.name, "") for op in ops if op.group and op.key in taken]  # In this order.
+        of_own = {key: each for key, each in buckets.items() if each.group in own}
+        lines = [(matrix.name, f"is owned by {matrix.owners}") for group in own for matrix in group.matrices]
+        lines += [(f"bucket {key}", str([each.name for each in found.matrices])) for key, found in of_own.items()]
+        lines += [(op.name, "") for op in ops if op.group and op.key in of_own]  # In this order.
         require_equal(lines, axes, "the plan of ParallelMuon")
 
 
@@ -197,51 +151,6 @@ def _elementwise(parameters: Sequence[RoutedParameter]) -> list[tuple[ParamGroup
         if each.route.algorithm == "adamw":
             found.setdefault(id(each.group), (each.group, []))[1].append(each.tensor)
     return list(found.values())
-
-
-def _exchange_groups(
-    parameters: Sequence[RoutedParameter],
-    meshes: Sequence[MeshMembers],
-    options: exchange.PlanOptions,
-) -> tuple[ExchangeGroup, ...]:
-    """Plan the exchange groups. Collective over ``meshes``."""
-    ranks = {
-        members.mesh: exchange.MeshRanks(
-            () if members.mesh is None else tuple(members.mesh.shape), members.axes.coordinates, members.axes.rank
-        )
-        for members in meshes
-    }
-    matrices = [each for each in parameters if each.tensor.requires_grad and each.route.kind != "elementwise"]
-    to_plan: list[exchange.ParameterToPlan] = []
-    for each in matrices:
-        mesh, placements = each.layout.mesh_and_placements(each.tensor)
-        shape = tuple(each.tensor.shape)
-        to_plan.append(
-            exchange.ParameterToPlan(
-                each.route,
-                shape,
-                ranks[mesh],
-                placements,
-                NewtonSchulzOptions.of(each.group),
-                normuon=each.group["normuon"],
-            )
-        )
-    mesh_of = {found: mesh for mesh, found in ranks.items()}
-    planned = [(mesh_of[each.ranks.mesh], each) for each in exchange.plan_exchanges(to_plan, options)]
-    groups: list[ExchangeGroup] = []
-    for mesh, each in planned:
-        axes = axis_group(mesh, each.ranks.mesh_axes) if mesh is not None else ALONE
-        jobs = tuple(
-            MatrixJob(
-                matrices[placed.parameter],
-                placed.matrix,
-                placed.pieces,
-                None if placed.neurons is None else NeuronValues(placed.neurons, axes.rank in placed.neurons.by_rank),
-            )
-            for placed in each.matrices
-        )
-        groups.append(ExchangeGroup(axes, each.ranks.replica_of, jobs, each.plan))
-    return tuple(groups)
 
 
 def require_equal_parameters(

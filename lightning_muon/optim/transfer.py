@@ -2,8 +2,7 @@
 
 An owner takes the pieces of its matrices from the ranks of its own replica and sends the updates to every rank that it
 serves. A rank's own piece never travels, and what several ranks get is packed once. All tensors of a bucket are in the
-wire dtype, so that a matrix gives the same update whoever owns it. Second moments of neurons (NorMuon) travel with
-their matrix, in the same message: float32, whose bits are read as elements of the wire.
+wire dtype, so that a matrix gives the same update whoever owns it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.optim.step_plan import ExchangeGroup, MatrixJob, NeuronValues
-from lightning_muon.params.logical import Box
+from lightning_muon.params.boxes import Box
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.schedule.exchange import ExchangeGroup
 
-# What travels: a matrix, or the state values of its neurons.
-_Job = MatrixJob | NeuronValues
-_Piece = tuple[_Job, Box]
+_Piece = tuple[Matrix, Box]
 # Pieces, each with the other rank that gets or sends it.
 _Addressed = Sequence[tuple[int, _Piece]]
 
@@ -73,27 +71,21 @@ def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Pa
 
 
 class Transfer:
-    """The exchange of the jobs ``taken`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
+    """The exchange of the ``matrices`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
 
     ``slots``: leg -> which of the rolling buffers of the ``pool`` it uses.
     """
 
-    def __init__(self, group: ExchangeGroup, taken: Sequence[int], pool: BufferPool, slots: Mapping[str, str]) -> None:
-        self.group, self.taken, self._pool, self.slots = group, tuple(taken), pool, slots
-        me, matrices = group.axes.rank, {group.jobs[index]: group.plan.owners[index] for index in taken}
-        self.matrices = list(matrices)
-        self.jobs = [job for job in matrices if me in job.pieces.by_rank]  # Jobs of which the calling rank has a piece.
-        self.owned = [job for job, owners in matrices.items() if me in owners]  # Jobs that it orthogonalizes.
-        # Matrices whose second moments travel -> these.
-        self.moments = {job: job.neurons for job in matrices if job.neurons is not None}
-        self._owners: dict[_Job, tuple[int, ...]] = {
-            **matrices,
-            **{neurons: matrices[job] for job, neurons in self.moments.items()},
-        }
-        self._held = [job for job in self._owners if me in job.pieces.by_rank]
-        self._owned = [job for job, owners in self._owners.items() if me in owners]
-        self._to_keep = frozenset(self._owned)
-        self._own_pieces: dict[_Job, Tensor] = {}
+    def __init__(
+        self, group: ExchangeGroup, matrices: tuple[Matrix, ...], pool: BufferPool, slots: Mapping[str, str]
+    ) -> None:
+        self.group, self.matrices, self._pool, self.slots = group, matrices, pool, slots
+        me = group.axes.rank
+        # Those of which the calling rank has a piece, and those that it orthogonalizes.
+        self.held = [matrix for matrix in matrices if me in matrix.pieces]
+        self.owned = [matrix for matrix in matrices if me in matrix.owners]
+        self._to_keep = frozenset(self.owned)
+        self._own_pieces: dict[Matrix, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
     @cached_property
@@ -102,12 +94,12 @@ class Transfer:
         replica_of, me = self.group.replica_of, self.group.axes.rank
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
         outgoing = [
-            (rank, (job, job.pieces.by_rank[me])) for job in self._held for rank in self._owners[job] if rank in peers
+            (rank, (matrix, matrix.pieces[me])) for matrix in self.held for rank in matrix.owners if rank in peers
         ]
         incoming = [
-            (rank, (job, piece)) for job in self._owned for rank, piece in job.pieces.by_rank.items() if rank in peers
+            (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank in peers
         ]
-        has_single_owners = all(len(ranks) == 1 for ranks in self.group.plan.owners)
+        has_single_owners = all(len(matrix.owners) == 1 for matrix in self.group.matrices)
         return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
 
     @cached_property
@@ -115,60 +107,55 @@ class Transfer:
         """The leg that takes updates to all ranks that hold pieces, each from one owner."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing = [
-            (rank, (job, piece))
-            for job, owners in ((job, set(self._owners[job])) for job in self._owned)
-            for rank, piece in job.pieces.by_rank.items()
+            (rank, (matrix, piece))
+            for matrix, owners in ((matrix, set(matrix.owners)) for matrix in self.owned)
+            for rank, piece in matrix.pieces.items()
             if rank not in owners
         ]
-        incoming = [
-            (owners[0], (job, job.pieces.by_rank[me]))
-            for job, owners in self._owners.items()
-            if me in job.pieces.by_rank and me not in owners
-        ]
+        incoming = [(matrix.owners[0], (matrix, matrix.pieces[me])) for matrix in self.held if me not in matrix.owners]
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
-    def _sent_at(self) -> Mapping[_Job, Sequence[int]]:
-        """Places of each job's piece in the buffer that is sent to the owners, one for each region that holds it."""
-        places: dict[_Job, list[int]] = {}
-        for place, (job, _) in enumerate(self.gather.sent):
-            places.setdefault(job, []).append(place)
+    def _sent_at(self) -> Mapping[Matrix, Sequence[int]]:
+        """Places of each matrix's piece in the buffer for the owners, one for each region that holds it."""
+        places: dict[Matrix, list[int]] = {}
+        for place, (matrix, _) in enumerate(self.gather.sent):
+            places.setdefault(matrix, []).append(place)
         return places
 
-    def pack(self, jobs: Sequence[_Job], pieces: Sequence[Tensor]) -> None:
-        """Take the calling rank's piece of some jobs; copy those for other owners into the buffer."""
-        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(jobs, pieces, strict=True))
-        sent = [(views[place], piece) for job, piece in piece_of.items() for place in self._sent_at.get(job, ())]
+    def pack(self, matrices: Sequence[Matrix], pieces: Sequence[Tensor]) -> None:
+        """Take the calling rank's piece of some matrices; copy those for other owners into the buffer."""
+        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(matrices, pieces, strict=True))
+        sent = [(views[place], piece) for matrix, piece in piece_of.items() for place in self._sent_at.get(matrix, ())]
         _copy([view for view, _ in sent], [piece for _, piece in sent])
-        self._own_pieces |= {job: piece for job, piece in piece_of.items() if job in self._to_keep}
+        self._own_pieces |= {matrix: piece for matrix, piece in piece_of.items() if matrix in self._to_keep}
 
-    def unpack(self, matrices: Mapping[_Job, Tensor]) -> None:
-        """Fill the whole matrices and second moments (box shape) that this rank owns."""
-        leg, parts = self.gather, _parts(matrices)
-        me = self.group.axes.rank
-        targets = [parts[job][box.start] for job, box in leg.received]
+    def unpack(self, wholes: Mapping[Matrix, Tensor]) -> None:
+        """Fill the whole matrices (box shape) that this rank owns."""
+        leg, parts, me = self.gather, _parts(wholes), self.group.axes.rank
+        targets = [parts[matrix][box.start] for matrix, box in leg.received]
         sources = list(self._views(leg, is_sent=False))
-        for job, piece in self._own_pieces.items():
-            targets.append(parts[job][job.pieces.by_rank[me].start])
+        for matrix, piece in self._own_pieces.items():
+            targets.append(parts[matrix][matrix.pieces[me].start])
             sources.append(piece)
         _copy(targets, sources)
         self._own_pieces = {}
 
-    def pack_updates(self, updates: Mapping[_Job, Tensor]) -> None:
-        """Pack the update of every owned matrix, and its second moments."""
+    def pack_updates(self, updates: Mapping[Matrix, Tensor]) -> None:
+        """Pack the update of every owned matrix."""
         leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
-        _copy(self._views(leg, is_sent=True), [parts[job][box.start] for job, box in leg.sent])
+        _copy(self._views(leg, is_sent=True), [parts[matrix][box.start] for matrix, box in leg.sent])
         self._own_pieces = {
-            job: parts[job][job.pieces.by_rank[me].start].to(self._pool.dtype)
-            for job in self._owned
-            if me in job.pieces.by_rank
+            matrix: parts[matrix][matrix.pieces[me].start].to(self._pool.dtype)
+            for matrix in self.owned
+            if me in matrix.pieces
         }
 
-    def updates(self) -> dict[_Job, Tensor]:
-        """The calling rank's piece of the update of every job; views of the buffers, valid until the slot is reused."""
+    def updates(self) -> dict[Matrix, Tensor]:
+        """The calling rank's pieces of the updates; views of the buffers, valid until the slot is reused."""
         leg = self.scatter
-        received = zip((job for job, _ in leg.received), self._views(leg, is_sent=False), strict=True)
+        received = zip((matrix for matrix, _ in leg.received), self._views(leg, is_sent=False), strict=True)
         found = dict(received) | self._own_pieces
         self._own_pieces = {}
         return found
@@ -189,9 +176,9 @@ class Transfer:
         return self._cached_views[key][1]
 
 
-def _parts(matrices: Mapping[_Job, Tensor]) -> dict[_Job, dict[tuple[int, ...], Tensor]]:
+def _parts(wholes: Mapping[Matrix, Tensor]) -> dict[Matrix, dict[tuple[int, ...], Tensor]]:
     """Views of each rank's piece of whole matrices, by the start of its box."""
-    return {job: job.pieces.views(matrix) for job, matrix in matrices.items()}
+    return {matrix: matrix.views(whole) for matrix, whole in wholes.items()}
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

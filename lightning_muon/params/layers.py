@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Literal
 
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_muon.params.uses import Path, Usage, Use, inside_repeated_block, usage, walk
-from lightning_muon.schedule.shapes import ParameterKind
+
+ParameterKind = Literal["matrix", "convolution", "stack", "elementwise"]
 
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *_TRANSPOSED)

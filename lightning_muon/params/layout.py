@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.compat.torch import (
     fsdp_units_of,
     has_unfinished_backward,
@@ -19,7 +21,8 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     local_shape_and_offset,
 )
-from lightning_muon.params.logical import Box
+from lightning_muon.params.boxes import Box
+from lightning_muon.params.routing import Route
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,53 @@ class Layout:
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is."""
         return [each.state for each in states]
+
+
+@dataclass(frozen=True, eq=False)
+class RoutedParameter:
+    """A parameter, its param group, its route, and where it lives."""
+
+    tensor: nn.Parameter
+    group: dict[str, Any]
+    route: Route
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class MeshMembers:
+    """Parameters that live on one mesh (``None``: local tensors, or those of a plan without processes)."""
+
+    mesh: DeviceMesh | None
+    axes: AxisGroup  # The group over all of its axes.
+    host: AxisGroup  # The same ranks, for tensors in host memory, so that communication does not wait for a device.
+    tensors: tuple[Tensor, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes of the mesh; empty for tensors of one process alone."""
+        return tuple(1 + max(indices) for indices in zip(*self.axes.coordinates, strict=True))
+
+    def along(self, mesh_axes: tuple[int, ...]) -> AxisGroup:
+        """The ranks that differ from this one along these axes. Collective over the mesh the first time."""
+        if self.mesh is not None:
+            return axis_group(self.mesh, mesh_axes)
+        own, every = self.axes.coordinates[self.axes.rank], self.axes.coordinates
+        fixed = [axis for axis in range(len(own)) if axis not in mesh_axes]
+        found = tuple(each for each in every if all(each[axis] == own[axis] for axis in fixed))
+        return AxisGroup(None, found.index(own), found)
+
+
+def group_by_mesh(tensors: Sequence[Tensor], layout: Layout) -> tuple[MeshMembers, ...]:
+    """Parameters by mesh, the smallest first. Collective over each mesh the first time."""
+    found: dict[DeviceMesh | None, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(layout.mesh_and_placements(tensor)[0], []).append(tensor)
+    groups: list[MeshMembers] = []
+    for mesh, members in found.items():
+        axes = ALONE if mesh is None else axis_group(mesh, tuple(range(mesh.ndim)))
+        host = axes if mesh is None or mesh.device_type == "cpu" else host_group(axes)
+        groups.append(MeshMembers(mesh, axes, host, tuple(members)))
+    return tuple(sorted(groups, key=lambda group: group.axes.size))
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

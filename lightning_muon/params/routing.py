@@ -6,22 +6,42 @@ import difflib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import nn
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.layers import find_output_heads, is_transposed, layer_kind
+from lightning_muon.params.layers import ParameterKind, find_output_heads, is_transposed, layer_kind
 from lightning_muon.params.uses import Use, parameter_uses
-from lightning_muon.schedule.shapes import ParameterKind, Route
 
 _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Attribute of a module: its routes, by name, from before it was cut into stages.
 _TIED = "lightning_muon_tied"  # Attribute of a module: the other names of each parameter from before the cut.
-# Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _LORA = re.compile(r"(?:^|\.)lora_([ab])(?:\.|$)", re.IGNORECASE)  # As PEFT and torchtune call the factors.
+# Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """How the optimizer treats a parameter."""
+
+    name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
+    # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (all but the last two dimensions count
+    # matrices) or `"elementwise"`.
+    kind: ParameterKind
+    reason: str = ""  # Short phrase for the table.
+    # Sizes of fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
+    splits: tuple[int, ...] = ()
+    split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
+    is_transposed: bool = False  # Whether the weight is stored as (inputs, outputs).
+
+    @property
+    def algorithm(self) -> Literal["muon", "adamw"]:
+        """``"adamw"`` for elementwise parameters, ``"muon"`` for all others."""
+        return "adamw" if self.kind == "elementwise" else "muon"
 
 
 def route_module(module: nn.Module, options: OptimizerConfig = _DEFAULTS) -> dict[str, Route]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_muon.compat.torch import accumulate_gradients, profiled
-from lightning_muon.grad_sync.clipping import local_norms
+from lightning_muon.math.norms import local_norms
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.pipeline.backward import Branch, backward_input, backward_weight
 from lightning_muon.pipeline.batches import BatchComparison
@@ -23,7 +23,7 @@ from lightning_muon.pipeline.parts import Carry
 from lightning_muon.schedule.pipeline import PipelineKind
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.outputs import map_tensors, tensors_in, without_views
-from lightning_muon.sharding.shard_model import fsdp_modules, fsdp_roots
+from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 
 _Key = tuple[int, int]  # Stage and micro-batch.
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.agreement import checksum, fail_together, gather
+from lightning_muon.comm.agreement import fail_together, gather
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
 from lightning_muon.compat.torch import profiled
+from lightning_muon.math.checksum import checksum
 from lightning_muon.sharding.outputs import tensors_in
 
 _Result = TypeVar("_Result")

@@ -18,7 +18,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.comm.agreement import together
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.routing import keep_routes
 from lightning_muon.pipeline.batch_run import BatchRun, Context
@@ -44,6 +43,7 @@ from lightning_muon.schedule.pipeline import (
 from lightning_muon.schedule.program import Op
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.outputs import map_tensors, tensors_in
+from lightning_muon.sharding.tokens import TokenCount
 from lightning_muon.sharding.weights import mesh_device
 
 GIVE_ALL = (

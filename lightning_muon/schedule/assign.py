@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 
 from lightning_muon.config import Assignment
+from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.cost import PRESETS
 
 Load = tuple[int, int]
 """FLOPs and bytes of a rank."""
+Owners = tuple[int, ...]
+"""Ranks of the exchange group that run Newton-Schulz for a matrix, ascending: one, or all of them."""
 _H100 = PRESETS["h100"]
 # FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
 # gloo over loopback (benchmarks/plan_accuracy.py prints both).
@@ -115,57 +119,6 @@ def even_out(owners: Sequence[dict[int, int]], costs: Sequence[int], sizes: Sequ
             owners[number][matrix] = target
 
 
-Owners = tuple[int, ...]
-"""Ranks of the exchange group that run Newton-Schulz for a matrix, ascending: one, or all of them."""
-
-
-class MatrixShards:
-    """One way in which matrices lie on the ranks of an exchange group.
-
-    Matrices that lie alike share one object: planning for thousands of ranks is then fast.
-    """
-
-    def __init__(self, held: Sequence[int], replica_of: Sequence[int]) -> None:
-        self.held = tuple(held)  # Number of elements on each rank; the ranks of one replica hold all of them together.
-        # Replica of each rank. Sharded over all ranks: all 0. Replicated: each rank its own. A (replicate, shard) grid:
-        # the index along the replicate axis.
-        self.replica_of = tuple(replica_of)
-        # Replica -> its ranks with elements, and how many each has.
-        self.by_replica: dict[int, list[tuple[int, int]]] = {}
-        filled = [rank for rank, count in enumerate(held) if count]
-        for rank in filled:
-            self.by_replica.setdefault(replica_of[rank], []).append((rank, held[rank]))
-        # The rank that holds all elements while no other has any; rank 0 if there are no elements.
-        self.sole_holder = 0 if not filled else filled[0] if len(filled) == 1 else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class MatrixSpec:
-    """The facts about one matrix that the planner needs."""
-
-    name: str  # Qualified name, for people.
-    rows: int
-    cols: int
-    flops: int  # Cost of Newton-Schulz.
-    shards: MatrixShards  # How it lies on the ranks of its exchange group.
-    # Wire elements that are sent with it: values of its neurons that each rank holds, some on several ranks.
-    neuron_shards: MatrixShards | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.rows * self.cols
-
-    @property
-    def travelling(self) -> list[tuple[MatrixShards, int]]:
-        """Shards of all that is sent to the owner and back, each with its number of elements in a replica."""
-        found = [(self.shards, self.numel)]
-        if self.neuron_shards is not None and self.neuron_shards.by_replica:
-            holders = next(iter(self.neuron_shards.by_replica.values()))
-            found.append((self.neuron_shards, sum(count for _, count in holders)))
-        return found
-
-
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Elements of some matrices that each rank holds, owns, sends and receives. Gathers stay within a replica."""
@@ -177,22 +130,38 @@ class Traffic:
     scatter_sent: tuple[list[int], list[int]]  # Within a replica, and between replicas; so is the next one.
     scatter_received: tuple[list[int], list[int]]
 
+    @cached_property
+    def has_gather(self) -> bool:
+        """Whether any rank sends pieces."""
+        return any(self.gather_received)
 
-def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) -> Traffic:
-    """Count elements on each rank for the given matrices (index -> owners), without a loop over pairs of ranks."""
-    replica_of = specs[0].shards.replica_of
+    @cached_property
+    def has_scatter(self) -> bool:
+        """Whether any rank sends updates."""
+        return any(map(any, self.scatter_received))
+
+
+def count_elements(matrices: Sequence[Matrix], replica_of: Sequence[int]) -> Traffic:
+    """Count elements on each rank for some matrices with owners, without a loop over pairs of ranks.
+
+    ``replica_of`` is the replica of each rank of their exchange group.
+    """
     held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
     sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
-    num_alike: Counter[MatrixShards] = Counter()
-    # By shards and replica: owners there, and matrices with an owner there.
-    num_owners, num_served = Counter[tuple[MatrixShards, int]](), Counter[tuple[MatrixShards, int]]()
-    alike = Counter((*each, chosen) for matrix, chosen in owners.items() for each in specs[matrix].travelling)
-    for (shards, whole, chosen), times in alike.items():
-        num_alike[shards] += times
+    # Matrices that lie alike have one object that says so.
+    held_of = {id(matrix.held): matrix.held for matrix in matrices}
+    num_alike: Counter[int] = Counter()
+    # By that object and replica: owners there, and matrices with an owner there.
+    num_owners, num_served = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    alike = Counter((id(matrix.held), matrix.numel, matrix.owners) for matrix in matrices)
+    for (key, whole, chosen), times in alike.items():
+        by_replica = held_of[key]
+        num_alike[key] += times
         for owner in chosen:
-            own, replica = times * shards.held[owner], replica_of[owner]
-            numel = times * whole if replica in shards.by_replica else 0
-            num_owners[shards, replica] += times
+            replica = replica_of[owner]
+            own = times * by_replica.get(replica, {}).get(owner, 0)
+            numel = times * whole if replica in by_replica else 0
+            num_owners[key, replica] += times
             owned[owner] += numel
             gather_received[owner] += numel - own
             # Subtract own pieces: below, all pieces and all updates are counted as sent.
@@ -200,16 +169,16 @@ def count_elements(owners: Mapping[int, Owners], specs: Sequence[MatrixSpec]) ->
             received_within[owner] -= own
             if len(chosen) == 1:
                 sent_within[owner] += numel - own
-                sent_between[owner] += times * whole * len(shards.by_replica.keys() - {replica})
+                sent_between[owner] += times * whole * len(by_replica.keys() - {replica})
         for replica in {replica_of[owner] for owner in chosen}:
-            num_served[shards, replica] += times
-    for shards, times in num_alike.items():
-        for replica, holders in shards.by_replica.items():
-            for rank, elements in holders:
+            num_served[key, replica] += times
+    for key, times in num_alike.items():
+        for replica, holders in held_of[key].items():
+            for rank, elements in holders.items():
                 held[rank] += elements * times
-                gather_sent[rank] += elements * num_owners[shards, replica]
-                received_within[rank] += elements * num_served[shards, replica]
-                received_between[rank] += elements * (times - num_served[shards, replica])
+                gather_sent[rank] += elements * num_owners[key, replica]
+                received_within[rank] += elements * num_served[key, replica]
+                received_between[rank] += elements * (times - num_served[key, replica])
     return Traffic(
         held=held,
         owned=owned,

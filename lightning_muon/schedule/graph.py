@@ -65,6 +65,21 @@ class Graph:
         return ", ".join(own or [f"rank {rank}" for rank in sorted(absent)][:NAMED])
 
 
+def validate(program: Program) -> None:
+    """Check that a program, with all ranks of every group, can run; a ``ValueError`` names the op and its rank.
+
+    Names must be unique, ``deps`` exist, results be used, and no op wait forever: all ranks of a communication must
+    reach it, in one order.
+    """
+    for ops in program.values():
+        used = {name for op in ops for name in op.deps}
+        for op in ops:
+            if op.memory and op.name not in used:
+                raise ValueError(f"{where(op)} has a result of {op.memory} bytes that nothing uses")
+    # Raises for unknown dependencies, equal names, wrong groups, and ops that can never begin.
+    deque(build_graph(program).order(), maxlen=0)
+
+
 def build_graph(program: Program) -> Graph:
     """Build the graph; a ``ValueError`` says which names, dependencies or groups are wrong."""
     ops = [op for listed in program.values() for op in listed]

@@ -1,21 +1,20 @@
 """The last pass: all ops that a rank runs in an optimizer step, in order.
 
-The program of a step is made here once, is checked by :func:`~.validate.check_step`, timed by
+The program of a step is made here once, is checked by :func:`check_step`, timed by
 :func:`~.simulate.simulate`, and run by :class:`~lightning_muon.optim.matrix_step.MatrixStep`, but for buckets without
 gradients.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from lightning_muon.schedule.program import (
-    STEP_KINDS,
-    Op,
-    OpKind,
-    Program,
-)
+from lightning_muon.schedule.exchange import ExchangeGroup
+from lightning_muon.schedule.graph import NAMED, validate, where
+from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, Program
 
 
 def prefetch(program: Program, look_ahead: int) -> Program:
@@ -74,3 +73,51 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
         for earlier, later in zip(buckets, buckets[distance:], strict=False)
         if kind in later and frees in earlier
     }
+
+
+def check_step(program: Program, groups: Sequence[ExchangeGroup], *, is_whole: bool = True) -> None:
+    """Check that a program of :func:`prefetch` can run, and that it does what the groups' plans say, once.
+
+    If only some ranks are listed (not ``is_whole``), communications count as ops of single ranks: their order is
+    compared between ranks elsewhere.
+    """
+    if is_whole:
+        validate(program)
+    else:
+        validate({rank: [replace(op, group=(), rank=rank) for op in ops] for rank, ops in program.items()})
+    for group in groups:
+        _check_owners(group)
+    planned = {(op.rank, op.name): op for group in groups for ops in group.program.values() for op in ops}
+    for ops in program.values():
+        _take_off(ops, planned)
+    for op in planned.values():
+        raise ValueError(f"{where(op)} is in the plan and not in the step; each bucket needs one")
+
+
+def _check_owners(group: ExchangeGroup) -> None:
+    """Check that each matrix is in one bucket, and is orthogonalized once on each of its owners."""
+    if sorted(chain.from_iterable(group.buckets)) != list(range(len(group.matrices))):
+        raise ValueError(f"the buckets {group.buckets[:NAMED]} must have each of {len(group.matrices)} matrices once")
+    ops = [op for listed in group.program.values() for op in listed if op.kind == OpKind.NEWTON_SCHULZ]
+    found = Counter((matrix, op.rank) for op in ops for matrix in op.items)
+    wanted = Counter((number, rank) for number, matrix in enumerate(group.matrices) for rank in matrix.owners)
+    for matrix, rank in (found - wanted) + (wanted - found):
+        if rank in group.program:
+            raise ValueError(
+                f"rank {rank} has matrix {matrix} in {found[matrix, rank]} newton_schulz ops; each of its owners must "
+                "have it in one, and other ranks in none"
+            )
+
+
+def _take_off(ops: Sequence[Op], planned: dict[tuple[int, str], Op]) -> None:
+    """Remove the ops of a rank from the planned ones."""
+    for op in ops:
+        if op.kind not in STEP_KINDS:
+            continue
+        plan = planned.pop((op.rank, op.name), None)
+        if plan is None:
+            raise ValueError(f"{where(op)} is not in the plan, or is there twice; a bucket has one op of each kind")
+        if op.items != plan.items:
+            raise ValueError(f"{where(op)} works on the matrices {op.items[:NAMED]}, planned are {plan.items[:NAMED]}")
+        for name in set(plan.deps).difference(op.deps):
+            raise ValueError(f"{where(op)} does not depend on {name}, whose result it works on")

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon.comm.groups import ALONE, axis_group
-from lightning_muon.grad_sync.clipping import clip_norm_
+from lightning_muon.comm.groups import ALONE, axis_group, shard_axis
 from lightning_muon.params.layout import Layout, parameters_of
-from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
-from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.clipping import clip_norm_
+from lightning_muon.sharding.units import WrapPolicy
 from lightning_muon.sharding.weights import mesh_device
 
 T = TypeVar("T")
@@ -31,7 +30,7 @@ class ShardingOptions:
 
     Args:
         wrap_policy: The units of the model: what FSDP2 gathers together, and what waits together for new values; see
-            :func:`lightning_muon.sharding.shard_model.find_units`.
+            :func:`lightning_muon.sharding.units.find_units`.
         reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward. ``True`` leaves
             those of the root, a number keeps them sharded over that many ranks.
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
@@ -91,7 +90,8 @@ class ShardingMode(ABC):
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
-        self.call_log: FsdpCallLog | None = None  # Log of the calls of this rank, from `watch` on.
+        # The ranks whose gradients a backward pass averages.
+        self.reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
         self.has_failed = False  # Whether a forward or backward pass has raised.
         # Copies of parameters of another stage of a pipeline, with equal gradients: norms count only the others.
@@ -100,11 +100,6 @@ class ShardingMode(ABC):
     @abstractmethod
     def prepare(self, module: nn.Module) -> None:
         """Give all ranks the weights and buffers of the first one, and shard the parameters."""
-
-    def watch(self, module: nn.Module) -> None:
-        """Begin to log the calls that must be equal on all ranks; may be repeated."""
-        if self.call_log is None:
-            self.call_log = FsdpCallLog(module, self.mesh)
 
     @abstractmethod
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -127,9 +122,6 @@ class ShardingMode(ABC):
 
         Call it before the last backward pass of a step; it holds until it is called again.
         """
-
-    def begin_backward(self) -> None:  # noqa: B027 - most modes have nothing to do
-        """Call before a backward pass; local."""
 
     def pass_failed(self) -> None:
         """Call after a forward or backward pass has raised, which ends the training; local."""
@@ -189,14 +181,8 @@ class ShardingMode(ABC):
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
 
-    def finish_evaluation(self) -> None:  # noqa: B027
-        """Call after an evaluation on all ranks."""
-
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Remove all hooks; the model stays as it is. Local."""
-        if self.call_log is not None:
-            self.call_log.close()
-            self.call_log = None
 
 
 def is_attachable(optimizer: Any) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -18,16 +16,20 @@ from torch.nn.parameter import is_lazy
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
 from lightning_muon.compat.torch import init_fsdp_root, make_shardable, shards_over_one_rank
-from lightning_muon.params.uses import Use, clean_name, parameter_uses
+from lightning_muon.params.uses import clean_name, parameter_uses
+from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.units import (
+    WrapPolicy,
+    callable_children,
+    dtype_name,
+    dtype_units,
+    find_units,
+    fsdp_modules,
+    fsdp_roots,
+    own_places,
+    owners,
+)
 from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
-
-if TYPE_CHECKING:
-    from lightning_muon.sharding.base import ModeOptions
-
-WrapPolicy = Literal["auto"] | Collection[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
-
-# Every unit costs two collectives per step; blocks that together hold less than this share stay in the root.
-_MIN_SHARE = 0.1
 
 
 def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> None:
@@ -123,19 +125,6 @@ def _of_no_child(module: nn.Module, units: Collection[nn.Module]) -> set[nn.Para
     return {p for p in module.parameters() if not isinstance(p, DTensor) and (holders[p][1:] or module in holders[p])}
 
 
-def callable_children(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children; for a list or a dict without a forward, yield its entries instead."""
-    for child in module.children():
-        if _is_container(child):
-            yield from callable_children(child)
-        else:
-            yield child
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
-
-
 def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """Make parameters contiguous, and return those that FSDP2 cannot take, moved to the device."""
     ignored: set[nn.Parameter] = set()
@@ -151,127 +140,6 @@ def _prepare_parameters(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter
             # channels_last convolutions and transposed weights: FSDP2 shards contiguous tensors only.
             parameter.data = parameter.data.contiguous()
     return ignored
-
-
-def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.Module]:
-    """Return the modules to shard as units of their own, inner ones first; all the rest belongs to ``module``.
-
-    ``"auto"`` takes the classes that transformers models declare as ``_no_split_modules``, and elsewhere the outermost
-    ``ModuleList`` or ``Sequential`` children that repeat a class. Otherwise ``wrap_policy`` is classes or class names,
-    or ``policy(qualified_name, module) -> bool``. Units that share a parameter with others are left to the root.
-    """
-    candidates = list(_unsharded(module))
-    if callable(wrap_policy):
-        chosen = [child for name, child in candidates if wrap_policy(name, child)]
-    elif isinstance(wrap_policy, str):
-        if wrap_policy != "auto":
-            raise ValueError(f"wrap_policy must be 'auto', classes or class names, or a callable, got {wrap_policy!r}")
-        chosen = _automatic(module)
-    else:
-        chosen = _of_classes([child for _, child in candidates], wrap_policy)
-    for unit in chosen:
-        if _is_container(unit):
-            raise ValueError(
-                f"wrap_policy chooses a {type(unit).__name__}, which has no forward and cannot be an FSDP2 unit; "
-                "choose its children"
-            )
-    # A module that is registered later is never a parent of an earlier one: reversed, children come before parents.
-    units = [child for _, child in reversed(candidates) if child in chosen and [*child.parameters()]]
-    # FSDP2 refuses a parameter of two groups.
-    while torn := {unit for holders in owners(module, units).values() if len(holders) > 1 for unit in holders}:
-        kept = [unit for unit in units if unit not in torn]
-        if len(kept) == len(units):
-            break
-        units = kept
-    return units
-
-
-def owners(module: nn.Module, units: Collection[nn.Module]) -> dict[Tensor, list[nn.Module]]:
-    """Each parameter -> the distinct innermost units (``module`` for the rest) that hold it."""
-    known = set(units)
-    return {
-        uses[0].parameter: list(
-            dict.fromkeys(
-                next((m for _, m in reversed(use.path) if m in known or isinstance(m, FSDPModule)), module)
-                for use in uses
-            )
-        )
-        for uses in parameter_uses(module)
-    }
-
-
-def units_of(root: nn.Module, units: Collection[nn.Module]) -> dict[nn.Module, list[Tensor]]:
-    """The parameters that the forward of ``root``, and of each unit, may use outside of the units inside it.
-
-    A parameter that is used in several units, or in none, belongs to ``root`` too.
-    """
-    found: dict[nn.Module, list[Tensor]] = {root: [], **{unit: [] for unit in units}}
-    for parameter, holders in owners(root, units).items():
-        for holder in dict.fromkeys([*holders, root] if len(holders) > 1 else holders):
-            found[holder].append(parameter)
-    return found
-
-
-def _unsharded(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules inside ``module``, parents first, without those that are sharded already, or inside of them."""
-    roots = (child for child in module.modules() if isinstance(child, FSDPModule) and child is not module)
-    sharded = {child for root in roots for child in root.modules()}
-    return ((name, child) for name, child in module.named_modules() if child is not module and child not in sharded)
-
-
-def _of_classes(modules: Sequence[nn.Module], classes: Collection[type[nn.Module] | str]) -> list[nn.Module]:
-    chosen: dict[nn.Module, None] = {}
-    for wanted in classes:
-        matches = [child for child in modules if any(wanted in (c, c.__name__) for c in type(child).__mro__)]
-        if not matches:
-            present = ", ".join(sorted({type(child).__name__ for child in modules}))
-            raise ValueError(f"wrap_policy: no module is a {wanted}; the model has {present}")
-        chosen.update(dict.fromkeys(matches))
-    return list(chosen)
-
-
-def _automatic(module: nn.Module) -> list[nn.Module]:
-    minimum = max(_MIN_SHARE * _num_elements(module), 1)
-    chosen: dict[nn.Module, None] = {}
-
-    def visit(current: nn.Module) -> None:
-        # Classes that a transformers model declares as indivisible.
-        declared = getattr(current, "_no_split_modules", None)
-        inside: list[nn.Module] = []
-        if isinstance(declared, list | tuple | set) and declared:
-            inside = [child for _, child in _unsharded(current) if type(child).__name__ in declared]
-        blocks = inside or _repeated_blocks(current)
-        if not inside and sum(map(_num_elements, blocks)) < minimum:
-            blocks = []
-        chosen.update(dict.fromkeys(blocks))
-        for child in () if inside else current.children():
-            if child not in blocks and not isinstance(child, FSDPModule):
-                visit(child)
-
-    visit(module)
-    return [block for block in chosen if block is not module]
-
-
-def _repeated_blocks(container: nn.Module) -> list[nn.Module]:
-    """Return the composite children of a list or a sequence whose class occurs at least twice among them."""
-    if not isinstance(container, nn.ModuleList | nn.Sequential):
-        return []
-    classes = {
-        child: original_class(child)
-        for child in container.children()
-        if next(child.children(), None) is not None and not _is_container(child)
-    }
-    counts = Counter(classes.values())
-    return [child for child, cls in classes.items() if counts[cls] > 1 and not isinstance(child, FSDPModule)]
-
-
-def original_class(module: nn.Module) -> type:
-    """The class that the module had before ``fully_shard`` swapped it."""
-    return next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))
-
-
-def _num_elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def describe_model(module: nn.Module, units: Collection[nn.Module]) -> list[tuple[str, str]]:
@@ -292,11 +160,7 @@ def _describe(tensor: Tensor) -> str:
     kind = ""
     if isinstance(tensor, DTensor):
         kind = f"DTensor {tensor.placements} on {tuple(tensor.device_mesh.shape)} ranks "
-    return f"{kind}{tuple(tensor.shape)} {_name(tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{kind}{tuple(tensor.shape)} {dtype_name(tensor.dtype)}{' on meta' if tensor.is_meta else ''}"
 
 
 def check_meta(module: nn.Module) -> None:
@@ -336,67 +200,6 @@ def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
             f"{mesh.size()} tensor ranks, which would all compute the same; call parallelize_module(..., "
             f"self.device_mesh[{mesh.mesh_dim_names[0]!r}], plan) in configure_model, or set tensor_size=1"  # type: ignore[index]
         )
-
-
-def dtype_units(module: nn.Module, units: Collection[nn.Module]) -> list[nn.Module]:
-    """Layers to shard as units of their own, because FSDP2 wants one dtype for all that trains in a unit.
-
-    The dtype with most elements stays in the unit.
-    """
-    holders = owners(module, units)
-    elements: dict[nn.Module, Counter[torch.dtype]] = {}
-    counted: list[tuple[nn.Module, tuple[Use, ...]]] = []
-    for uses in parameter_uses(module):
-        parameter = uses[0].parameter
-        unit, *others = holders[parameter]
-        if parameter.requires_grad and parameter.ndim > 0 and not others and not isinstance(unit, FSDPModule):
-            elements.setdefault(unit, Counter())[parameter.dtype] += parameter.numel()
-            counted.append((unit, uses))
-    split: dict[nn.Module, None] = {}
-    for unit, uses in counted:
-        parameter, layer = uses[0].parameter, uses[0].owner
-        ((main, _),) = elements[unit].most_common(1)
-        if parameter.dtype == main:
-            continue
-        dtypes = {p.dtype for p in layer.parameters() if p.requires_grad and p.ndim > 0}
-        if layer is unit or len(dtypes) > 1 or any(use.owner is not layer for use in uses) or layer is module:
-            raise ValueError(
-                f"{uses[0].name} is {_name(parameter.dtype)}, but its FSDP2 unit {type(unit).__name__} is "
-                f"{_name(main)} and the parameter cannot be split off; use one dtype, freeze one of them, or "
-                "put the parameter into a module of its own"
-            )
-        split[layer] = None
-    return list(split)
-
-
-def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the FSDP2 units of ``module``, the root first."""
-    return (child for child in module.modules() if isinstance(child, FSDPModule))
-
-
-def fsdp_roots(module: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the outermost FSDP2 units of ``module``."""
-    if isinstance(module, FSDPModule):
-        yield module
-        return
-    for child in module.children():
-        yield from fsdp_roots(child)
-
-
-def own_places(unit: FSDPModule) -> list[tuple[nn.Module, str]]:
-    """One (module, attribute) for each sharded parameter of a unit, without those of units inside it."""
-    places: dict[DTensor, tuple[nn.Module, str]] = {}
-
-    def visit(module: nn.Module) -> None:
-        for attribute, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor):
-                places.setdefault(parameter, (module, attribute))
-        for child in module.children():
-            if not isinstance(child, FSDPModule):
-                visit(child)
-
-    visit(unit)  # type: ignore[arg-type]
-    return list(places.values())
 
 
 def initialize_roots(module: nn.Module) -> None:

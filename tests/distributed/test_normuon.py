@@ -159,7 +159,8 @@ def _turn_on(mesh_shape: tuple[int, ...]) -> list[Tensor]:
         optimizer.step()
         found.append(whole(optimizer.state[weights[0]]["momentum_buffer"]))
         optimizer.param_groups[0]["momentum"] = 0.5
-    return [*found, *(whole(optimizer.state[weight]["second_momentum_buffer"]) for weight in weights)]
+    states = optimizer.state_dict()["state"].values()
+    return [*found, *(whole(state["second_momentum_buffer"]) for state in states)]
 
 
 def test_an_option_that_is_turned_on_keeps_the_momentum(gloo: ProcessPool) -> None:

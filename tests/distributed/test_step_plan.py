@@ -9,8 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, planned_steps
 from lightning_muon.config import MuonConfig
+from lightning_muon.params.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
 
@@ -31,8 +31,8 @@ def _describe(mesh_shape: tuple[int, ...], dedupe: str) -> Description:
         (
             group.axes.size,
             group.replica_of,
-            [job.matrix.name for job in group.jobs],
-            [list(job.pieces.on_ranks.held) for job in group.jobs],
+            [matrix.name for matrix in group.matrices],
+            [[count for replica in matrix.held.values() for count in replica.values()] for matrix in group.matrices],
         )
         for group in plan_for(tensors, dedupe=dedupe).exchange_groups
     ]
@@ -42,12 +42,12 @@ def test_where_matrices_travel_depends_on_sharing(gloo: ProcessPool) -> None:
     for found in gloo.run(_describe, (2, 2), "always"):
         assert found == [
             (1, (0,), ["w3"], [[25]]),
-            (4, (0, 0, 1, 1), ["w0", "w1"], [[49, 42] * 2, [9, 0] * 2]),
+            (4, (0, 0, 1, 1), ["w0", "w1"], [[49, 42] * 2, [9] * 2]),
             (4, (0, 1, 2, 3), ["w2"], [[16] * 4]),
         ]
     for found in gloo.run(_describe, (2, 2), "never"):
         assert found == [
-            (2, (0, 0), ["w0", "w1"], [[49, 42], [9, 0]]),
+            (2, (0, 0), ["w0", "w1"], [[49, 42], [9]]),
             (1, (0,), ["w2"], [[16]]),
             (1, (0,), ["w3"], [[25]]),
         ]
@@ -82,7 +82,7 @@ def test_an_order_of_messages_that_differs_is_refused(gloo: ProcessPool) -> None
     )
 
 
-def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
+def _planned_and_bound(dedupe: str) -> list[object]:
     """Owners that ``lightning-muon plan`` finds from shapes, beside those of the optimizer on the same mesh."""
     shapes = [(13, 7), (64, 32), (1, 9), (6, 6)]
     mesh = init_device_mesh("cpu", (2, 2))
@@ -95,12 +95,14 @@ def _planned_and_bound(dedupe: str) -> list[tuple[object, object]]:
     )
     steps = planned_steps(Setting(model=model, config=config, cost=PRESETS["reference"]), Mesh(replicate=2, shard=2))
     outcome = steps[ON_ALL if dedupe == "always" else IN_REPLICAS]
-    held = [spec.shards.held for spec in outcome.specs]
-    return [(outcome.plan.owners, group.plan.owners), (held, [job.pieces.on_ranks.held for job in group.jobs])]
+    return [
+        ([each.owners for each in found.matrices], [each.held for each in found.matrices])
+        for found in (outcome.plan, group)
+    ]
 
 
 @pytest.mark.parametrize("dedupe", ["always", "never"])
 def test_the_plan_command_finds_the_owners_of_the_optimizer(gloo: ProcessPool, dedupe: str) -> None:
     for found in gloo.run(_planned_and_bound, dedupe, world_size=4):
-        for planned, bound in found:
-            assert planned == bound
+        planned, bound = found
+        assert planned == bound

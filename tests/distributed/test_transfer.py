@@ -12,10 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.optim import transfer as transfer_module
-from lightning_muon.optim.step_plan import ExchangeGroup
 from lightning_muon.optim.transfer import Leg, Transfer
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.schedule.assign import MatrixSpec, count_elements
+from lightning_muon.schedule.assign import count_elements
+from lightning_muon.schedule.exchange import ExchangeGroup
 from tests.support.processes import ProcessPool
 from tests.support.step_plans import plan_for
 
@@ -64,37 +64,29 @@ def _there_and_back(mesh_shape: tuple[int, ...], assignment: str, num_sharded: i
         mock.patch.object(transfer_module, "start_all_to_all", wire.all_to_all),
         mock.patch.object(transfer_module, "start_messages", wire.messages),
     ):
-        for number, taken in enumerate(group.plan.buckets):
-            kinds = {op.kind for op in group.plan.program[rank] if op.key == f"0.{number}"}
-            transfer = Transfer(group, taken, pool, {"gather": "0", "scatter": "0"})
-            pieces = [job.local_view(local_tensor(job.parameter.tensor)).detach() for job in transfer.jobs]
-            transfer.pack(transfer.jobs, pieces)
+        for number, taken in enumerate(group.buckets):
+            kinds = {op.kind for op in group.program[rank] if op.key == f"0.{number}"}
+            matrices = tuple(group.matrices[index] for index in taken)
+            transfer = Transfer(group, matrices, pool, {"gather": "0", "scatter": "0"})
+            pieces = [each.local_view(local_tensor(each.parameter.tensor)).detach() for each in transfer.held]
+            transfer.pack(transfer.held, pieces)
             for work in _start(transfer, transfer.gather) if "gather" in kinds else ():
                 work.wait()
-            matrices = {job: torch.full(job.matrix.box.shape, float("nan")) for job in transfer.owned}
-            transfer.unpack(matrices)
-            for job, matrix in matrices.items():
-                is_right &= torch.equal(matrix, full[group.jobs.index(job)])
-            transfer.pack_updates({job: 2 * matrix for job, matrix in matrices.items()})
+            wholes = {matrix: torch.full(matrix.box.shape, float("nan")) for matrix in transfer.owned}
+            transfer.unpack(wholes)
+            for matrix, whole in wholes.items():
+                is_right &= torch.equal(whole, full[group.matrices.index(matrix)])
+            transfer.pack_updates({matrix: 2 * whole for matrix, whole in wholes.items()})
             for work in _start(transfer, transfer.scatter) if "scatter" in kinds else ():
                 work.wait()
             updates = transfer.updates()
-            for job, piece in zip(transfer.jobs, pieces, strict=True):
-                is_right &= torch.equal(updates[job], 2 * piece)
-    specs = [
-        MatrixSpec(
-            name="",
-            rows=job.matrix.rows,
-            cols=job.matrix.cols,
-            flops=1,
-            shards=job.pieces.on_ranks,
-        )
-        for job in group.jobs
-    ]
-    planned = count_elements(dict(enumerate(group.plan.owners)), specs)
+            for matrix, piece in zip(transfer.held, pieces, strict=True):
+                is_right &= torch.equal(updates[matrix], 2 * piece)
+    planned = count_elements(group.matrices, group.replica_of)
     floors = (
-        2 * (spec.numel - spec.shards.held[owner]) + (len(spec.shards.by_replica) - 1) * spec.numel
-        for spec, (owner, *_) in zip(specs, group.plan.owners, strict=True)
+        2 * (matrix.numel - (own[0].numel if own else 0)) + (len(matrix.held) - 1) * matrix.numel
+        for matrix in group.matrices
+        for own in [[piece for rank, piece in matrix.pieces.items() if rank == matrix.owners[0]]]
     )
     return {
         "is_right": is_right,

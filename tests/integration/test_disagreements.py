@@ -151,7 +151,15 @@ def _fit(kind: str) -> tuple[str, float]:
     return "", time.monotonic() - began
 
 
-@pytest.mark.parametrize("kind", _KINDS)
+_WAIT = ("missing gradient", "length of a stream")  # For each other, until the watchdog ends them.
+
+
+@pytest.mark.parametrize("kind", _WAIT)
+def test_ranks_that_wait_in_different_places_end_with_the_reason(gloo: ProcessPool, kind: str) -> None:
+    gloo.expect_end_of_all_ranks(_fit, kind, match=f"ends: .*({_KINDS[kind][2]})", world_size=2)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in _KINDS if kind not in _WAIT])
 def test_a_disagreement_is_named_on_all_ranks(gloo: ProcessPool, kind: str) -> None:
     results = gloo.run(_fit, kind, world_size=2, timeout=60)
     for message, seconds in results:

@@ -22,7 +22,7 @@ import lightning_muon
 from lightning_muon import FlexDeMo, Options, ParallelMuon, full_state_dict
 from lightning_muon.cli.launch import split_config
 from lightning_muon.cli.main import main
-from lightning_muon.schedule.shapes import read_shapes
+from lightning_muon.params.shapes import read_shapes
 from tests.integration.training import max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool

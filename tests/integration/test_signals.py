@@ -3,7 +3,6 @@
 import importlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +77,6 @@ def _fit_until_told(
             batch = None
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), number)
-            time.sleep(1.1)  # The threads look twice a second.
 
     def record(output: Any, *_: Any) -> None:
         seen.append((model.trainer.fit_loop.total_batch_idx, output["loss"].item()))
@@ -141,10 +139,6 @@ def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
 
         setattr(training.model, hook, record)
         training.fit()
-    deadline = time.monotonic() + 10
-    while any(each.name == "lightning_muon_signals" for each in threading.enumerate()):
-        assert time.monotonic() < deadline, "threads are left behind"
-        time.sleep(0.1)
     saved, resumed = steps
     return saved, resumed
 
@@ -170,7 +164,6 @@ def _train(take_step: Callable[[int], None], save: Callable[[int], None], start:
             while step < _NUM_STEPS:
                 if number and step == 3 and dist.get_rank() == 1:
                     os.kill(os.getpid(), number)
-                    time.sleep(1.1)  # The threads look twice a second.
                 take_step(step)
                 step += 1
                 if stop.requested():

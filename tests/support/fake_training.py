@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
-from lightning_muon.grad_sync.clipping import clip_norm_
-from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from lightning_muon.params.shapes import ParameterShape, read_shapes
+from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
 
@@ -195,7 +195,7 @@ def run_zero2(
     shapes: Sequence[ParameterShape], size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
 ) -> tuple[Simulation, ParallelMuon]:
     """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
-    with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.modes.Ddp.prepare"):
+    with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.replicas.Ddp.prepare"):
         net = _Net(shapes)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())
         mode.prepare(net)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import local_shape_and_offset
-from lightning_muon.schedule.shapes import ParameterShape
+from lightning_muon.params.shapes import ParameterShape
 
 Found = Sequence[tuple[ParameterShape, nn.Parameter]]
 

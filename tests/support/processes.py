@@ -114,6 +114,21 @@ class ProcessPool:
         assert len(kinds) == 1, f"the ranks raised different types: {sorted(kinds)}\n{failed}"
         return failed.failures
 
+    def expect_end_of_all_ranks(
+        self, function: Callable[..., Any], *args: Any, match: str, world_size: int = 4, **kwargs: Any
+    ) -> RanksFailedError:
+        """Assert that every rank, in a process of its own, ends it with exit code 1 and a log that matches."""
+        try:
+            results = self.run_fresh(function, *args, world_size=world_size, **kwargs)
+        except RanksFailedError as error:
+            failed = error
+        else:
+            raise AssertionError(f"expected the end of every rank, but all returned: {results}")
+        assert failed.exit_codes == dict.fromkeys(range(world_size), 1), failed
+        logs = str(failed).split("--- rank ")[1:]
+        assert all(re.search(match, log) for log in logs), f"expected {match!r} in each log\n{failed}"
+        return failed
+
     def close(self) -> None:
         """End the workers; the next call starts new ones."""
         for worker in self._workers:

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import Arithmetic
-from lightning_muon.optim.parameters import RoutedParameter, group_by_mesh, zero_state
+from lightning_muon.optim.parameters import zero_state
 from lightning_muon.optim.step_plan import StepPlan, make_step_plan, require_equal_parameters
-from lightning_muon.params.exchange import PlanOptions
-from lightning_muon.params.layout import Layout
+from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh
 from lightning_muon.params.routing import route_by_shape
+from lightning_muon.schedule.exchange import PlanOptions
 
 
 def adamw_state(tensor: Tensor) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -120,6 +120,10 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
         assert default == getattr(made, field.name) or (default is None and field.name.startswith("fused"))
         assert parameters[field.name].annotation is not inspect.Parameter.empty
         assert (kind.__doc__ or "").count(f"        {field.name}: ") == 1, f"{field.name} has no documentation"
+    own: Any = inspect.unwrap(kind.__init__)
+    for_editors = get_type_hints(*get_args(get_type_hints(own)["options"]))
+    named = set(inspect.signature(own).parameters)
+    assert for_editors == {name: hint for name, hint in get_type_hints(config).items() if name not in named}
 
 
 def test_flexdemo_says_that_it_has_no_normuon() -> None:

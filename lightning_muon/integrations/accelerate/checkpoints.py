@@ -21,7 +21,7 @@ from lightning_muon.comm.agreement import fail_together, on_first_rank, require_
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.grad_sync.clipping import FiniteCheck
+from lightning_muon.optim.gradients import FiniteCheck
 from lightning_muon.params.uses import parameter_uses
 
 # The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.

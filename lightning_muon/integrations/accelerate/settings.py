@@ -27,7 +27,7 @@ from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding
-from lightning_muon.sharding.shard_model import WrapPolicy
+from lightning_muon.sharding.units import WrapPolicy
 
 _log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"

@@ -22,9 +22,9 @@ from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, of_float16
 from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.training import TrainingEngine, close_all
-from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
+from lightning_muon.sharding.tokens import TokenCount
 
 
 @takes_options(Options, IN_PYTHON)

@@ -50,15 +50,10 @@ class TrainerCheckpoint(Checkpoint):
         return states[int(key.removeprefix("optimizer_"))]
 
 
-def require_all_ranks(trainer: Any, stop_reason: str) -> None:
-    """Raise if a callback saves after an exception on this rank, and not on all: the first collective would hang.
-
-    Where there is a ``stop_reason``, communication is broken.
-    """
+def require_all_ranks(trainer: Any) -> None:
+    """Raise if a callback saves after an exception on this rank, and not on all: the first collective would hang."""
     if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
         return
-    if stop_reason:
-        raise RuntimeError(stop_reason)
     store, num_ranks = default_store(), dist.get_world_size()
     keys = [f"lightning_muon/interrupted/{trainer.global_step}/{rank}" for rank in range(num_ranks)]
     store.set(keys[dist.get_rank()], "")

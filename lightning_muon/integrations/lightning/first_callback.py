@@ -72,37 +72,39 @@ class FirstCallback:
         self._finish()
         self._compare()
 
-    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:  # noqa: D102
+    def on_train_epoch_end(self, *_: Any) -> None:  # noqa: D102
         self._finish()
         self._compare()
-        self.on_train_batch_end(trainer)  # For a signal that came during the last validation of an epoch.
+        self._answer()  # For a signal that came during the last validation of an epoch.
 
     def on_train_end(self, *_: Any) -> None:  # noqa: D102
         self._finish()
 
     on_validation_epoch_start = on_fit_end = on_train_end
 
-    def on_train_batch_end(self, trainer: Any, _: Any = None, *batch: Any) -> None:  # noqa: D102
-        # Gradients of an accumulated batch are in no checkpoint.
-        is_step = not trainer.training or not batch or (batch[2] + 1) % trainer.accumulate_grad_batches == 0
+    def on_before_optimizer_step(self, *_: Any) -> None:  # noqa: D102
         if self._signals is not None:
-            self._signals.batch_has_ended(may_answer=is_step or trainer.is_last_batch)
+            self._signals.tell()
 
-    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
+    def on_train_batch_end(self, *_: Any) -> None:  # noqa: D102
+        # Behind a step: gradients of an accumulated batch are in no checkpoint.
+        if self._signals is not None:
+            self._signals.answer()
+
+    def _answer(self, *_: Any) -> None:
+        self.on_before_optimizer_step()
+        self.on_train_batch_end()
+
+    on_test_end = on_predict_end = _answer
 
     def on_exception(self, trainer: Any, _: Any, exception: Any) -> None:  # noqa: D102
         _ignore_sigterm()
-        self.teardown()
         # Raised on all ranks together.
         if isinstance(exception, self.package.module("utilities.exceptions").SIGTERMException):
             exception.code = 128 + self._received
             save_last(trainer, self.package)
         else:
             self._tell_others(exception)
-
-    def teardown(self, *_: Any, **__: Any) -> None:  # noqa: D102
-        if self._signals is not None:
-            self._signals.close()
 
 
 def save_last(trainer: Any, package: LightningPackage) -> None:

@@ -334,7 +334,6 @@ class TrainerStrategy(MuonStrategy):
         for each in callbacks:
             vars(each).pop(MONITOR_CANDIDATES, None)
         if self._first_callback in callbacks:
-            self._first_callback.teardown()  # Lightning calls those of callbacks later.
             callbacks.remove(self._first_callback)
         if self._engine is not None:
             self._engine.show_own_weights()
@@ -355,7 +354,7 @@ class TrainerStrategy(MuonStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
-        require_all_ranks(self.lightning_module.trainer, self._running_engine.stop_reason)
+        require_all_ranks(self.lightning_module.trainer)
         return self._running_engine.weights_to_save(whole=self._running_engine.saves_one_file)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

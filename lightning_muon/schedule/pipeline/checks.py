@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.pipeline.nodes import (
     COMPUTE_KINDS,
     WEIGHT_KINDS,
@@ -21,7 +22,6 @@ from lightning_muon.schedule.pipeline.nodes import (
 from lightning_muon.schedule.pipeline.play import play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
 from lightning_muon.schedule.program import Op, Program
-from lightning_muon.schedule.validate import validate
 
 
 def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -> None:

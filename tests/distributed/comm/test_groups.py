@@ -1,4 +1,4 @@
-"""Process groups over axes and of one owner; messages, sums and questions between ranks; buffers."""
+"""Process groups over axes and of one owner; questions between ranks."""
 
 import datetime
 import math
@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -16,14 +16,12 @@ from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import (
-    ALONE,
     AxisGroup,
     axis_group,
     backends,
     host_group,
     own_group,
 )
-from lightning_muon.comm.reduce_scatter import PendingSum, SideStream, flat_gradient
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool
 
@@ -122,39 +120,6 @@ def test_a_group_spans_its_axes_only(
 ) -> None:
     for rank, found in enumerate(gloo.run(_sum_over, shape, world_size=math.prod(shape))):
         assert found == [(of_ranks[rank], size) for of_ranks, size in zip(sums, sizes, strict=True)]
-
-
-def _values(rank: int, count: int) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
-
-
-def _start(send: Tensor, counts: list[int], group: AxisGroup) -> PendingSum:
-    parts = send.split(counts)
-    others = torch.cat([send[:0], *(part for rank, part in enumerate(parts) if rank != group.rank)])
-    side = SideStream(torch.device("cpu"))
-    return PendingSum(parts[group.rank].clone(), others, counts, group, replicate=ALONE, side=side)
-
-
-def _sum_in_order() -> Tensor:
-    group = axis_group(init_device_mesh("cpu", (4,)), (0,))
-    total = _start(_values(group.rank, 400), [100, 0, 250, 50], group).result()
-    expected = sum((_values(rank, 400) for rank in range(1, 4)), _values(0, 400))
-    assert torch.equal(total, expected.split([100, 0, 250, 50])[group.rank])
-    # In bfloat16, 256 + 1 is 256 again.
-    value = torch.tensor([256.0, 1.0, -256.0, 0.0])[group.rank].bfloat16()
-    return _start(value.expand(10).contiguous(), [1, 2, 3, 4], group).result()
-
-
-def test_ranks_are_added_in_their_order_16_bit_floats_in_float32(gloo: ProcessPool) -> None:
-    for rank, total in enumerate(gloo.run(_sum_in_order)):
-        assert torch.equal(total.float(), torch.ones(rank + 1))
-
-
-def test_a_gradient_is_made_flat_and_dense() -> None:
-    parameter, gradient = torch.zeros(4, 3, dtype=torch.bfloat16), torch.randn(3, 4).t()
-    assert torch.equal(flat_gradient(parameter, gradient), gradient.contiguous().view(-1).bfloat16())
-    sparse = flat_gradient(torch.zeros(4, 3), torch.eye(4, 3).to_sparse())
-    assert torch.equal(sparse, torch.eye(4, 3).view(-1))
 
 
 def _compare(of_last: tuple[tuple[str, str], ...]) -> list[str]:

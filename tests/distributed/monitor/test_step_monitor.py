@@ -87,7 +87,7 @@ def _train(mesh_shape: tuple[int, ...]) -> dict[str, Any]:
         taken.append(monitor.take())
     after = {name: whole(parameter) for name, parameter in parameters.items()}
     monitor.close()
-    executor = optimizer._planned.matrix_step.executor  # type: ignore[union-attr]
+    executor = optimizer._planned.executor  # type: ignore[union-attr]
     is_gone = executor.recorder is None and not collectives.observers and not optimizer._optimizer_step_pre_hooks
     return {"taken": taken, "before": before, "after": after, "sent": sent, "is_gone": is_gone}
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_muon.grad_sync.clipping import clip_norm_
 from lightning_muon.pipeline import batches
+from lightning_muon.sharding.clipping import clip_norm_
 from tests.distributed.pipeline.models import (
     VOCABULARY,
     WIDTH,

@@ -2,14 +2,15 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
 from tests.distributed.sharding.models import attach_fsdp
 
 
@@ -53,7 +54,10 @@ def sharded(mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13,
     """A mixture whose modules of the classes ``units`` are units."""
     torch.manual_seed(0)
     model = Mixture(widths)
-    return model, attach_fsdp(model, mesh, wrap_policy=list(units))
+    mode = attach_fsdp(model, mesh, wrap_policy=list(units))
+    mode.call_log = CallLog(model, mesh)
+    mode.listeners.append(mode.call_log)
+    return model, mode
 
 
 def inputs_of(rank: int) -> Tensor:
@@ -61,12 +65,16 @@ def inputs_of(rank: int) -> Tensor:
 
 
 @contextmanager
-def watching(call_log: FsdpCallLog | None, *, patience: float = 4.0, interval: float = 0.5) -> Generator[Watchdog]:
+def watching(
+    call_log: CallLog | None, *, patience: float = 4.0, interval: float = 0.5, silence: timedelta | None = None
+) -> Generator[Watchdog]:
     assert call_log is not None
-    watchdog = Watchdog(call_log, patience=patience, interval=interval)
+    watchdog = Watchdog(call_log, patience=patience, interval=interval, silence=silence)
     watchdog.start()
     try:
-        with watchdog.explaining():
-            yield watchdog
+        yield watchdog
+    except BaseException as error:
+        watchdog.failed(error)
+        raise
     finally:
         watchdog.close()

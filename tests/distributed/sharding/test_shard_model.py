@@ -10,7 +10,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.shard_model import fsdp_modules, shard_model
+from lightning_muon.sharding.shard_model import shard_model
+from lightning_muon.sharding.units import fsdp_modules
 from tests.distributed.sharding.models import (
     Block,
     assert_close,

@@ -162,16 +162,12 @@ def _end(directory: str, is_signal: bool) -> None:
     """A rank fails, or is told to end, while a checkpoint is written."""
     pl, gate = training.load(), _Gate()
 
-    def open_gate(is_told: threading.Event) -> None:
-        # Of an exception the other rank knows before the save has ended.
-        if is_told.wait(2.0 if is_signal else 10.0) or is_signal:
-            gate.is_open.set()
-
     class Ends(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(Path(directory) / "saved.ckpt")
-                threading.Thread(target=open_gate, args=(trainer.strategy._engine._watchdog._stopped,)).start()
+                # After an exception the other rank would end its process before the save has ended.
+                threading.Timer(2.0 if is_signal else 7.0, gate.is_open.set).start()
             if trainer.global_step == 3 and trainer.global_rank == 1:
                 assert trainer.strategy._saves._thread.is_alive()
                 if not is_signal:
@@ -194,6 +190,8 @@ def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Pa
         gloo.run_fresh(_end, str(tmp_path), is_signal, world_size=2)
     for failure in failed.value.failures.values():
         assert ("exit code 143" if is_signal else "the user's") in failure.message
+    assert failed.value.exit_codes == ({} if is_signal else {0: 1})
+    assert is_signal or "rank 0 ends: rank 1 has failed: ValueError: the user's" in str(failed.value)
     assert _names(tmp_path) == ["saved.ckpt"] and damages(tmp_path / "saved.ckpt") == []
 
 

@@ -11,8 +11,8 @@ from lightning_muon.cli.plan_fit import MODES, Job, Sizes, Way, best_rows, row_o
 from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
+from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 
 # An embedding of 32 x 8, 8 layers of a matrix of 8 x 8 and a vector, a norm and an output head of 32 x 8:
 # 256 + 8 * 72 + 8 + 256 = 1096 elements, of which 512 are on Muon and 584 on AdamW; 520 are in no layer.

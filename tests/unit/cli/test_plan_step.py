@@ -8,8 +8,8 @@ import pytest
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, SimulatedStep, planned_steps
 from lightning_muon.config import MuonConfig
+from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import PRESETS
-from lightning_muon.schedule.shapes import ModelShapes, ParameterShape, read_shapes
 from tests.reference.muon import newton_schulz_flops
 
 _NUMEL = 256 * 128
@@ -64,7 +64,7 @@ def test_replicas_without_shards_gather_nothing() -> None:
 
 def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
     (step,) = _plan(_matrices(3, (4, 256, 128)), 1, 2).values()
-    assert step.plan.owners == ((0,), (0,), (1,), (1,)) * 3 and not _moved(step)
+    assert [each.owners for each in step.plan.matrices] == [(0,), (0,), (1,), (1,)] * 3 and not _moved(step)
     # Of each stack of 4 matrices the first two of 3 ranks have 2 each and the last has none.
     (step,) = _plan(_matrices(5, (4, 256, 128)), 1, 3).values()
     assert step.bound == 10 * _FLOPS and step.plan.flops[2] == 0
@@ -79,7 +79,7 @@ def test_options_of_the_config_count() -> None:
     frozen = ParameterShape(name="frozen", shape=(10, 4), kind="matrix", frozen=True)
     fused = ParameterShape(name="fused", shape=(12, 4), kind="matrix", splits=(4, 8))
     (step,) = _plan([frozen, fused], 1, 4, ns_steps=3).values()
-    assert [(spec.rows, spec.cols, spec.flops) for spec in step.specs] == [
+    assert [(matrix.rows, matrix.cols, matrix.flops) for matrix in step.plan.matrices] == [
         (rows, 4, newton_schulz_flops(rows, 4, 3)) for rows in (4, 8)
     ]
     hidden, serial = (_plan(_matrices(64), 1, 4, overlap=overlap)[IN_REPLICAS].timeline for overlap in ("step", "off"))
@@ -91,6 +91,8 @@ def test_options_of_the_config_count() -> None:
 def test_the_10b_model_on_8_ranks_hides_its_communication() -> None:
     setting = Setting(model=read_shapes("10b"), cost=PRESETS["reference"])
     step = planned_steps(setting, Mesh(1, 8))[IN_REPLICAS]
-    assert len(step.specs) == 160 and {owner for (owner,) in step.plan.owners} == set(range(8))
+    assert len(step.plan.matrices) == 160 and {each.owners for each in step.plan.matrices} == {
+        (rank,) for rank in range(8)
+    }
     assert max(step.plan.flops) <= 1.02 * step.bound
     assert step.timeline.idle <= 0.05 and step.timeline.hidden >= 0.95

@@ -17,14 +17,14 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.monitor.processes import describe_process, is_gone, waiting_place
 from lightning_muon.monitor.watchdog import Position, find_mismatch
-from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
+from lightning_muon.sharding.call_log import CallLog, Calls
 
 A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
 END, LEFT = -2, -3
 
 
 @pytest.fixture
-def call_log(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
+def call_log(monkeypatch: pytest.MonkeyPatch) -> CallLog:
     """Two units, ``0`` and ``1``."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -32,7 +32,7 @@ def call_log(monkeypatch: pytest.MonkeyPatch) -> FsdpCallLog:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
         for child in model:
             fully_shard(child, mesh=mesh)
-        return FsdpCallLog(model, mesh)
+        return CallLog(model, mesh)
     finally:
         dist.destroy_process_group()
 
@@ -47,7 +47,14 @@ def at(
     **more: Any,
 ) -> Position:
     defaults: dict[str, Any] = {"step": 3, "shard": 0, "mesh": 0, "beat": 2, **more}
-    return Position(**defaults, calls=(skipped, calls), crossing=(0, list(crossing)), group=group, counts=counts or {})
+    return Position(
+        **defaults,
+        calls=Calls(skipped + len(calls), calls),
+        crossing=Calls(len(crossing), list(crossing)),
+        news="",
+        group=group,
+        counts=counts or {},
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +87,7 @@ def at(
         ),
     ],
 )
-def test_ranks_that_can_never_meet_are_named(
-    call_log: FsdpCallLog, mine: Position, theirs: Position, words: str
-) -> None:
+def test_ranks_that_can_never_meet_are_named(call_log: CallLog, mine: Position, theirs: Position, words: str) -> None:
     message = find_mismatch({0: mine, 1: theirs}, call_log)
     assert message is not None
     assert re.search(words, message), message
@@ -104,7 +109,7 @@ def test_ranks_that_can_never_meet_are_named(
         pytest.param(at([B, A], skipped=9), at([A, B, B]), id="too far apart"),
     ],
 )
-def test_slow_ranks_prove_nothing(call_log: FsdpCallLog, mine: Position, theirs: Position) -> None:
+def test_slow_ranks_prove_nothing(call_log: CallLog, mine: Position, theirs: Position) -> None:
     assert find_mismatch({0: mine, 1: theirs}, call_log) is None
     assert find_mismatch({0: theirs, 1: mine}, call_log) is None
 

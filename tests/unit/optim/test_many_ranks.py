@@ -4,8 +4,8 @@ import time
 from collections import Counter
 from unittest import mock
 
-from lightning_muon.optim.step_plan import MatrixJob
-from lightning_muon.schedule.shapes import ParameterShape, read_shapes
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.shapes import ParameterShape, read_shapes
 from tests.support.one_of_many import optimizer_of, rank_of, weights
 
 NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
@@ -28,23 +28,23 @@ def test_a_plan_for_45_000_matrices_on_64_ranks_takes_seconds() -> None:
         # 2 seconds of one core; a look at every matrix on every rank takes more than a minute.
         assert time.process_time() - begin < 10
     (group,) = planned.plan.exchange_groups
-    assert len(group.jobs) > 45_000
-    assert list(group.plan.program) == [0]
+    assert len(group.matrices) > 45_000
+    assert list(group.program) == [0]
 
 
 def test_a_step_looks_at_the_pieces_of_the_calling_rank_only() -> None:
     with rank_of(NUM_RANKS):
         optimizer = optimizer_of(weights(MODEL, NUM_RANKS))
-        calls: Counter[MatrixJob] = Counter()
-        view = MatrixJob.local_view
+        calls: Counter[Matrix] = Counter()
+        view = Matrix.local_view
 
-        def count(job: MatrixJob, local: object) -> object:
-            calls[job] += 1
-            return view(job, local)  # type: ignore[arg-type]
+        def count(matrix: Matrix, local: object) -> object:
+            calls[matrix] += 1
+            return view(matrix, local)  # type: ignore[arg-type]
 
         for _ in range(3):
             calls.clear()
-            with mock.patch.object(MatrixJob, "local_view", count):
+            with mock.patch.object(Matrix, "local_view", count):
                 optimizer.step()
     held = NUM_LAYERS * (NUM_EXPERTS // NUM_RANKS + 1)
     assert len(calls) == held

@@ -14,9 +14,9 @@ from torch import nn
 from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.grad_sync.clipping import find_nonfinite
-from lightning_muon.grad_sync.token_count import TokenCount
 from lightning_muon.math import newton_schulz, symmetric
+from lightning_muon.sharding.clipping import find_nonfinite
+from lightning_muon.sharding.tokens import TokenCount
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
 from tests.support.fake_training import run_flexdemo, run_fsdp, run_zero2, shapes_of

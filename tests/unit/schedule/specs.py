@@ -1,30 +1,42 @@
 """Small lists of matrices, small programs and a machine with round numbers, for the tests of plans and programs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
+from torch import nn
 
-from lightning_muon.schedule.assign import MatrixShards, MatrixSpec
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.params.boxes import Box, ShardBoxes
+from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.muon import MuonPlan, plan_step
+from lightning_muon.schedule.exchange import ExchangeGroup, plan_group
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
 
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
 
 
-def spec(name: str, numel: int, held: Sequence[int], replica_of: Sequence[int], *, flops: int = 1) -> MatrixSpec:
-    """A matrix of one column."""
-    return MatrixSpec(name=name, rows=numel, cols=1, flops=flops, shards=MatrixShards(held, replica_of))
+def spec(name: str, numel: int, held: Sequence[int], replica_of: Sequence[int], *, flops: int = 1) -> Matrix:
+    """A matrix of one column, of which the ranks of each replica hold rows one after the other."""
+    shape, starts, boxes = (numel, 1), Counter[int](), list[Box]()
+    for replica, count in zip(replica_of, held, strict=True):
+        boxes.append(Box((starts[replica], 0), (starts[replica] + count, 1)))
+        starts[replica] += count
+    parameter = RoutedParameter(
+        nn.Parameter(torch.empty(shape, device="meta")), {}, route_by_shape(name, shape), Layout()
+    )
+    return Matrix(parameter, Box((0, 0), shape), numel, 1, 0, ShardBoxes(boxes, replica_of), 0, flops)
 
 
-def sharded(
-    numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None
-) -> list[MatrixSpec]:
+def sharded(numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None) -> list[Matrix]:
     """Matrices cut as evenly as torch.chunk does, in each replica; rank = replica * shards + shard."""
     num_shards, replica_of = num_ranks // num_replicas, grid(num_replicas, num_ranks // num_replicas)
-    specs: list[MatrixSpec] = []
+    specs: list[Matrix] = []
     for index, numel in enumerate(numels):
         part = -(-numel // num_shards)
         pieces = tuple(max(0, min(part, numel - part * shard)) for shard in range(num_shards))
@@ -33,7 +45,7 @@ def sharded(
     return specs
 
 
-def replicated(numels: list[int], num_ranks: int) -> list[MatrixSpec]:
+def replicated(numels: list[int], num_ranks: int) -> list[Matrix]:
     """Matrices of which every rank has all."""
     return [spec(f"w{i}", numel, (numel,) * num_ranks, range(num_ranks), flops=numel) for i, numel in enumerate(numels)]
 
@@ -43,9 +55,13 @@ def grid(num_replicas: int, num_shards: int) -> list[int]:
     return [replica for replica in range(num_replicas) for _ in range(num_shards)]
 
 
-def plan_of(specs: list[MatrixSpec], **options: Any) -> MuonPlan:
-    """The plan with one matrix per owner in a bucket."""
-    return plan_step(specs, **({"itemsize": 2, "bucket_bytes": 1} | options))
+def plan_of(specs: list[Matrix], **options: Any) -> ExchangeGroup:
+    """The plan with one matrix per owner in a bucket, with the ops of all ranks."""
+    replica_of = specs[0].shards.replica_of
+    axes = AxisGroup(None, 0, tuple((rank,) for rank in range(len(replica_of))))
+    group = ExchangeGroup(MeshMembers(None, axes, axes, ()), (0,), axes, replica_of, specs)
+    plan_group(group, **({"itemsize": 2, "bucket_bytes": 1, "ranks": range(len(replica_of))} | options))
+    return group
 
 
 def with_adamw(program: Program, size: int = 1) -> Program:
@@ -54,7 +70,7 @@ def with_adamw(program: Program, size: int = 1) -> Program:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> MuonPlan:
+def plans(draw: st.DrawFn) -> ExchangeGroup:
     """Plans of up to 20 matrices on up to four ranks, by every strategy."""
     num_replicas, num_shards = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
     num_ranks = num_replicas * num_shards

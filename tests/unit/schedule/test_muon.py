@@ -1,7 +1,6 @@
 """The plan of a step: buckets, owners and what travels, against a count of every piece."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -9,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.schedule.assign import MatrixSpec, Traffic, count_elements, longest_first
-from lightning_muon.schedule.muon import fill_buckets, plan_step
-from lightning_muon.schedule.validate import check_step
+from lightning_muon.params.matrices import Matrix
+from lightning_muon.schedule.assign import Traffic, count_elements, longest_first
+from lightning_muon.schedule.exchange import ExchangeGroup
+from lightning_muon.schedule.muon import fill_buckets
+from lightning_muon.schedule.step import check_step
 from tests.unit.schedule.specs import grid, plan_of, sharded
 
 
@@ -50,17 +51,17 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
     plan = plan_of(specs, itemsize=1, bucket_bytes=bucket_bytes, strategy=strategy)
     assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
-    assert all(len(owners) == 1 for owners in plan.owners)
+    assert all(len(matrix.owners) == 1 for matrix in specs)
     assert sum(plan.flops) == sum(numels)
     memory = dict.fromkeys(("momentum", "gather", "newton_schulz", "scatter", "update"), 0)
     for rank, ops in plan.program.items():
         owned = [item for op in ops if op.kind == "newton_schulz" for item in op.items]
-        assert sorted(owned) == [item for item, owners in enumerate(plan.owners) if owners == (rank,)]
+        assert sorted(owned) == [item for item, matrix in enumerate(specs) if matrix.owners == (rank,)]
         assert sum(op.cost for op in ops) == plan.flops[rank]
         for op in ops:
             memory[op.kind] += op.memory
     # What all ranks receive is what has to arrive; matrices that lie on one rank do not travel.
-    own = sum(spec.shards.held[owners[0]] for spec, owners in zip(specs, plan.owners, strict=True))
+    own = sum(_held(matrix, matrix.owners[0]) for matrix in specs)
     assert memory["momentum"] == memory["gather"] == sum(numels) - own
     assert memory["newton_schulz"] == memory["scatter"] == mesh[0] * sum(numels) - own
 
@@ -68,23 +69,32 @@ def test_each_matrix_has_one_owner_and_bucket_and_arrives(
 @pytest.mark.parametrize("strategy", ["lpt", "round_robin", "redundant"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
-    matrices = sharded([40, 12, 9, 31, 8, 8], 4, num_replicas)
-    options: dict[str, Any] = {"itemsize": 2, "bucket_bytes": 40, "strategy": strategy}
-    everything = plan_step(matrices, **options)
+    options: dict[str, Any] = {"bucket_bytes": 40, "strategy": strategy}
+
+    def plan(**ranks: Any) -> ExchangeGroup:
+        return plan_of(sharded([40, 12, 9, 31, 8, 8], 4, num_replicas), **options, **ranks)
+
+    everything = plan()
     for rank in range(4):
-        own = plan_step(matrices, **options, ranks=(rank,))
-        assert own.program == {rank: everything.program[rank]}
-        assert replace(own, program=everything.program) == everything
+        own = plan(ranks=(rank,))
+        assert own.program == {rank: everything.program[rank]} and own.buckets == everything.buckets
+        assert [each.owners for each in own.matrices] == [each.owners for each in everything.matrices]
         check_step(own.program, [own], is_whole=False)
 
 
-def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec], replica_of: list[int]) -> Traffic:
+def _held(matrix: Matrix, rank: int) -> int:
+    return matrix.pieces[rank].numel if rank in matrix.pieces else 0
+
+
+def _piece_by_piece(specs: list[Matrix], replica_of: list[int]) -> Traffic:
     held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
     sent, received = (([0] * len(replica_of), [0] * len(replica_of)) for _ in range(2))
-    for matrix, chosen in owners.items():
-        for rank, elements in enumerate(specs[matrix].shards.held):
+    for matrix in specs:
+        chosen = matrix.owners
+        for rank in range(len(replica_of)):
+            elements = _held(matrix, rank)
             held[rank] += elements
-            owned[rank] += specs[matrix].numel if rank in chosen else 0
+            owned[rank] += matrix.numel if rank in chosen else 0
             for owner in chosen:
                 if owner != rank and replica_of[owner] == replica_of[rank]:
                     gather_sent[rank] += elements
@@ -105,7 +115,7 @@ def _piece_by_piece(owners: dict[int, tuple[int, ...]], specs: list[MatrixSpec],
 
 @settings(deadline=None)
 @given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=12),
+    st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.sampled_from([(1, 1), (1, 4), (2, 2), (3, 2), (2, 3), (4, 1)]),
     st.data(),
 )
@@ -114,8 +124,9 @@ def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int]
     specs, replica_of = sharded(numels, num_ranks, mesh[0]), grid(*mesh)
     ranks = range(num_ranks)
     chosen = st.sampled_from([*((rank,) for rank in ranks), tuple(ranks)])
-    owners = {matrix: data.draw(chosen) for matrix in range(len(numels))}
-    assert count_elements(owners, specs) == _piece_by_piece(owners, specs, replica_of)
+    for matrix in specs:
+        matrix.owners = data.draw(chosen)
+    assert count_elements(specs, replica_of) == _piece_by_piece(specs, replica_of)
 
 
 @settings(deadline=None)
@@ -126,9 +137,9 @@ def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int]
 )
 def test_one_owner_moves_no_more_than_it_must(numels: list[int], mesh: tuple[int, int], strategy: str) -> None:
     specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    owners = plan_of(specs, bucket_bytes=100, strategy=strategy).owners
-    found = count_elements(dict(enumerate(owners)), specs)
-    within = sum(spec.numel - spec.shards.held[owner] for spec, (owner,) in zip(specs, owners, strict=True))
+    plan = plan_of(specs, bucket_bytes=100, strategy=strategy)
+    found = count_elements(specs, plan.replica_of)
+    within = sum(matrix.numel - _held(matrix, matrix.owners[0]) for matrix in specs)
     between = (mesh[0] - 1) * sum(numels)
     assert sum(found.gather_sent) == sum(found.gather_received) == within
     assert [sum(axis) for axis in found.scatter_sent] == [within, between]

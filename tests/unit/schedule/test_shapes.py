@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.schedule.shapes import read_shapes, shipped_shapes
+from lightning_muon.params.shapes import read_shapes, shipped_shapes
 
 _WEIGHT = {"name": "a.weight", "shape": [4, 2], "kind": "matrix"}
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from benchmarks.timelines import host_order
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.muon import MuonPlan
+from lightning_muon.schedule.exchange import ExchangeGroup
+from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import prefetch
-from lightning_muon.schedule.validate import check_step, validate
+from lightning_muon.schedule.step import check_step, prefetch
 from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, plans, programs, sharded, with_adamw
 
 
@@ -119,7 +119,7 @@ def test_more_scatter_buffers_hide_the_slowest_owner() -> None:
 
 @settings(deadline=None)
 @given(plans(), st.integers(0, 4))
-def test_every_plan_and_every_order_of_it_is_a_step(plan: MuonPlan, look_ahead: int) -> None:
+def test_every_plan_and_every_order_of_it_is_a_step(plan: ExchangeGroup, look_ahead: int) -> None:
     check_step(plan.program, [plan])
     issued = prefetch(with_adamw(plan.program), look_ahead)
     for program in (issued, host_order(issued)):
@@ -166,10 +166,10 @@ def test_a_broken_program_is_refused(program: Program, message: str) -> None:
 
 
 @pytest.fixture
-def plan() -> MuonPlan:
+def plan() -> ExchangeGroup:
     """Two buckets of two matrices: 3 and 2, then 1 and 0; rank 0 owns 3 and 1."""
     plan = plan_of(sharded([8, 8, 8, 8], 2, flops=[7, 6, 8, 9]), bucket_bytes=16)
-    assert plan.owners == ((1,), (0,), (1,), (0,))
+    assert [each.owners for each in plan.matrices] == [(1,), (0,), (1,), (0,)]
     return plan
 
 
@@ -196,7 +196,7 @@ def _deps(*deps: str) -> Callable[[Op], Op]:
     ],
 )
 def test_a_broken_step_is_refused(
-    plan: MuonPlan, name: str, rank: int, change: Callable[[Op], Op | None], message: str
+    plan: ExchangeGroup, name: str, rank: int, change: Callable[[Op], Op | None], message: str
 ) -> None:
     without_results = [replace(op, memory=0) for op in plan.program[rank]]  # Else what nothing uses is named.
     ops = [change(op) if op.name == name else op for op in without_results]

@@ -6,26 +6,25 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.timelines import host_order
-from lightning_muon.schedule.muon import MuonPlan
+from lightning_muon.schedule.exchange import ExchangeGroup
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import prefetch
-from lightning_muon.schedule.validate import check_step
+from lightning_muon.schedule.step import check_step, prefetch
 from tests.unit.schedule.specs import UNIT, plan_of, sharded, with_adamw
 
 
 @pytest.fixture
-def plan() -> MuonPlan:
+def plan() -> ExchangeGroup:
     """Six matrices on two ranks, two to a bucket."""
     return plan_of(sharded([8] * 6, 2), itemsize=4)
 
 
-def _program(plan: MuonPlan, look_ahead: int = 2) -> Program:
+def _program(plan: ExchangeGroup, look_ahead: int = 2) -> Program:
     return prefetch(with_adamw(plan.program), look_ahead)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
-def test_every_look_ahead_is_a_step(plan: MuonPlan, look_ahead: int) -> None:
+def test_every_look_ahead_is_a_step(plan: ExchangeGroup, look_ahead: int) -> None:
     program = _program(plan, look_ahead)
     check_step(program, [plan])
     assert simulate(program, UNIT).makespan > 0
@@ -46,7 +45,7 @@ def _changed(name: str, change: Callable[[Op], Op], *ranks: int) -> Callable[[li
     ],
     ids=["bucket", "gather"],
 )
-def test_a_broken_step_is_refused(plan: MuonPlan, change: Callable[[list[Op]], list[Op]], message: str) -> None:
+def test_a_broken_step_is_refused(plan: ExchangeGroup, change: Callable[[list[Op]], list[Op]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_step({rank: change(ops) for rank, ops in _program(plan).items()}, [plan])
 

@@ -50,6 +50,14 @@ def test_own_private_names_and_names_that_begin_alike_may_come() -> None:
     assert not list(check_imports.check("lightning_muon/math/a.py", text))
 
 
+def test_files_that_import_each_other_are_named() -> None:
+    files = {"p/a.py": "from p import b", "p/b.py": "from p.c import C", "p/c.py": "import torch"}
+    assert not list(check_imports.circle(files))
+    only_types = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from p.a import A"
+    (complaint,) = check_imports.circle(files | {"p/c.py": only_types})
+    assert all(name in complaint for name in ("p.a", "p.b", "p.c"))
+
+
 def _function(num_lines: int, docstring_lines: int = 0) -> str:
     docstring = ['    """' + "\n    ".join(["text"] * docstring_lines) + '"""'] if docstring_lines else []
     return "\n".join(["def f() -> None:", *docstring, *["    pass"] * (num_lines - 1)])

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.sharding.shard_model import check_meta, dtype_units, find_units
+from lightning_muon.sharding.shard_model import check_meta
+from lightning_muon.sharding.units import dtype_units, find_units
 
 
 class Block(nn.Module):

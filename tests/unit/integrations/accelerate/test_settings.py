@@ -21,7 +21,7 @@ from lightning_muon.integrations.accelerate.settings import (
     read_options,
     sharding_of,
 )
-from lightning_muon.sharding.shard_model import find_units
+from lightning_muon.sharding.units import find_units
 from tests.integration.training import Block, Network
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.grad_sync.reducer_setup import (
+from tests.distributed.sharding.reducer_setup import (
     ALL_REDUCE,
     HOLDERS,
     SAME,
@@ -50,7 +50,7 @@ def _passes(kind: str) -> None:
     setup = Setup(kind, (dist.get_world_size(),))
     for step in range(3):
         setup.backward(odd_loss(step, USES[step]))
-        setup.reducer.finish()
+        setup.finish()
         setup.check()
     setup.zero_grad()
     assert setup.check() == set()
@@ -79,7 +79,7 @@ def _idle(kind: str) -> None:
                 loss(setup.model, dist.get_rank()).backward()
         elif step == 3:
             setup.backward(loss)
-        setup.reducer.finish()
+        setup.finish()
         assert bool(setup.check()) == (step != 2)
         setup.zero_grad()
 
@@ -92,7 +92,7 @@ def _come_into_use(kind: str) -> None:
     setup.refer(lambda model, rank: torch.zeros(()) if rank == 1 else loss(model, rank))
     if dist.get_rank() != 1:
         loss(setup.model, dist.get_rank()).backward()
-    setup.reducer.finish()
+    setup.finish()
     assert "branches.1.weight" in setup.check()
 
 
@@ -102,7 +102,7 @@ def _divide_by(kind: str, divisor: float) -> None:
         setup.backward(odd_loss(step, SAME))
         if step == 0:
             setup.reducer.set_divisor(divisor)
-        setup.reducer.finish()
+        setup.finish()
         setup.check(divisor)
 
 
@@ -115,7 +115,7 @@ def _divide_steps() -> None:
         gc.collect()
         setup.backward(odd_loss(2 * step + 1, USES[step]))
         setup.reducer.set_divisor(7.5 + step)
-        setup.reducer.finish()
+        setup.finish()
         setup.check(7.5 + step)
         setup.model.zero_grad()
         setup.reference.zero_grad()
@@ -141,7 +141,7 @@ def _sparse_and_half(kind: str) -> None:
     setup = Setup(kind, (dist.get_world_size(),), SparseAndHalf())
     for _ in range(2):
         setup.backward(lambda model, rank: model(torch.arange(rank, rank + 5)).square().mean())
-        setup.reducer.finish()
+        setup.finish()
         embedding = setup.reference.get_parameter("embedding.weight")
         assert embedding.grad is not None
         embedding.grad = embedding.grad.to_dense()
@@ -179,7 +179,7 @@ def _communicate_in_hooks(kind: str) -> None:
 
     model[3 if dist.get_rank() == 0 else 0].weight.register_hook(add)
     setup.backward(lambda model, rank: model(torch.full((2, 5), rank + 1.0)).square().sum())
-    setup.reducer.finish()
+    setup.finish()
     # Gradients of up to 10.
     setup.check(rtol=1e-5, atol=1e-5)
     assert float(total) == 2.0

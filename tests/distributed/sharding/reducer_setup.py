@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon.comm.groups import axis_group
-from lightning_muon.grad_sync.reducer import GradientReducer
-from lightning_muon.grad_sync.shard_map import ShardMap, place_shards
-from lightning_muon.grad_sync.transports import AllReduce, ReduceScatterToOwners
+from lightning_muon.comm.groups import axis_group, own_group
+from lightning_muon.sharding.reducer import GradientReducer, Results
+from lightning_muon.sharding.replicas import AllReducedBucket
+from lightning_muon.sharding.zero2 import Bucket, ShardMap, Zero2Layout, place_shards
 from tests.distributed.sharding.training import mesh_of
 
 ALL_REDUCE, HOLDERS = "all_reduce", "reduce_to_holders"
@@ -61,20 +62,33 @@ class Setup:
         owned = {parameter: parameter.numel() for parameter in parameters[1:3]}
         self.shard_map = shard_map_of(parameters, owned, mesh_shape)
         group = axis_group(self.shard_map.mesh, tuple(range(len(mesh_shape))))
-        self.transport = AllReduce(group) if kind == ALL_REDUCE else ReduceScatterToOwners(self.shard_map)
-        self.reducer = GradientReducer(parameters, self.transport, group, names=self.names, bucket_bytes=bucket_bytes)
+        self.layout = Zero2Layout(self.shard_map, [], {}) if kind == HOLDERS else None
+        self.results, own = Results(), own_group(group)
+        make_bucket = partial(Bucket, shards=self.shard_map) if self.layout else partial(AllReducedBucket, group=own)
+        self.reducer = GradientReducer(
+            parameters, make_bucket, group, results=self.results, names=self.names, bucket_bytes=bucket_bytes
+        )
+
+    def finish(self) -> None:
+        """The sums of all gradients, as a mode keeps them."""
+        sums = self.reducer.finish()
+        if self.layout is not None:
+            self.layout.add_gradients(sums)
+            return
+        for parameter, gradient in sums.items():
+            self.results.keep(parameter, gradient)
 
     def reduced(self, parameter: Tensor) -> Tensor | None:
         """The calling rank's part of the reduced gradient."""
-        if isinstance(self.transport, ReduceScatterToOwners):
+        if self.layout is not None:
             assert parameter.grad is None
-            return self.transport.reduced(parameter)
+            return self.layout.gradient(parameter)
         return None if parameter.grad is None else self.shard_map.local(parameter, parameter.grad)
 
     def step(self, loss: Loss, **tolerance: float) -> set[str]:
         """A whole step; the names of the gradients that were there."""
         self.backward(loss)
-        self.reducer.finish()
+        self.finish()
         present = self.check(**tolerance)
         self.zero_grad()
         return present
@@ -82,7 +96,8 @@ class Setup:
     def zero_grad(self) -> None:
         self.model.zero_grad()
         self.reference.zero_grad()
-        self.transport.forget(list(self.names))
+        if self.layout is not None:
+            self.layout.forget(list(self.names))
 
     def backward(self, loss: Loss) -> None:
         loss(self.model, dist.get_rank()).backward()
@@ -99,8 +114,6 @@ class Setup:
         present: set[str] = set()
         for parameter, expected in zip(self.names, self.reference.parameters(), strict=True):
             name, reduced = self.names[parameter], self.reduced(parameter)
-            if isinstance(self.transport, ReduceScatterToOwners):
-                assert (parameter in self.transport.present) == (expected.grad is not None), name
             assert (reduced is None) == (expected.grad is None), name
             if reduced is not None and expected.grad is not None:
                 present.add(name)

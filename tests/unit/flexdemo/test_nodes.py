@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_muon.comm.agreement import checksums
 from lightning_muon.comm.groups import axis_group
-from lightning_muon.flexdemo.node_state import NodeLayout, check_equal, local_of_nodes
+from lightning_muon.flexdemo.nodes import NodeLayout, check_equal
+from lightning_muon.math.checksum import checksums
 from tests.support.processes import ProcessPool
 
 # Rows that do not divide, fewer rows than ranks, a stack.
@@ -44,7 +44,7 @@ def _taken_apart(mesh_shape: tuple[int, int], num_saved: int, is_dtensor: bool) 
         if is_dtensor:
             placements = [Shard(0), Shard(1)] if num_saved == num_nodes else [Shard(1), Replicate()]
             value = distribute_tensor(whole, mesh, placements, src_data_rank=None)
-        found = local_of_nodes(value, _parameter(shape, mesh), layout)
+        found = layout.of_this_node(value, _parameter(shape, mesh))
         if num_saved == num_nodes:
             assert torch.equal(found, _rows(whole[node], mesh))
         else:
@@ -69,15 +69,15 @@ def test_a_node_gets_its_own_or_the_mean_of_all(
 
 def test_a_process_alone_takes_the_mean_of_several_nodes() -> None:
     parameter, whole = nn.Parameter(torch.zeros(4, 3)), _saved((4, 3), 3)
-    found = local_of_nodes(whole, parameter, None)
+    found = NodeLayout(None).of_this_node(whole, parameter)
     torch.testing.assert_close(found, whole.mean(0), rtol=0, atol=1e-6)
-    assert torch.equal(local_of_nodes(whole[1:2], parameter, None), whole[1])
+    assert torch.equal(NodeLayout(None).of_this_node(whole[1:2], parameter), whole[1])
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (2, 4, 4), (2, 3, 4), (2, 12), (2, 1, 4, 3)])
 def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) has the shape .*\(number of nodes, \*shape\)"):
-        local_of_nodes(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)), None)
+        NodeLayout(None).of_this_node(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])

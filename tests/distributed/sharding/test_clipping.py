@@ -12,8 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.grad_sync.clipping import by_ranks, clip_norm_, clip_value_, find_nonfinite
 from lightning_muon.params.layout import Layout
+from lightning_muon.sharding.clipping import by_ranks, clip_norm_, clip_value_, find_nonfinite
 from tests.support.processes import ProcessPool
 from tests.support.tensors import whole
 

@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import checksums, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
-from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, local_tensor
+from lightning_muon.math.checksum import checksums
+from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, contiguous_stride, local_tensor
 
 _NOT_SHARDED = (
     ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
@@ -21,72 +22,74 @@ _NOT_SHARDED = (
 
 
 class NodeLayout(Layout):
-    """Layout, on the whole mesh, of DTensors on ``mesh["shard"]`` and plain tensors; each node has its gradients."""
+    """Layout, on the whole mesh, of DTensors on ``mesh["shard"]`` and plain tensors; each node has its gradients.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    Without a mesh that of a single process.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__(mesh)
-        self._nodes, self._node = mesh, shard_axis(mesh)
+        self._nodes, self._node = mesh, None if mesh is None else shard_axis(mesh)
+        self.num_nodes = 1 if mesh is None else mesh.size(0)
 
     @override
-    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh, tuple[AxisPlacement, ...]]:
-        return self._nodes, (Decoupled(), *self._inside(parameter))
+    def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
+        if self._nodes is None:
+            return super().mesh_and_placements(parameter)
+        return self._nodes, (Decoupled(), *self._inside(parameter, self._nodes))
 
-    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> DTensor:
-        """The calling rank's parts of a tensor of each node as one DTensor (R, *parameter.shape); shares memory."""
-        inside = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in self._inside(parameter)]
-        shape = torch.Size((self._nodes.size(0), *parameter.shape))
+    def of_all_nodes(self, parameter: Tensor, local: Tensor) -> Tensor:
+        """The calling rank's parts of a tensor of each node as one tensor (R, *parameter.shape). Shares memory."""
+        if self._nodes is None:
+            return local.unsqueeze(0)
+        shape, placements = torch.Size((self.num_nodes, *parameter.shape)), self._of_nodes(parameter, self._nodes)
+        stride = contiguous_stride(shape)
         return DTensor.from_local(
-            local.unsqueeze(0),
-            self._nodes,
-            (Shard(0), *inside),
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
+            local.unsqueeze(0), self._nodes, placements, run_check=False, shape=shape, stride=stride
         )
 
-    def _inside(self, parameter: Tensor) -> tuple[Placement, ...]:
+    def of_this_node(self, value: Tensor, parameter: Tensor) -> Tensor:
+        """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the current number of nodes.
+
+        Of another number every node gets the mean, so that the mean over the nodes, which is what they apply of
+        residuals, stays the same. Collective over the mesh of a DTensor.
+        """
+        if value.shape[1:] != parameter.shape:
+            raise ValueError(
+                f"what was saved of each node for a parameter of shape {tuple(parameter.shape)} has the shape "
+                f"{tuple(value.shape)}; expected (number of nodes, *shape)"
+            )
+        is_same = value.shape[0] == self.num_nodes
+        if self._nodes is None:
+            own = (value.full_tensor() if isinstance(value, DTensor) else value).to(parameter.device)
+        else:
+            of_nodes, *inside = self._of_nodes(parameter, self._nodes)
+            own = _redistributed(value, self._nodes, (of_nodes if is_same else Replicate(), *inside))
+        return own[0].float().clone() if is_same else own.float().mean(0)
+
+    def _of_nodes(self, parameter: Tensor, nodes: DeviceMesh) -> tuple[Placement, ...]:
+        """Placements of a tensor (R, *parameter.shape)."""
+        inside = self._inside(parameter, nodes)
+        return (Shard(0), *(Shard(each.dim + 1) if isinstance(each, Shard) else each for each in inside))
+
+    def _inside(self, parameter: Tensor, nodes: DeviceMesh) -> tuple[Placement, ...]:
         """Placement along the ranks of a node."""
         if not isinstance(parameter, DTensor):
             # FSDP2 takes no 0-d parameters; the training loop must average their gradients.
-            if parameter.ndim and parameter.requires_grad and self._nodes.size(1) > 1:
+            if parameter.ndim and parameter.requires_grad and nodes.size(1) > 1:
                 raise ValueError(
                     f"a parameter of shape {tuple(parameter.shape)} is not sharded, but a node has "
-                    f"{self._nodes.size(1)} ranks, which would train it apart from each other; call "
+                    f"{nodes.size(1)} ranks, which would train it apart from each other; call "
                     "fully_shard(module, mesh=mesh['shard']) on the whole module, after its parts"
                 )
             return (Replicate(),)
         if parameter.device_mesh != self._node:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} lies on {parameter.device_mesh}, but FlexDeMo averages "
-                f"between the nodes of {self._nodes} itself; shard the model inside of a node only: "
+                f"between the nodes of {nodes} itself; shard the model inside of a node only: "
                 "fully_shard(module, mesh=mesh['shard'])"
             )
         return tuple(parameter.placements)
-
-
-def local_of_nodes(value: Tensor, parameter: Tensor, layout: NodeLayout | None) -> Tensor:
-    """The calling rank's part of a saved ``value`` (R, *parameter.shape), float32, for the current number of nodes.
-
-    Of another number every node gets the mean, so that the mean over the nodes, which is what they apply of residuals,
-    stays the same. Collective over the mesh of a DTensor.
-    """
-    local = local_tensor(parameter)
-    if value.shape[1:] != parameter.shape:
-        raise ValueError(
-            f"what was saved of each node for a parameter of shape {tuple(parameter.shape)} has the shape "
-            f"{tuple(value.shape)}; expected (number of nodes, *shape)"
-        )
-    if layout is None:
-        num_nodes = 1
-        own = (value.full_tensor() if isinstance(value, DTensor) else value).to(local.device)
-    else:
-        target = layout.of_all_nodes(parameter, torch.empty(local.shape, device=local.device))
-        num_nodes = target.shape[0]
-        axis = target.placements[0] if value.shape[0] == num_nodes else Replicate()
-        own = _redistributed(value, target.device_mesh, (axis, *target.placements[1:]))
-    if value.shape[0] == num_nodes:
-        return own[0].float().clone()
-    return own.float().mean(0)
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:

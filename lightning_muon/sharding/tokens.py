@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import fail_together, gather
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
-from lightning_muon.grad_sync.reducer import watch_gradients
+from lightning_muon.compat.hooks import watch_gradients
 
 _WHAT_TO_DO = (
     "call self.trainer.strategy.report_tokens(n) in training_step, fabric.strategy.report_tokens(n) or "

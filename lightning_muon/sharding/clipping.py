@@ -17,8 +17,7 @@ from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.collectives import start_all_reduce_max, start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
-from lightning_muon.config import join_names
-from lightning_muon.errors import NonFiniteGradientError
+from lightning_muon.math.norms import by_device_and_dtype, local_norms
 from lightning_muon.params.layout import Layout, sharded_axes
 
 _TENSORS = Layout()
@@ -62,7 +61,7 @@ def clip_norm_(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     # Multiply by 1, too: a check whether that is needed would make the host wait for the device.
     scale = torch.where(norm.isfinite(), scale, 1.0)
-    for gradients in _by_device_and_dtype(_gradients(listed, layout)):
+    for gradients in by_device_and_dtype(_gradients(listed, layout)):
         foreach.mul_(gradients, scale.to(gradients[0].device, gradients[0].dtype))
     return norm.float()
 
@@ -76,7 +75,7 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
     if not max_value >= 0:
         raise ValueError(f"max_value of gradient clipping must be a number of at least 0, got {max_value}")
     listed = _without_partial_sums(parameters)
-    for gradients in _by_device_and_dtype(_gradients(listed, layout)):
+    for gradients in by_device_and_dtype(_gradients(listed, layout)):
         # x - x is 0 where x is finite and NaN elsewhere: an Inf must not pass for a number.
         nothing = foreach.sub(gradients, gradients)
         foreach.clamp_min_(gradients, -max_value)
@@ -131,42 +130,6 @@ def find_nonfinite(
     return list(dict.fromkeys(found))
 
 
-class FiniteCheck:
-    """Decides whether a step is skipped, and counts the skipped ones; the same on all ranks, no communication."""
-
-    def __init__(self, max_skipped_steps: int) -> None:
-        self._max_skipped_steps = max_skipped_steps
-        self._in_a_row = 0
-        self.skipped_steps = 0
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Number of skipped steps in all, and since the last step that was taken."""
-        return self.skipped_steps, self._in_a_row
-
-    @counts.setter
-    def counts(self, counts: tuple[int, int]) -> None:
-        self.skipped_steps, self._in_a_row = counts
-
-    def observe(self, nonfinite_names: Sequence[str]) -> bool:
-        """Whether to skip the step; raises after too many. Local with the same names."""
-        if not nonfinite_names:
-            self._in_a_row = 0
-            return False
-        if self._in_a_row < self._max_skipped_steps:
-            self._in_a_row += 1
-            self.skipped_steps += 1
-            return True
-        names = join_names(nonfinite_names)
-        if self._in_a_row:
-            names += f", after {self._in_a_row} skipped steps in a row ({self.skipped_steps} in all)"
-        raise NonFiniteGradientError(
-            f"NaN or Inf in the norm of the gradient of {names}. The step was not taken: weights and "
-            "optimizer state are unchanged on all ranks. Lower the learning rate, clip gradients, or look for a bad "
-            f"batch; max_skipped_steps={self._max_skipped_steps} says how many such steps in a row may be skipped."
-        )
-
-
 @dataclass(frozen=True, eq=False)
 class RankSet:
     """Ranks that share parameters."""
@@ -208,20 +171,6 @@ def _common_device(sets: Iterable[RankSet]) -> torch.device:
     return next((each.device for each in sets if each.device.type != "cpu"), torch.device("cpu"))
 
 
-def local_norms(gradients: Sequence[Tensor], *, is_exact: bool = True) -> list[Tensor]:
-    """2-norm of each tensor, at least in float32; over 1.8e19, whose square float32 cannot hold, it is Inf.
-
-    Without ``is_exact`` norms of bfloat16, which has the range of float32, are rounded to it, in half of the time.
-    """
-    # The 2-norm, since the infinity norm and isfinite are 15 to 20 times slower on a CPU.
-    norms: dict[int, Tensor] = {}
-    for same in _by_device_and_dtype(gradients):
-        is_widened = same[0].dtype.itemsize < 4 and (is_exact or same[0].dtype == torch.float16)
-        found = foreach.norm(same, 2, dtype=torch.float32 if is_widened else None)
-        norms.update(zip(map(id, same), found, strict=True))
-    return [norms[id(gradient)] for gradient in gradients]
-
-
 def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([norm.to(device) for norm in norms] or [torch.zeros((), device=device)])
 
@@ -243,11 +192,3 @@ def _gradients(parameters: Iterable[Tensor], layout: Layout) -> list[Tensor]:
     """The calling rank's parts of gradients, without those of frozen parameters, missing and empty ones."""
     found = [layout.gradient(parameter) for parameter in parameters if parameter.requires_grad]
     return [gradient for gradient in found if gradient is not None and gradient.numel()]
-
-
-def _by_device_and_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Lists of tensors that one multi-tensor kernel can process."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(groups.values())

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon.grad_sync.parameter_all_gather import ParameterAllGather
-from lightning_muon.grad_sync.shard_map import ShardMap
 from lightning_muon.params.layout import OwnedBy
-from lightning_muon.sharding.shard_model import units_of
-from tests.distributed.grad_sync.reducer_setup import shard_map_of
+from lightning_muon.sharding.units import units_of
+from lightning_muon.sharding.zero2 import ShardMap, Zero2Layout
+from tests.distributed.sharding.reducer_setup import shard_map_of
 from tests.support.processes import ProcessPool
 
 # Every second matrix has an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -27,12 +26,12 @@ class Block(nn.Module):
         super().__init__()
         self.first = nn.Linear(width, width + 3)
         self.second = nn.Linear(width + 3, width)
-        self.all_gather: ParameterAllGather | None = None
+        self.layout: Zero2Layout | None = None
         self.seen: list[int] | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if self.all_gather is not None:
-            self.seen = list(self.all_gather.travelling)
+        if self.layout is not None:
+            self.seen = list(self.layout.travelling)
         return inputs + self.second(torch.tanh(self.first(inputs)))
 
 
@@ -55,7 +54,7 @@ class Model(nn.Module):
         return self.head(self.norm(hidden))
 
 
-Setup = tuple[list[nn.Parameter], ShardMap, ParameterAllGather]
+Setup = tuple[list[nn.Parameter], ShardMap, Zero2Layout]
 
 
 def _setup(
@@ -70,22 +69,22 @@ def _setup(
     costs = {matrix: matrix.numel() for matrix in matrices[::2]}
     shard_map = shard_map_of(parameters, costs, mesh_shape or (dist.get_world_size(),))
     buckets = [parameters[start : start + num_in_bucket] for start in range(0, len(parameters), num_in_bucket)]
-    return parameters, shard_map, ParameterAllGather(shard_map, buckets, units_of(model, units), shard_map.shard)
+    return parameters, shard_map, Zero2Layout(shard_map, buckets, units_of(model, units))
 
 
 def _step(setup: Setup, seed: int = 1, *, chosen: Sequence[Tensor] | None = None) -> dict[Tensor, Tensor]:
     """Update everything, and say so of the first half; return the values that all ranks shall have."""
-    parameters, shard_map, all_gather = setup
+    parameters, shard_map, layout = setup
     generator = torch.Generator().manual_seed(seed)
-    all_gather.begin(set(parameters if chosen is None else chosen))
+    layout.begin_step(set(parameters if chosen is None else chosen))
     expected: dict[Tensor, Tensor] = {parameter: parameter.detach().clone() for parameter in parameters}
     for parameter in parameters if chosen is None else chosen:
         expected[parameter] += torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
         local = shard_map.local(parameter)
         if local.numel():  # An empty update would count as a write to the whole.
             local.copy_(shard_map.local(parameter, expected[parameter]))
-    all_gather.updated(parameters[: len(parameters) // 2])
-    all_gather.finish_updates()
+    layout.updated(parameters[: len(parameters) // 2])
+    layout.end_step()
     return expected
 
 
@@ -97,11 +96,11 @@ def _steps(mesh_shape: tuple[int, ...], num_in_bucket: int, dtype: torch.dtype) 
     """Values are those of one process, bit for bit; the parameters of a bucket vary."""
     generator = torch.Generator().manual_seed(7)
     model = nn.ParameterList(nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES)
-    parameters, _, all_gather = setup = _setup(model, (), mesh_shape, num_in_bucket)
+    parameters, _, layout = setup = _setup(model, (), mesh_shape, num_in_bucket)
     for seed, skip in enumerate([None, 1, None, 4]):
         expected = _step(setup, seed, chosen=[p for index, p in enumerate(parameters) if index != skip])
         if seed != 1:  # The next begin waits too.
-            all_gather.wait_all()
+            layout.wait_all()
             assert _all_equal(expected)
 
 
@@ -118,42 +117,42 @@ def test_new_values_arrive_on_all_ranks(gloo: ProcessPool, mesh_shape: tuple[int
 def _inner_modules() -> None:
     """A module inside a unit waits for its own parameters only."""
     model = Model()
-    _, _, all_gather = setup = _setup(model, list(model.blocks), num_in_bucket=1)
+    _, _, layout = setup = _setup(model, list(model.blocks), num_in_bucket=1)
     expected = _step(setup)
     layer = model.blocks[1].first
     layer(torch.ones(5))  # type: ignore[operator]
     assert all(torch.equal(parameter, expected[parameter]) for parameter in layer.parameters())  # type: ignore[union-attr]
-    assert len(all_gather.travelling) == 13
+    assert len(layout.travelling) == 13
     model.head(torch.ones(5))
     assert torch.equal(model.embedding.weight, expected[model.embedding.weight])
-    assert len(all_gather.travelling) == 12
+    assert len(layout.travelling) == 12
 
 
 def _subsets() -> None:
     """Only the buckets of participating parameters travel."""
     model = Model()
-    parameters, _, all_gather = setup = _setup(model, list(model.blocks))
+    parameters, _, layout = setup = _setup(model, list(model.blocks))
     for places in ([1, 4, 7], [], [len(parameters) - 1]):
         expected = _step(setup, chosen=[parameters[place] for place in places])
-        assert set(all_gather.travelling) == {place // 3 for place in places}
-        all_gather.wait_all()
+        assert set(layout.travelling) == {place // 3 for place in places}
+        layout.wait_all()
         assert _all_equal(expected)
 
 
 def _state_dicts() -> None:
     """A state dict has the new values, and loaded ones stay."""
     model = Model()
-    _, _, all_gather = setup = _setup(model, list(model.blocks))
+    _, _, layout = setup = _setup(model, list(model.blocks))
     names = {parameter: name for name, parameter in model.named_parameters()}
     expected = {names[tensor]: value for tensor, value in _step(setup).items()}
     state = model.state_dict()
-    assert not all_gather.travelling
+    assert not layout.travelling
     assert all(torch.equal(state[name], value) for name, value in expected.items())
 
     old = {name: value.clone() for name, value in state.items()}
     _step(setup, seed=2)
     model.load_state_dict(old)
-    assert not all_gather.travelling
+    assert not layout.travelling
     assert all(torch.equal(parameter, old[name]) for name, parameter in model.named_parameters())
 
     expected = {names[tensor]: value for tensor, value in _step(setup, seed=3).items()}
@@ -164,27 +163,27 @@ def _state_dicts() -> None:
 def _copies() -> None:
     """Copies of the model, and hooks that were removed, wait for nothing."""
     model = Model()
-    _, _, all_gather = setup = _setup(model, list(model.blocks))
+    _, _, layout = setup = _setup(model, list(model.blocks))
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     expected = _step(setup)
     for other in copies:
         other(torch.arange(4))
         other.state_dict()
-        assert len(all_gather.travelling) == 5
-    all_gather.close()
-    assert not all_gather.travelling, "what still arrives is taken"
+        assert len(layout.travelling) == 5
+    layout.close()
+    assert not layout.travelling, "what still arrives is taken"
     assert _all_equal(expected)
     _step(setup)
     model(torch.arange(4))
     model.state_dict()
-    assert len(all_gather.travelling) == 5, "there are no hooks any more"
-    all_gather.wait_all()
+    assert len(layout.travelling) == 5, "there are no hooks any more"
+    layout.wait_all()
 
 
 def _compiled() -> None:
     """A compiled model waits in every step."""
     model = Model()
-    _, _, all_gather = setup = _setup(model, list(model.blocks), num_in_bucket=1)
+    _, _, layout = setup = _setup(model, list(model.blocks), num_in_bucket=1)
     num_graphs: list[int] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
@@ -197,7 +196,7 @@ def _compiled() -> None:
         expected = _step(setup, seed)
         num_graphs.append(0)
         logits = compiled(tokens)
-        assert not all_gather.travelling
+        assert not layout.travelling
         assert _all_equal(expected)
         num_graphs.append(0)
         assert torch.equal(logits, compiled(tokens))
@@ -210,11 +209,11 @@ def _old_backward() -> None:
     """A backward pass of a forward before the step is refused; values that arrive in place or through a buffer."""
     for num_in_bucket in (1, 2):
         model = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
-        _, shard_map, all_gather = setup = _setup(model, num_in_bucket=num_in_bucket)
+        _, shard_map, layout = setup = _setup(model, num_in_bucket=num_in_bucket)
         assert shard_map.placements(model[1].weight) == (OwnedBy(0),)
         old_loss = model(torch.ones(4)).sum()
         _step(setup)
-        all_gather.wait_all()
+        layout.wait_all()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             old_loss.backward()
 
@@ -222,25 +221,25 @@ def _old_backward() -> None:
 def _broken_off() -> None:
     """A step that was broken off is an error."""
     model = Model()
-    parameters, _, all_gather = _setup(model, list(model.blocks))
-    all_gather.begin(parameters[:4])
-    with pytest.raises(RuntimeError, match="finish_updates"):
+    parameters, _, layout = _setup(model, list(model.blocks))
+    layout.begin_step(parameters[:4])
+    with pytest.raises(RuntimeError, match="while a step updates them"):
         model(torch.arange(3))
     with pytest.raises(RuntimeError, match="broken off"):
-        all_gather.begin(parameters)
+        layout.begin_step(parameters)
 
 
 def _wait_alone() -> None:
     """Rank 0 reads all values while no other rank asks for any."""
     model = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in SHAPES)
-    _, _, all_gather = setup = _setup(model, num_in_bucket=2)
+    _, _, layout = setup = _setup(model, num_in_bucket=2)
     expected = _step(setup)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        all_gather.wait_all()
+        layout.wait_all()
         store.set("rank 0 has read", "")
     store.wait(["rank 0 has read"])
-    all_gather.wait_all()
+    layout.wait_all()
     assert _all_equal(expected)
 
 

@@ -6,33 +6,14 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from lightning_muon.config import nearest, unknown_option
+from lightning_muon.params.layers import ParameterKind
+from lightning_muon.params.routing import Route
 
 FOLDER = Path(__file__).with_name("shape_files")
-ParameterKind = Literal["matrix", "convolution", "stack", "elementwise"]
 _KINDS = get_args(ParameterKind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """How the optimizer treats a parameter."""
-
-    name: str  # Qualified name, without the parts that wrappers such as `torch.compile` add.
-    # `"matrix"` (2-D), `"convolution"` (flattened to (dim 0, rest)), `"stack"` (all but the last two dimensions count
-    # matrices) or `"elementwise"`.
-    kind: ParameterKind
-    reason: str = ""  # Short phrase for the table.
-    # Sizes of fused sub-matrices (Q, K, V) along `split_dim`; empty if the weight is one matrix.
-    splits: tuple[int, ...] = ()
-    split_dim: int = 0  # 0, or 1 for layers that store (inputs, outputs).
-    is_transposed: bool = False  # Whether the weight is stored as (inputs, outputs).
-
-    @property
-    def algorithm(self) -> Literal["muon", "adamw"]:
-        """``"adamw"`` for elementwise parameters, ``"muon"`` for all others."""
-        return "adamw" if self.kind == "elementwise" else "muon"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.sharding.fsdp_call_log import FsdpCallLog
+from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.outputs import tensors_in
+from lightning_muon.sharding.unit_hooks import listen
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
 from tests.distributed.sharding.models import assert_close, full, gradients_of, make_mesh
 from tests.support.processes import ProcessPool
@@ -61,9 +62,10 @@ def _backward_through_containers() -> list[int]:
     model = nn.Sequential(Outputs(3, 3))
     mesh = make_mesh((1, 2))
     fully_shard(model[0], mesh=mesh)
-    call_log = FsdpCallLog(model, mesh)
+    call_log = CallLog(model, mesh)
+    listen(model, [call_log])
     model(torch.ones(2, 3))["nested"][0].hidden.sum().backward()
-    return call_log.all_calls.tail()[1]
+    return call_log.calls()[0].last
 
 
 def test_backward_passes_are_seen_through_containers(gloo: ProcessPool) -> None:
@@ -81,7 +83,8 @@ def _evaluate(shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]])
         with torch.no_grad():
             for experts in chosen[rank]:
                 model(inputs_of(rank), experts)
-        mode.finish_evaluation()
+        assert mode.call_log is not None
+        mode.call_log.evaluation_has_ended()
         free_unsharded(model)
         model(inputs_of(rank), [0]).square().mean().backward()
         mode.finish_gradients()
@@ -106,17 +109,10 @@ def test_replicas_may_evaluate_differently(
         assert_close(result, gradients_of(model))
 
 
-@pytest.mark.parametrize(
-    ("shape", "chosen"),
-    [((1, 2), [[[0]], [[0], [0]]]), ((2, 2), [[[0]], [[0]], [[0]], [[1]]])],
-    ids=["number", "units"],
-)
-def test_ranks_that_share_weights_must_evaluate_the_same(
-    gloo: ProcessPool, shape: tuple[int, int], chosen: Sequence[Sequence[Sequence[int]]]
-) -> None:
-    gloo.expect_error_on_all_ranks(
-        _evaluate, shape, chosen, match="run different units", exception=RuntimeError, world_size=len(chosen)
-    )
+def test_ranks_that_share_weights_must_evaluate_the_same(gloo: ProcessPool) -> None:
+    match = "run different units"
+    gloo.expect_end_of_all_ranks(_evaluate, (1, 2), [[[0]], [[0], [0]]], match=match, world_size=2)
+    gloo.expect_error_on_all_ranks(_evaluate, (2, 2), [[[0]], [[0]], [[0]], [[1]]], match=match, exception=RuntimeError)
 
 
 def _different_crops(num_calls: Sequence[int]) -> list[dict[str, Tensor | None]]:

@@ -1,0 +1,261 @@
+"""How nodes are kept together: not at all, or by components of momenta that they send each other in every step (DeMo).
+
+Each way turns the gradients of a node into the updates that the base optimizer applies, and knows which state it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_muon.comm.groups import ALONE, axis_group
+from lightning_muon.compat.torch import profiled
+from lightning_muon.flexdemo.bucket import MomentumBucket, signs
+from lightning_muon.flexdemo.bucket_plan import BucketPlan, Shape, plan_buckets
+from lightning_muon.flexdemo.config import FlexDeMoConfig
+from lightning_muon.flexdemo.nodes import NodeLayout, part_of
+from lightning_muon.flexdemo.replicators import ExchangeStep, check_replicator
+from lightning_muon.optim.parameters import Gradients, StateCompletion, States
+from lightning_muon.params.layout import RoutedParameter, local_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """The parameters of an optimizer, and their states."""
+
+    parameters: Sequence[Tensor]  # In the order of the param groups.
+    states: States  # States of the parameters.
+
+    @property
+    def trainable(self) -> Sequence[Tensor]:
+        """The parameters that are not frozen."""
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+# State keys of AdamW and Muon; if nodes train by themselves, each has its own values.
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+# State entries without a dimension, those in the dtype of the weights, and those with one for each node; all but the
+# second are float32.
+_FLAGS = ("placeholder", "has_moved")
+_LIKE_WEIGHTS = (*MOMENTS, "anchor")
+_OF_NODES = ("residual",)
+
+
+class InterNodeSync(StateCompletion):
+    """The nodes of ``mesh`` (``None`` for a single process), without synchronization; subclasses add it."""
+
+    # What the state of each parameter has beside that of the base optimizer. A placeholder, since torch takes an
+    # optimizer without state for a new one.
+    entries: ClassVar[tuple[str, ...]] = ("placeholder",)
+    # Entries of a saved state that have a value for each node, (R, *shape).
+    per_node: ClassVar[tuple[str, ...]] = ("node_weights", *MOMENTS)
+
+    def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.config, self.layout = config, NodeLayout(mesh)
+        self.num_nodes = self.layout.num_nodes
+        # The ranks of all nodes with the same shards.
+        self.group = ALONE if mesh is None else axis_group(mesh, (0,))
+        self.num_steps = 0  # Number of steps before the current one.
+        # Weights of this node while its parameters show the common ones, and whether they do for good.
+        self.own_weights: dict[Tensor, Tensor] = {}
+        self.is_for_good = False
+
+    # ---- a step
+
+    def plan(self, trained: Trained) -> None:
+        """Prepare for the current parameters. Collective over the nodes."""
+
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
+        """Local updates of the parameters of the step. Collective over the nodes."""
+        updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
+        return {tensor: signs(update) for tensor, update in updates.items()} if self.config.takes_sign else updates
+
+    def finish(self) -> None:
+        """End a step. Collective over the nodes."""
+        self.num_steps += 1
+
+    def common(self, trained: Trained) -> Sequence[Tensor]:
+        """Tensors that must have the same bits on all nodes, one for each parameter, or none at all. Local."""
+        return ()
+
+    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Bytes that this rank sends to other nodes in a step for these parameters, on average. Local."""
+        return 0
+
+    # ---- state
+
+    @override
+    def keys(self, parameter: RoutedParameter) -> frozenset[str]:
+        return frozenset(self.entries) | self._keys_of_base(parameter)
+
+    @override
+    def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
+        self.fill_entries(parameter.tensor, state)
+        if not state.keys() >= self._keys_of_base(parameter):
+            super().fill(parameter, state)
+
+    def fill_entries(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Add those of ``entries`` that the state of a parameter lacks. Local."""
+        for key in self.entries:
+            if key not in state:
+                state[key] = self.zeros(key, parameter)
+
+    def _keys_of_base(self, parameter: RoutedParameter) -> frozenset[str]:
+        config = self.config
+        has_state = config.base != "sgd" if parameter.route.algorithm == "adamw" else config.has_inner_momentum
+        return super().keys(parameter) if has_state else frozenset()
+
+    def zeros(self, key: str, parameter: Tensor) -> Tensor:
+        """Zeros for a state entry: a flag, an entry for each node, or a tensor like the parameter. Local."""
+        if key in _FLAGS:
+            return torch.zeros((), dtype=torch.float32, device="cpu")
+        if key in _OF_NODES:
+            local = torch.zeros_like(
+                local_tensor(parameter), dtype=torch.float32, memory_format=torch.contiguous_format
+            )
+            return self.layout.of_all_nodes(parameter, local)
+        return torch.zeros_like(parameter, dtype=parameter.dtype if key in _LIKE_WEIGHTS else torch.float32)
+
+    # ---- checkpoints
+
+    @property
+    def loads(self) -> Sequence[str]:
+        """The entries of a saved state that :meth:`load` takes, beside the weights of the nodes."""
+        return [*(key for key in self.per_node if key in (*MOMENTS, *_OF_NODES)), *self.entries]
+
+    def saved(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Entries that a checkpoint adds to the state of a parameter, or replaces in it. Local."""
+        values = {"node_weights": self.own_weights.get(parameter, parameter.detach()), **state}
+        own = {key: values[key] for key in self.per_node if key in values and key not in _OF_NODES}
+        copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
+        return {key: self.layout.of_all_nodes(parameter, copy) for key, copy in copies.items()}
+
+    def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if the states are of a checkpoint that was made with another way of synchronizing. Local."""
+        all_marks = {"residual", "node_weights", "anchor"}
+        marks = all_marks & {key for state in states for key in state}
+        if marks == {"anchor"}:
+            raise ValueError(
+                "the state has no node_weights, which flatten_optimizer_state_dict=True of "
+                "torch.distributed.checkpoint.state_dict leaves out; get and set it without"
+            )
+        if marks and marks != all_marks & {*self.entries, *self.per_node}:
+            alone = "DiLoCo" if "anchor" in marks else "NoReplication"
+            saved_with = "components of momenta" if "residual" in marks else alone
+            raise ValueError(
+                f"the state was saved with {saved_with}, the replicator is {self.config.replicator} now; "
+                "go on with the replicator of before, or load only the weights of the model"
+            )
+
+    def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        """Load what the state and :meth:`saved` have put into a checkpoint. Collective over the mesh."""
+        self.own_weights.pop(parameter, None)
+        if "node_weights" in saved:
+            local_tensor(parameter.detach()).copy_(self.layout.of_this_node(saved["node_weights"], parameter))
+        for key in self.loads:
+            if key in saved:
+                value, state[key] = saved[key], self.zeros(key, parameter)
+                if key in self.per_node and value.ndim > parameter.ndim:
+                    value = self.layout.of_this_node(value, parameter)
+                elif key not in _FLAGS:
+                    value = part_of(value, parameter)
+                local_tensor(state[key]).copy_(value)
+
+
+class MomentumSync(InterNodeSync):
+    """Sends components of momenta to the other nodes, and applies the mean of those of all nodes (DeMo).
+
+    State of each parameter: ``residual`` (R, *shape), the momentum that a node has not sent yet.
+    """
+
+    entries: ClassVar[tuple[str, ...]] = ("residual",)
+    per_node: ClassVar[tuple[str, ...]] = ("residual",)
+
+    def __init__(self, config: FlexDeMoConfig, mesh: DeviceMesh | None) -> None:
+        super().__init__(config, mesh)
+        # The buckets of the plan, in the order in which backward finishes them, and the residuals that they use.
+        self._buckets: list[MomentumBucket] = []
+        self._residuals: dict[Tensor, Tensor] = {}
+        self._has_loaded = False  # Whether a state was loaded, so that even a single node may have residuals.
+
+    @override
+    def is_complete(self, states: States) -> bool:
+        """Whether nothing is missing, and the residuals are still those that :meth:`plan` has taken."""
+        return super().is_complete(states) and all(
+            states[parameter].get("residual") is used for parameter, used in self._residuals.items()
+        )
+
+    @override
+    def complete(self, parameters: Sequence[RoutedParameter], states: States) -> None:
+        trained = [parameter.tensor for parameter in parameters if parameter.tensor.requires_grad]
+        for plan in self._bucket_plans(trained):
+            for part in plan.parts:
+                check_replicator(part.replicator, part.block_shape)
+        super().complete(parameters, states)
+
+    @override
+    def common(self, trained: Trained) -> Sequence[Tensor]:
+        return trained.parameters
+
+    @override
+    def plan(self, trained: Trained) -> None:
+        if self.num_nodes == 1:
+            return
+        parameters = trained.trainable
+        self._residuals = {tensor: trained.states[tensor]["residual"] for tensor in parameters}
+        residuals = {tensor: local_tensor(residual)[0] for tensor, residual in self._residuals.items()}
+        plans = self._bucket_plans(parameters)
+        self._buckets = [MomentumBucket(plan, parameters, residuals) for plan in plans]
+
+    @override
+    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
+        if self.num_nodes == 1:
+            return self._of_one_node(trained, gradients)
+        taking_part = [{tensor for tensor in bucket.parameters if tensor in gradients} for bucket in self._buckets]
+        chosen = [number for number, tensors in enumerate(taking_part) if tensors]
+        for number in chosen:
+            bucket = self._buckets[number]
+            with profiled("exchange", f"n{number}"):
+                bucket.accumulate(gradients, self.config.decay)
+                bucket.send(ExchangeStep(self.num_steps, number), taking_part[number], self.group)
+        updates: dict[Tensor, Tensor] = {}
+        for number in chosen:
+            with profiled("decode", f"n{number}"):
+                found = self._buckets[number].receive(self.config.merge, sign=self.config.takes_sign)
+                updates |= {tensor: _like(local_tensor(tensor), update) for tensor, update in found.items()}
+        return updates
+
+    @override
+    def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        self._has_loaded = True
+        super().load(parameter, state, saved)
+
+    @override
+    def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
+        return sum(plan.sent_bytes(self.num_nodes) for plan in self._bucket_plans(parameters))
+
+    def _bucket_plans(self, parameters: Sequence[Tensor]) -> list[BucketPlan]:
+        shapes = [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
+        return plan_buckets(shapes, self.config)
+
+    def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
+        """Updates from the whole momentum: the gradient, plus a residual that a run of several nodes has left."""
+        momenta = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
+        for tensor, gradient in momenta.items() if self._has_loaded else ():
+            residual = local_tensor(trained.states[tensor]["residual"])[0]
+            momenta[tensor] = gradient + (self.config.decay * residual).to(gradient.dtype)
+            residual.zero_()
+        return super().updates(trained, momenta)
+
+
+def _like(local: Tensor, update: Tensor) -> Tensor:
+    """The update in the dtype and the memory order of ``local``, on which some of torch's kernels rely."""
+    is_like = update.stride() == local.stride() and update.dtype == local.dtype
+    return update if is_like else torch.empty_like(local).copy_(update)

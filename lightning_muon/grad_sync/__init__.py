@@ -1,1 +1,0 @@
-"""Gradients between backward and the optimizer: reductions that start early, scaling, clipping, finite checks."""

@@ -1,0 +1,90 @@
+"""Second moments of NorMuon while an optimizer trains: each on the ranks that orthogonalize its matrix.
+
+The optimizer's state has them laid out like the neurons, as a checkpoint saves them. A plan takes them from there, and
+writes them back before a state is saved and before the next plan is made, whose owners may be others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.comm.collectives import start_all_reduce_sum
+from lightning_muon.optim.parameters import SECOND_MOMENT, States, own_part_of
+from lightning_muon.optim.step_plan import StepPlan
+from lightning_muon.params.layout import PlacedState
+from lightning_muon.params.matrices import Matrix, neuron_shape
+
+
+class SecondMoments:
+    """Second moments of the neurons of the matrices that the calling rank owns: float32, (neurons,)."""
+
+    def __init__(self, plan: StepPlan, states: States) -> None:
+        """Take them from the states. Collective over the meshes of the plan."""
+        self.are_outdated = False  # Whether the states were loaded since, so that the next step makes a new plan.
+        self._groups = [
+            (group.axes, [matrix for matrix in group.matrices if matrix.parameter.group["normuon"]])
+            for group in plan.exchange_groups
+        ]
+        self._shapes: dict[Tensor, tuple[int, ...]] = {
+            each.parameter.tensor: neuron_shape(tuple(each.parameter.tensor.shape), each.parameter.route)
+            for _, matrices in self._groups
+            for each in matrices
+        }
+        whole = self._gathered(plan, states)
+        self._of: dict[Matrix, Tensor] = {}
+        for axes, matrices in self._groups:
+            for matrix in (each for each in matrices if axes.rank in each.owners):
+                values = whole[matrix.parameter.tensor][matrix.neuron_box.slices].reshape(-1)
+                # A process alone updates its state itself.
+                self._of[matrix] = values if axes.group is None else values.clone()
+
+    def outdate(self) -> None:
+        """Note that the states were loaded; local."""
+        self.are_outdated = bool(self._shapes)
+
+    def get(self, matrix: Matrix) -> Tensor | None:
+        """Those of a matrix that this rank owns, to be changed in place; ``None`` without NorMuon."""
+        return self._of.get(matrix)
+
+    def _gathered(self, plan: StepPlan, states: States) -> dict[Tensor, Tensor]:
+        """The whole state of each parameter that has some. Collective over the meshes of the plan."""
+        tensors = [tensor for members in plan.meshes for tensor in members.tensors if tensor in self._shapes]
+        placed = [PlacedState(tensor, states[tensor][SECOND_MOMENT], self._shapes[tensor]) for tensor in tensors]
+        saved = plan.layout.saved(placed) if placed else []
+        return {
+            tensor: each.full_tensor() if isinstance(each, DTensor) else each
+            for tensor, each in zip(tensors, saved, strict=True)
+        }
+
+    def write(self, states: States, newer: Collection[Tensor]) -> None:
+        """Write them to the states of all ranks, except those of ``newer``, which were made since.
+
+        Collective over the axes of each exchange group that has some.
+        """
+        whole = {
+            tensor: torch.zeros(shape, dtype=torch.float32, device=tensor.device)
+            for tensor, shape in self._shapes.items()
+        }
+        for axes, matrices in (each for each in self._groups if each[1]):
+            sizes = [matrix.num_neurons for matrix in matrices]
+            values = torch.zeros(sum(sizes), dtype=torch.float32, device=matrices[0].parameter.tensor.device)
+            parts = dict(zip(matrices, torch.split(values, sizes), strict=True))
+            for matrix, part in parts.items():
+                if matrix.owners[0] == axes.rank:
+                    part.copy_(self._of[matrix])
+            if axes.group is not None:
+                start_all_reduce_sum(values, axes).wait()
+            for matrix, part in parts.items():
+                box = matrix.neuron_box
+                whole[matrix.parameter.tensor][box.slices] = part.view(box.shape)
+        for tensor, values in whole.items():
+            if SECOND_MOMENT in states.get(tensor, ()) and tensor not in newer and not self.are_outdated:
+                state: Tensor = states[tensor][SECOND_MOMENT]
+                if isinstance(state, DTensor):
+                    state.to_local().copy_(own_part_of(values, state))
+                elif state.numel():  # With zero2 it is on one rank of the shard axis.
+                    state.copy_(values)

@@ -1,0 +1,214 @@
+"""Plans which matrices are exchanged among which ranks, and the ops of a step.
+
+The optimizer calls :func:`plan_exchanges` with its parameters, ``lightning-muon plan`` with parameters on the meta
+device and without processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from torch import Tensor
+
+from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.config import Assignment, ExchangeOptions
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
+from lightning_muon.params.boxes import ShardBoxes
+from lightning_muon.params.layout import AxisPlacement, MeshMembers, RoutedParameter, held_boxes, sharded_axes
+from lightning_muon.params.matrices import Matrix, matrices_in
+from lightning_muon.schedule.assign import Load, assign_owners, sharing_pays
+from lightning_muon.schedule.muon import fill_buckets, ops_of_bucket
+from lightning_muon.schedule.program import Op, Program
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(ExchangeOptions):
+    """The options that decide about owners, buckets and order."""
+
+    itemsize: int  # Bytes of an element on the wire.
+    arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
+
+
+@dataclass(eq=False)
+class ExchangeGroup:
+    """Matrices that are exchanged among the same ranks, and their plan, equal on all of them but for ``program``."""
+
+    members: MeshMembers  # The mesh of their parameters.
+    mesh_axes: tuple[int, ...]  # Its axes over which they are exchanged.
+    axes: AxisGroup  # The ranks that differ along these axes.
+    replica_of: tuple[int, ...]  # Replica of each rank; the ranks of a replica hold the whole matrices together.
+    matrices: list[Matrix] = field(default_factory=list[Matrix])  # In the order of the parameters.
+    # The planner sets these. Indices of the matrices of each bucket, which are sent together, in the order in which
+    # backward finishes them; buckets of matrices that lie on one rank alone come first.
+    buckets: tuple[tuple[int, ...], ...] = ()
+    # For each requested rank the ops of bucket after bucket: `STEP_KINDS`, without empty transfers.
+    program: Program = field(default_factory=dict[int, list[Op]])
+
+    @classmethod
+    def over(cls, members: MeshMembers, sharded: tuple[int, ...], is_shared: bool) -> ExchangeGroup:
+        """That of matrices that are sharded over the axes ``sharded`` of a mesh, replicated over the others.
+
+        With ``is_shared`` one owner serves all replicas, on any rank of the mesh; otherwise each replica has its own.
+        Collective over the mesh the first time.
+        """
+        mesh_axes = tuple(range(len(members.shape))) if is_shared else sharded
+        axes, replicas = members.along(mesh_axes), dict[tuple[int, ...], int]()
+        replica_of = tuple(
+            replicas.setdefault(tuple(index for axis, index in enumerate(each) if axis not in sharded), len(replicas))
+            for each in axes.coordinates
+        )
+        return cls(members, mesh_axes, axes, replica_of)
+
+    @property
+    def flops(self) -> tuple[int, ...]:
+        """Newton-Schulz load of each rank."""
+        found = [0] * self.axes.size
+        for matrix in self.matrices:
+            for owner in matrix.owners:
+                found[owner] += matrix.flops
+        return tuple(found)
+
+
+def plan_exchanges(
+    parameters: Sequence[RoutedParameter],
+    meshes: Sequence[MeshMembers],
+    options: PlanOptions,
+    *,
+    of_all_ranks: bool = False,
+) -> list[ExchangeGroup]:
+    """Plan owners, buckets and ops of every exchange group, those that stay within a replica first.
+
+    Every rank of the meshes gets the same owners and buckets; ops are those of the calling rank, or ``of_all_ranks``.
+    ``parameters`` are all trainable ones in the order of the forward pass, the same on all ranks of their mesh.
+    Collective over ``meshes`` the first time.
+    """
+    planned: list[ExchangeGroup] = []
+    for number, group in enumerate(_grouped(parameters, meshes, options)):
+        plan_group(
+            group,
+            itemsize=options.itemsize,
+            bucket_bytes=options.bucket_bytes,
+            strategy=options.assignment,
+            loads=_loads_so_far(group, planned, options.itemsize),
+            key_prefix=f"{number}.",
+            ranks=range(group.axes.size) if of_all_ranks else (group.axes.rank,),
+        )
+        planned.append(group)
+    return planned
+
+
+def plan_group(
+    group: ExchangeGroup,
+    *,
+    itemsize: int,
+    bucket_bytes: int,
+    strategy: Assignment = "lpt",
+    loads: Sequence[Load] | None = None,
+    key_prefix: str = "",
+    ranks: Sequence[int],
+) -> None:
+    """Assign owners and buckets of the matrices of a group, which are in forward order, and list the ops of ``ranks``.
+
+    ``bucket_bytes`` bounds what an average owner holds of a bucket, at ``itemsize`` bytes for an element on the wire;
+    ``loads`` are the earlier loads of each rank.
+    """
+    num_ranks, matrices = group.axes.size, group.matrices
+    costs = [matrix.flops for matrix in matrices]
+    sizes = [matrix.numel * itemsize for matrix in matrices]
+    sole_holders = [matrix.sole_holder for matrix in matrices]
+    buckets = fill_buckets(
+        sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, bucket_bytes=bucket_bytes
+    )
+    owners = assign_owners(
+        buckets,
+        costs=costs,
+        sizes=sizes,
+        sole_holders=sole_holders,
+        loads=[(0, 0)] * num_ranks if loads is None else loads,
+        strategy=strategy,
+    )
+    for matrix, its_owners in zip(matrices, owners, strict=True):
+        matrix.owners = its_owners
+    group.buckets, group.program = tuple(buckets), {rank: [] for rank in ranks}
+    for number, bucket in enumerate(buckets):
+        members = {index: matrices[index] for index in bucket}
+        for rank, ops in ops_of_bucket(f"{key_prefix}{number}", members, group.replica_of, itemsize, ranks).items():
+            group.program[rank] += ops
+
+
+def _grouped(
+    parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], options: PlanOptions
+) -> list[ExchangeGroup]:
+    """The matrices by the ranks among which they are exchanged, not planned yet; arguments as above."""
+    members_of: Mapping[Tensor, MeshMembers] = {tensor: members for members in meshes for tensor in members.tensors}
+    found: list[tuple[RoutedParameter, tuple[AxisPlacement, ...], tuple[int, ...]]] = []
+    num_alike: Counter[tuple[MeshMembers, tuple[int, ...]]] = Counter()
+    for each in parameters:
+        _, placements = each.layout.mesh_and_placements(each.tensor)
+        members = members_of[each.tensor]
+        sharded = sharded_axes(placements, members.shape, each.route.name)
+        found.append((each, placements, sharded))
+        num_alike[members, sharded] += len(matrices_in(tuple(each.tensor.shape), each.route))
+    groups: dict[tuple[MeshMembers, tuple[int, ...], bool], ExchangeGroup] = {}
+
+    # A large model has few different shapes.
+    @cache
+    def shards_of(group: ExchangeGroup, shape: tuple[int, ...], placements: tuple[AxisPlacement, ...]) -> ShardBoxes:
+        boxes = held_boxes(shape, group.members.shape, placements, group.axes.coordinates)
+        return ShardBoxes(boxes, group.replica_of)
+
+    @cache
+    def flops_and_group(
+        members: MeshMembers, sharded: tuple[int, ...], rows: int, cols: int, newton_schulz: NewtonSchulzOptions
+    ) -> tuple[int, ExchangeGroup]:
+        flops = newton_schulz.flops(rows, cols, options.arithmetic)
+        is_shared = options.dedupe == "always"
+        if options.dedupe == "auto":
+            replica_ranks = math.prod(members.shape[axis] for axis in sharded)
+            is_shared = sharing_pays(
+                flops,
+                rows * cols * options.itemsize,
+                device_type=options.arithmetic.device_type,
+                num_matrices=num_alike[members, sharded],
+                num_replicas=math.prod(members.shape) // replica_ranks,
+                replica_ranks=replica_ranks,
+            )
+        key = members, sharded, is_shared
+        return flops, groups.get(key) or groups.setdefault(key, ExchangeGroup.over(*key))
+
+    for each, placements, sharded in found:
+        shape, newton_schulz = tuple(each.tensor.shape), NewtonSchulzOptions.of(each.group)
+        for number, (box, rows, cols) in enumerate(matrices_in(shape, each.route)):
+            flops, group = flops_and_group(members_of[each.tensor], sharded, rows, cols, newton_schulz)
+            shards = shards_of(group, shape, placements)
+            group.matrices.append(Matrix(each, box, rows, cols, number, shards, group.axes.rank, flops))
+    return sorted(groups.values(), key=lambda group: any(group.replica_of))
+
+
+def _loads_so_far(group: ExchangeGroup, earlier: Sequence[ExchangeGroup], itemsize: int) -> list[Load]:
+    """FLOPs and bytes that every rank of an exchange group owns in ``earlier`` ones; the same in each replica.
+
+    Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch may
+    get other bits than alone. If loads differ between replicas, the largest one counts.
+    """
+    totals = [(0, 0)] * group.axes.size
+    for each in (each for each in earlier if each.members is group.members):
+        owned = [(0, 0)] * each.axes.size
+        for matrix in each.matrices:
+            for owner in matrix.owners:
+                flops, size = owned[owner]
+                owned[owner] = flops + matrix.flops, size + matrix.numel * itemsize
+        # Replicas of the earlier group on other ranks of the mesh do the same as this one.
+        common = [axis for axis in each.mesh_axes if axis in group.mesh_axes]
+        largest: dict[tuple[int, ...], Load] = {}
+        for coordinate, load in zip(each.axes.coordinates, owned, strict=True):
+            place = tuple(coordinate[axis] for axis in common)
+            largest[place] = max(load, largest.get(place, load))
+        for index, coordinate in enumerate(group.axes.coordinates):
+            flops, size = largest[tuple(coordinate[axis] for axis in common)]
+            totals[index] = totals[index][0] + flops, totals[index][1] + size
+    return totals

@@ -1,0 +1,112 @@
+"""Parameters that no rank has used: FSDP2 reduces zeros for them, which must not become gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.weak import TensorWeakRef
+from typing_extensions import override
+
+from lightning_muon.sharding.unit_hooks import UnitListener
+from lightning_muon.sharding.units import fsdp_modules, own_places
+
+# Python's garbage collector does not look into hooks of tensors. They must not refer to the model, or it would never be
+# freed, and neither would its process groups.
+
+
+def _mark(used: list[bool], index: int, _: Tensor) -> None:
+    used[index] = True
+
+
+def _make_room(reference: TensorWeakRef, zeros: dict[int, Tensor], _: Tensor) -> None:
+    """Remove the gradient of zeros, which takes no memory, before backward adds a gradient to it."""
+    whole = reference()
+    if whole is not None and zeros.pop(id(whole), None) is whole.grad:
+        whole.grad = None
+
+
+class UnusedParameters(UnitListener):
+    """Lets FSDP2 reduce the gradients of all parameters on all ranks, and removes those that no rank has computed.
+
+    FSDP2 reduces the gradients of a unit together, and hangs if a parameter is used on some ranks only. A gradient of
+    zeros for one that no rank has used would decay its weight.
+
+    Args:
+        module: Its weights must be materialized; each unit is gathered once. Construction is collective over its mesh.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places: list[tuple[nn.Module, str]] = []
+        self._used: list[bool] = []  # Whether this rank has a gradient for the parameter at each place.
+        self._kept: dict[int, TensorWeakRef] = {}  # Number of a place -> the gradient that was kept for it last.
+        self._wholes: dict[FSDPModule, list[Tensor]] = {}  # The whole weights of units that FSDP2 does not fill up.
+        self._zeros: dict[int, Tensor] = {}  # Number of whole weights -> a gradient of zeros that takes no memory.
+        self._hooks = ExitStack()
+        for unit in fsdp_modules(module):
+            self._watch(unit)
+
+    def _watch(self, unit: FSDPModule) -> None:
+        """Hook the whole weights of a unit, which exist from the first all-gather on and are reused."""
+        places = own_places(unit)
+        frozen = [not getattr(owner, attribute).requires_grad for owner, attribute in places]
+        wholes: list[Tensor] = []
+        fills_up = hasattr(unit, "set_reduce_scatter_unused_params")  # From torch 2.13 on.
+        unit.unshard()
+        for (owner, attribute), is_frozen in zip(places, frozen, strict=True):
+            whole = getattr(owner, attribute)
+            if not whole.is_floating_point():
+                continue
+            # Frozen weights are watched too, because they may be unfrozen later.
+            whole.requires_grad_(True)
+            mark = partial(_mark, self._used, len(self._used))
+            self._hooks.enter_context(whole.register_post_accumulate_grad_hook(mark))
+            if not fills_up:
+                self._hooks.enter_context(whole.register_hook(partial(_make_room, TensorWeakRef(whole), self._zeros)))
+            whole.requires_grad_(not is_frozen)
+            self._places.append((owner, attribute))
+            self._used.append(False)
+            wholes.append(whole)
+        unit.reshard()
+        if fills_up:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)
+        else:
+            self._wholes[unit] = wholes
+
+    @override
+    def enters_backward(self, unit: FSDPModule) -> None:
+        """Give whole weights without a gradient zeros as gradient, so that FSDP2 reduces them on all ranks; local."""
+        for whole in self._wholes.get(unit, ()):
+            if whole.requires_grad and whole.grad is None:
+                self._zeros[id(whole)] = torch.zeros((), dtype=whole.dtype, device=whole.device).expand(whole.shape)
+                whole.grad = self._zeros[id(whole)]
+
+    def used(self) -> list[bool]:
+        """Whether this rank has computed a gradient for the parameter at each place; local."""
+        # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
+        return [
+            is_used or (index in self._kept and self._kept[index]() is parameter.grad is not None)
+            for index, (is_used, parameter) in enumerate(zip(self._used, self._parameters(), strict=True))
+        ]
+
+    def keep(self, used: Sequence[int]) -> None:
+        """Remove the gradients of parameters but those that any rank has ``used``; local, alike on all ranks."""
+        self._kept.clear()
+        for index, (parameter, is_used) in enumerate(zip(self._parameters(), used, strict=True)):
+            if not is_used:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                self._kept[index] = TensorWeakRef(parameter.grad)
+        self._used[:] = [False] * len(self._used)
+
+    def _parameters(self) -> list[Tensor]:
+        return [getattr(owner, attribute) for owner, attribute in self._places]
+
+    def close(self) -> None:
+        """Remove the hooks, and all weak references to gradients, with which ``Module.to`` fails; local."""
+        self._kept.clear()
+        self._hooks.close()
