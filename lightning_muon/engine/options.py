@@ -225,10 +225,13 @@ NOT_OF_OPTIMIZERS["beside optimizer, to the strategy"] = [field.name for field i
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The fields of :class:`Options` that strategies take as ``**options``, for editors."""
+    """The fields of :class:`Options`, which strategies take as ``**options``, for editors."""
 
     replicate_size: SizeOrAuto
     shard_size: SizeOrAuto
+    optimizer: OptimizerChoice
+    wrap_policy: WrapPolicy
+    reshard_after_forward: bool
     context_size: int
     tensor_size: int
     pipeline_size: int
@@ -238,12 +241,9 @@ class StrategyOptions(TypedDict, total=False):
     pipeline_microbatches: int | Literal["auto"]
     pipeline_split: Sequence[str] | None
     pipeline_stages_per_rank: int | Literal["auto"]
-    wrap_policy: WrapPolicy
-    reshard_after_forward: bool
     reshard_after_backward: bool
     bucket_bytes: BucketBytes
     early_all_gather: bool
-    optimizer: OptimizerChoice
     sharding: Sharding
     loss_scaling: LossScaling
     clip_groups: ClipGroups
