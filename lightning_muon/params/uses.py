@@ -233,13 +233,7 @@ class _Reader:
                 part = self.visit(node.value)
                 self.returned = _either(self.returned, part) if self.returned else part
             case ast.If():
-                self.visit(node.test)
-                before = dict(self._names)
-                self._all(node.body)
-                after, self._names = self._names, before
-                self._all(node.orelse)
-                joined = {name: _either(after[name], self._names[name]) for name in after.keys() & self._names.keys()}
-                self._names = {**after, **self._names, **joined}
+                self._branches(node)
             case ast.For() | ast.While():
                 for each in ast.walk(node):  # What the loop sets again may have either value.
                     if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
@@ -257,6 +251,15 @@ class _Reader:
             case None:
                 pass
         return None
+
+    def _branches(self, node: ast.If) -> None:
+        self.visit(node.test)
+        before = dict(self._names)
+        self._all(node.body)
+        after, self._names = self._names, before
+        self._all(node.orelse)
+        joined = {name: _either(after[name], self._names[name]) for name in after.keys() & self._names.keys()}
+        self._names = {**after, **self._names, **joined}
 
     def _all(self, nodes: Iterable[ast.AST]) -> list[_Part | None]:
         return [self.visit(node) for node in nodes]

@@ -166,7 +166,9 @@ def _planned_places(root: Any) -> list[list[_Place]]:
         try:
             parent, module = root.get_submodule(path), root.get_submodule(name)
         except AttributeError as error:
-            raise LookupError(f"the _pp_plan of {kind} has {name}, which the model has not") from error
+            raise LookupError(
+                f"the _pp_plan of {kind} has {name}, which the model has not; models of PEFT need pipeline_parts"
+            ) from error
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             parts += [*_blocks_of(parent, child), []]
         else:
