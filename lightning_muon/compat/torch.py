@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import cache
 from itertools import compress
 from pathlib import Path
+from types import FrameType
 from typing import Any, Generic
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlan
 from torch.distributed.checkpoint.filesystem import FileSystemReader, _metadata_fn
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fully_shard import _unimplemented_deepcopy, cls_to_fsdp_cls
 from torch.distributed.tensor import DTensor, Placement, _utils
@@ -89,6 +91,17 @@ def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedel
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this process belongs to."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def group_awaited_in(frame: FrameType) -> dist.ProcessGroup | None:
+    """The process group in which a function of torch waits, by its variables; ``None`` if they have none. Local."""
+    known = frame.f_locals
+    group: Any = None
+    if "group" in known or "pg" in known:
+        group = known.get("group") or known.get("pg") or dist.group.WORLD
+    elif isinstance(mesh := known.get("device_mesh"), DeviceMesh) and isinstance(axis := known.get("i"), int):
+        group = mesh.get_group(axis)  # A DTensor is redistributed.
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def abort_device_groups() -> None:

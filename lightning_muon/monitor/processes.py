@@ -12,8 +12,9 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+
+from lightning_muon.compat.torch import group_awaited_in
 
 TORCH_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -33,18 +34,16 @@ class CollectiveCall(NamedTuple):
 def waiting_place(thread: int) -> CollectiveCall | None:
     """The collective in which a thread waits; ``None`` if it is in none."""
     frame = sys._current_frames().get(thread)
-    if frame is None or TORCH_DISTRIBUTED not in frame.f_code.co_filename:
-        return None
-    known = frame.f_locals
-    if "group" not in known and "pg" not in known:
-        return None
-    group = known.get("group") or known.get("pg") or dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        return None
-    try:
-        return CollectiveCall(group.group_name, id(frame), frame.f_code.co_name)
-    except RuntimeError:  # The group is being made, and has no name yet.
-        return None
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if TORCH_DISTRIBUTED in frame.f_code.co_filename:
+            group, name = group_awaited_in(frame), frame.f_code.co_name
+            if group is not None:
+                with suppress(RuntimeError):  # The group is being made, and has no name yet.
+                    return CollectiveCall(group.group_name, id(frame), name)
+            if "wait" not in name:
+                return None
+        frame = frame.f_back  # An operator of torch, in which a functional collective waits.
+    return None
 
 
 def standing_place(thread: int) -> tuple[FSDPModule | None, str]:

@@ -223,6 +223,20 @@ def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None
     assert "has raised before" in failed.value.failures[1].message
 
 
+def _gather_a_weight_alone() -> None:
+    pl = training.load()
+    model = training.language_model(pl)
+    model.on_train_batch_end = lambda *_: model.global_rank == 0 and model.network.blocks[1].norm.weight.full_tensor()
+    training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
+
+
+def test_a_weight_that_one_rank_gathers_alone_ends_all_ranks(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError) as failed:
+        gloo.run_fresh(_gather_a_weight_alone, world_size=2, grace=10.0)
+    assert "Rank 0: waits in redistribute_local_tensor" in str(failed.value)
+    assert failed.value.exit_codes == {0: 1, 1: 1}
+
+
 def _errors_of_evaluations() -> list[str]:
     pl, errors = load(PACKAGES[0]), []
 
