@@ -19,8 +19,8 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (25_725, 151),
-    "tests/**/*.py": (30_500, 253),
+    "lightning_muon/**/*.py": (25_681, 151),
+    "tests/**/*.py": (30_623, 251),
     "benchmarks/**/*.py": (3_995, 19),
     "recipes/**/*.*": (4_922, 58),
     "docs/**/*.md": (4_361, 31),

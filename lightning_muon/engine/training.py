@@ -520,7 +520,7 @@ class TrainingEngine:
         mode, module = self.mode, self.module
         calls = CallLog(module, mode.reduced_over, is_pipeline=self.pipeline is not None)
         if isinstance(mode, Fsdp):
-            of_units = [FailedPasses(mode), SecondDerivatives(), WrittenWeights(module), calls]
+            of_units = [FailedPasses(mode), SecondDerivatives(module), WrittenWeights(module), calls]
             mode.call_log, self._guards = calls, [*self._guards, *of_units]
             mode.listeners += of_units
         else:

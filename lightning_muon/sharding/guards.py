@@ -15,7 +15,7 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.params.uses import clean_name
 from lightning_muon.sharding.base import ShardingMode
-from lightning_muon.sharding.units import UnitListener, fsdp_roots
+from lightning_muon.sharding.units import UnitListener, fsdp_roots, original_class
 
 
 class Guard(UnitListener):
@@ -75,13 +75,17 @@ class FailedPasses(Guard):
 class SecondDerivatives(Guard):
     """Refuses ``create_graph=True``: FSDP2 frees the weights before the next backward pass needs them."""
 
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[nn.Module, str] = {child: name for name, child in module.named_modules()}
+
     @override
     def enters_backward(self, unit: FSDPModule) -> None:
         if torch.is_grad_enabled():
+            assert isinstance(unit, nn.Module)
             raise RuntimeError(
-                "a backward pass with create_graph=True (forces, a gradient penalty) reaches the FSDP2 unit "
-                f"{type(unit).__name__.removeprefix('FSDP')}, whose weights are freed before the next one needs them; "
-                "use sharding='zero2' or 'ddp'"
+                "a backward pass with create_graph=True (forces, a gradient penalty) reaches "
+                f"{self._names.get(unit, '')!r} ({original_class(unit).__name__}), whose weights FSDP2 frees before "
+                "the next one needs them; use sharding='zero2' or 'ddp'"
             )
 
 

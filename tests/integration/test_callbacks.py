@@ -140,7 +140,7 @@ def test_a_checkpoint_is_saved_when_all_ranks_fail(gloo: ProcessPool, tmp_path: 
 
 
 def _fail_alone(package: str, directory: str) -> None:
-    import lightning_muon.integrations.lightning.checkpoints as room
+    import lightning_muon.integrations.lightning.first_callback as room
 
     room._SECONDS_TO_FAIL_TOGETHER = 0.5
     _fail(package, directory, (1,))
