@@ -66,8 +66,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.
         timeout: Of collectives, on every axis of the mesh.
-        max_silence: A rank that gives no sign of life for so long while others wait for it ends the run, with the same
-            error on all ranks that are left. ``None``: four fifths of ``timeout``.
+        max_silence: A rank that gives no sign of life for so long while others wait for it ends the run: those that are
+            left log why and end with exit code 1. ``None``: four fifths of ``timeout``.
 
     Raises:
         TypeError: For a wrong keyword, with the nearest right one.
