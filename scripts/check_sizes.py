@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (25_681, 151),
+    "lightning_muon/**/*.py": (25_695, 151),
     "tests/**/*.py": (30_623, 251),
     "benchmarks/**/*.py": (3_995, 19),
     "recipes/**/*.*": (4_922, 58),

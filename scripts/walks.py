@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -71,41 +71,28 @@ def loss_of(module: Any) -> Tensor:
 def walks_of_steps() -> dict[str, Walk]:
     """Follow steps in plain loops."""
     from lightning_muon import ModeOptions, ParallelMuon, make_mode
-    from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    class Followed(ParallelMuon):
+        def _make_plan(self) -> Any:
+            with found["a plan"].follow():
+                return super()._make_plan()
+
     found = {"a step of fsdp": Walk(), "a step of zero2, with backward": Walk(), "a plan": Walk()}
-    for name, walk in zip(("fsdp", "zero2"), found.values(), strict=False):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for name, kind, walk in zip(("fsdp", "zero2"), (Followed, ParallelMuon), found.values(), strict=False):
         module = model()
         mode = make_mode(name, mesh, ModeOptions())
         mode.prepare(module)
-        optimizer = ParallelMuon(module, lr=1e-3)
+        optimizer = kind(module, lr=1e-3)
         mode.attach(module, [optimizer])
-        make_plan = PlannedOptimizer._make_plan
         for step in range(4):
             loss = loss_of(module)
-            if step == 0 and name == "fsdp":
-
-                def followed(self: PlannedOptimizer, make_plan: Any = make_plan) -> Any:
-                    with found["a plan"].follow():
-                        return make_plan(self)
-
-                PlannedOptimizer._make_plan = followed  # type: ignore[method-assign]
-            if step == 3 and name == "zero2":
-                with walk.follow():
-                    loss.backward()
-                    mode.finish_gradients()
-            else:
+            with walk.follow() if step == 3 and name == "zero2" else nullcontext():
                 loss.backward()
                 mode.finish_gradients()
-            if step == 3:
-                with walk.follow():
-                    optimizer.step()
-                    mode.end_step()
-            else:
+            with walk.follow() if step == 3 else nullcontext():
                 optimizer.step()
                 mode.end_step()
-            PlannedOptimizer._make_plan = make_plan  # type: ignore[method-assign]
             optimizer.zero_grad()
     return found
 

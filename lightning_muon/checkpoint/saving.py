@@ -33,6 +33,7 @@ from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
 from lightning_muon.sharding.weights import broadcast_buffers
 
+_MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
 _README_TEXT = """\
 A checkpoint of lightning_muon in shards. Trainer(strategy="parallel_muon" or "flexdemo") reads the directory.
 load_from_checkpoint, torch.load and other strategies read one file ("Is a directory" otherwise), with the weights:
@@ -118,6 +119,13 @@ def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
     values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
     return sum(value.numel() * value.element_size() for value in values)
+
+
+def fits_one_file(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    """Whether rank 0 counts few enough :func:`bytes_to_save` for a single file. Collective over all ranks."""
+    is_small = [bytes_to_save(module, optimizers) < _MOST_OF_ONE_FILE]
+    dist.broadcast_object_list(is_small, src=0)
+    return is_small[0]
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:

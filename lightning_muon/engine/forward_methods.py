@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from lightning_muon.sharding.outputs import without_views
+from lightning_muon.compat.hooks import ModuleHook
+from lightning_muon.sharding.outputs import tensors_in, without_views
 from lightning_muon.sharding.units import callable_children, own_places
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def follow_calls(
+    module: nn.Module, around_forward: Callable[[], AbstractContextManager[None]], begins: Callable[[Tensor], None]
+) -> list[RemovableHandle]:
+    """Hook calls of a module: ``around_forward`` is entered before them, ``begins`` called when a backward begins."""
+
+    def before(*_: Any) -> None:
+        with around_forward():
+            pass
+
+    def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        # Nothing announces loss.backward().
+        outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
+        if outputs and torch.is_grad_enabled():
+            register_multi_grad_hook(outputs, begins, mode="any")
+
+    hooks = ModuleHook(before), ModuleHook(after, "call")
+    return [module.register_forward_pre_hook(hooks[0]), module.register_forward_hook(hooks[1])]
 
 
 def register_steps(module: nn.Module) -> None:

@@ -8,18 +8,15 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
-from lightning_muon.checkpoint.saving import Format, Weights, bytes_to_save
+from lightning_muon.checkpoint.saving import Format, Weights, fits_one_file
 from lightning_muon.comm.agreement import require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
-from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import free_unsharded, profiled
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
@@ -30,7 +27,7 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     repoint_schedulers,
 )
-from lightning_muon.engine.forward_methods import refuse_parts_of_weights
+from lightning_muon.engine.forward_methods import follow_calls, refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
@@ -47,12 +44,10 @@ from lightning_muon.sharding.clipping import clip_value_, find_nonfinite
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.guards import FailedPasses, Guard, SecondDerivatives, WrittenWeights
 from lightning_muon.sharding.modes import Sharding, make_mode
-from lightning_muon.sharding.outputs import tensors_in
 from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.tokens import SingleReductionGuard, TokenCount
 from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
 
-_MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
     "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
@@ -226,9 +221,8 @@ class TrainingEngine:
 
     def follow_forward(self) -> None:
         """Hook calls of the module, and backward passes from its outputs, for loops without a framework. Local."""
-        before, after = ModuleHook(self._before_forward), ModuleHook(self._after_forward, "call")
-        self._hooks.enter_context(self.module.register_forward_pre_hook(before))
-        self._hooks.enter_context(self.module.register_forward_hook(after))
+        for handle in follow_calls(self.module, self.around_forward, self._backward_begins):
+            self._hooks.enter_context(handle)
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
         """``optimizer`` or its replacement, if it steps this module; else ``None``. Local."""
@@ -439,14 +433,12 @@ class TrainingEngine:
     @cached_property
     def saves_one_file(self) -> bool:
         """Whether checkpoints are single files, which the log says once. Collective over all ranks."""
-        choice, is_small = self.options.save_distributed_checkpoint, [False]
-        if choice == "auto" and self.pipeline is None:
-            is_small = [bytes_to_save(self.module, self.optimizers) < _MOST_OF_ONE_FILE]
-            dist.broadcast_object_list(is_small, src=0)
-        kind = "single files" if is_small[0] else "directories of shards, of which lightning-muon convert makes files"
+        choice = self.options.save_distributed_checkpoint
+        is_small = choice == "auto" and self.pipeline is None and fits_one_file(self.module, self.optimizers)
+        kind = "single files" if is_small else "directories of shards, of which lightning-muon convert makes files"
         if choice is not False:
             self._info(f"Checkpoints are {kind} (save_distributed_checkpoint={choice!r}).")
-        return choice is False or is_small[0]
+        return choice is False or is_small
 
     @property
     def weights(self) -> Weights:
@@ -558,16 +550,6 @@ class TrainingEngine:
                 self._guard = SingleReductionGuard(parameters, has_gradient, type(self.module).__name__)
             self._guard.begin_backward()
         return self._guard
-
-    def _before_forward(self, *_: Any) -> None:
-        with self.around_forward():
-            pass
-
-    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        # Nothing announces loss.backward().
-        outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
-        if outputs and torch.is_grad_enabled():
-            register_multi_grad_hook(outputs, self._backward_begins, mode="any")
 
     def _backward_begins(self, _: Tensor) -> None:
         if self._is_attached:

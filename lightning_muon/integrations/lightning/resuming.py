@@ -10,7 +10,6 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -96,7 +95,7 @@ class TrainingData:
             set_batches_read(trainer, self.num_read)
         if has_state:
             self._size = _batch_size(loader)
-            return loader if has_order or _has_length(loader) else _OneAhead(loader)
+            return loader if has_order or _length(loader) is not None else _OneAhead(loader)
         if self.num_read is not None and not has_order:
             text = f"the run goes on in mid-epoch, and this {type(loader).__name__} begins the epoch anew: take a "
             text += "DataLoader of a map-style dataset, or a StatefulDataLoader of torchdata"
@@ -198,10 +197,12 @@ class _OneAhead:
         self.loader.load_state_dict(state)
 
 
-def _has_length(loader: Any) -> bool:
-    with suppress(TypeError, NotImplementedError):
-        return len(loader) >= 0
-    return False
+def _length(loader: Any) -> int | None:
+    """Number of batches of a loader or sampler; ``None`` for one without a length, which may raise either error."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def _batch_size(loader: Any) -> int | None:
@@ -223,9 +224,8 @@ class _Order:
         self.indices: Any = getattr(loader, self.place)
         own = (getattr(getattr(self.indices, "sampler", self.indices), "generator", None), loader.generator)
         self._generator = next((each for each in own if isinstance(each, torch.Generator)), None)
-        # A loader that is shorter than another one has begun again; a sampler need not have a length.
-        with suppress(TypeError, NotImplementedError, ZeroDivisionError):
-            self._num_skipped %= len(self.indices)
+        if length := _length(self.indices):  # A loader that is shorter than another one has begun again.
+            self._num_skipped %= length
         self._is_rest = data.num_read == 0 or bool(self._num_skipped)
         self._resumed = saved.get("start") if self._is_rest else None
         if saved and not self._is_rest:  # The pass begins next, and draws from them.

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMoConfig, MuonConfig, ParallelMuon
+from lightning_muon.checkpoint import saving
 from lightning_muon.checkpoint.saving import bytes_to_save
-from lightning_muon.engine import training
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import VOCABULARY, full_weights, loss_of, max_difference
 from tests.support.family import muon_plus
@@ -108,7 +108,7 @@ def _saved_by_size(path: str, **options: Any) -> tuple[int, list[bool]]:
     num_bytes = bytes_to_save(engine.module, engine.optimizers)
     for most in (num_bytes, num_bytes + 1):
         vars(engine).pop("saves_one_file", None)
-        with mock.patch.object(training, "_MOST_OF_ONE_FILE", most):
+        with mock.patch.object(saving, "_MOST_OF_ONE_FILE", most):
             run.fabric.save(f"{path}/{most}", run.state)
         are_directories.append(Path(f"{path}/{most}").is_dir())
     return num_bytes, are_directories
