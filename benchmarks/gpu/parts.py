@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +27,7 @@ from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math import symmetric
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.math.symmetric import add_square, panels_of
+from lightning_muon.optim.graphs import NewtonSchulzGraph
 from lightning_muon.schedule.program import OpKind
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -143,49 +142,28 @@ def newton_schulz(device: Device) -> Iterator[Row]:
 
 def choices(device: Device) -> Iterator[Row]:
     """How Newton-Schulz should run: a batch over one by one, and panels of symmetric products over whole ones."""
-    options: Any = {"steps": (_COEFFICIENTS,) * 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
     for side in [64] if device.is_small else [128, 256, 512, 768, 1024, 1536, 2048]:
-        stack = torch.randn(8, side, side, device=device.name)
-        alone = device.seconds(lambda stack=stack: [ns.orthogonalize(each, **options) for each in stack])
-        together = device.seconds(lambda stack=stack: ns.orthogonalize(stack, **options))
-        yield Row(f"8 of {side} x {side}, as a batch", f"{together / alone:.2f} of the time of one by one")
+        stack = torch.randn(8, side, side, device=device.name, dtype=torch.bfloat16)
+        alone, together = (_seconds_of(device, matrices) for matrices in (stack[:1], stack))
+        yield Row(f"8 of {side} x {side}, as a batch", f"{together / (8 * alone):.2f} of the time of one by one")
     for rows, cols in [(64, 96)] if device.is_small else [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]:
-        x = torch.randn(rows, cols, device=device.name)
-        whole = _with_panels(device, x, rows + 1, rows, options)
+        x = torch.randn(1, rows, cols, device=device.name, dtype=torch.bfloat16)
+        whole = _seconds_of(device, x, least=rows + 1)
         for height in (512, 1024, 2048, 4096):
             if height < rows:
-                share = _with_panels(device, x, rows, height, options) / whole
+                share = _seconds_of(device, x, least=rows, height=height) / whole
                 yield Row(f"{rows} x {cols}, panels of {height} rows", f"{share:.2f} of the time of whole products")
 
 
-def _with_panels(device: Device, x: Tensor, least: int, height: int, options: Any) -> float:
-    """Seconds of Newton-Schulz if matrices of ``least`` rows are cut into panels of ``height``."""
+def _seconds_of(device: Device, matrices: Tensor, *, least: int = 1 << 30, height: int = 1) -> float:
+    """Seconds of Newton-Schulz of a batch, in one launch, cut into panels of ``height`` from ``least`` rows on."""
     of_device = {"_LEAST_PANELED": {device.name: least}, "_PANEL_ROWS": {device.name: height}}
+    way = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16)
     with mock.patch.multiple(symmetric, **of_device):
-        return device.seconds(lambda: ns.orthogonalize(x, **options))
-
-
-def symmetric_kernel(device: Device) -> Iterator[Row]:
-    """``b A + c A A`` by the Triton kernel against cuBLAS: what Newton-Schulz would gain by it."""
-    if not device.is_cuda or find_spec("triton") is None:
-        yield Row("symmetric products by a kernel", "needs a card and triton")
-        return
-    from benchmarks.gpu.symmetric_kernel import symmetric_addmm
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
-            x = torch.randn(side, side, device=device.name) / side
-            gram = (x @ x.mT).to(dtype)
-            full, half = torch.empty_like(gram), torch.empty_like(gram)
-            library = partial(add_square, gram, 0.5, 2.0, panels_of(gram), out=full)
-            kernel = partial(symmetric_addmm, gram, gram, out=half, bias=gram, beta=0.5, alpha=2.0)
-            share = device.seconds(kernel) / device.seconds(library)
-            error = ((half.double() - full.double()).abs().max() / full.double().abs().max()).item()
-            yield Row(
-                f"{side} x {side} {str(dtype).removeprefix('torch.')}, symmetric by a kernel",
-                f"{share:.2f} of the time of cuBLAS, error {error:.1e}",
-                error < 4 * torch.finfo(dtype).eps and torch.equal(half, half.mT),
-            )
+        if not device.is_cuda:
+            return device.seconds(partial(way.orthogonalize, matrices, eps=1e-7))
+        pool = torch.cuda.graph_pool_handle()
+        return device.seconds(NewtonSchulzGraph(matrices, way, eps=1e-7, pool=pool).replay)
 
 
 def merging(device: Device) -> Iterator[Row]:
@@ -353,7 +331,6 @@ PARTS = {
     "environment": Part(environment, 60),
     "newton_schulz": Part(newton_schulz, 100),
     "choices": Part(choices, 60),
-    "symmetric_kernel": Part(symmetric_kernel, 60),
     "merging": Part(merging, 40),
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),
