@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -221,7 +221,8 @@ class TrainingEngine:
 
     def follow_forward(self) -> None:
         """Hook calls of the module, and backward passes from its outputs, for loops without a framework. Local."""
-        for handle in follow_calls(self.module, self.around_forward, self._backward_begins):
+        # `generate` calls the module for each token; its weights stay whole between them.
+        for handle in follow_calls(self.module, partial(self.around_forward, frees=False), self._backward_begins):
             self._hooks.enter_context(handle)
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -232,15 +233,21 @@ class TrainingEngine:
     # ---- micro-batches
 
     @contextmanager
-    def around_forward(self) -> Generator[None]:
-        """Context to enter around each forward pass of the module, and around each step of an evaluation."""
+    def around_forward(self, *, frees: bool = True) -> Generator[None]:
+        """Context to enter around each forward pass of the module, and around each step of an evaluation.
+
+        ``frees``: behind one without gradients, which no backward pass can follow, weights are shards again.
+        """
         self.mode.begin_forward()
-        if torch.is_grad_enabled():
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
             self.has_run = True
             self._is_finished = False
         with self.guarded():
             try:
                 yield
+                if frees and not has_grad:
+                    free_unsharded(self.module)
             except BaseException as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(_STILL_SHARDS)
@@ -328,30 +335,28 @@ class TrainingEngine:
         """Clip the gradients of ``parameters``, the same on all ranks, by one norm; return the norm before."""
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
-        self._require_reduced("clip_gradients (clip_grad_norm_)")
-        with self.guarded(), profiled("gradient_norm", "all"):
-            self.finish_gradients()
-            for guard in self._guards:
-                guard.clips()
-            norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
+        with profiled("gradient_norm", "all"), self._clipping(parameters) as clipped:
+            norm = self.mode.clip_norm_(clipped, max_norm)
             if self.pipeline is not None:
                 self.pipeline.skip_unless_finite(norm)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
-        self._require_reduced("clip_gradients (clip_grad_value_)")
+        with self._clipping(parameters) as clipped:
+            clip_value_(clipped, max_value, layout=self.mode.layout)
+
+    @contextmanager
+    def _clipping(self, parameters: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
+        """Context in which whole gradients are clipped, of those parameters that it yields."""
+        self._require_reduced("clip_gradients (clip_grad_norm_, clip_grad_value_)")
         with self.guarded():
             self.finish_gradients()
             for guard in self._guards:
                 guard.clips()
-            clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
-
-    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The ``parameters`` that are clipped; local."""
-        # Muon orthogonalizes, so the size of a gradient matters little to it.
-        is_all = self.options.clip_groups == "all"
-        return parameters if is_all else without_matrices(parameters, self.optimizers)
+            # Muon orthogonalizes, so the size of a gradient matters little to it.
+            is_all = self.options.clip_groups == "all"
+            yield parameters if is_all else without_matrices(parameters, self.optimizers)
 
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
@@ -496,6 +501,7 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Remove all hooks; the module stays sharded, and can be saved. Local."""
+        self.show_own_weights()
         self._hooks.close()
         try:
             self._stop()
@@ -586,11 +592,3 @@ class TrainingEngine:
         if skips_step(optimizer, found, most_in_a_row=self.options.config.max_skipped_steps):
             for parameter in parameters:
                 parameter.grad = None
-
-
-def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:
-    """Close the engines, and empty the list; with ``is_end`` other ranks hear of an exception first. Local."""
-    for engine in engines if is_end else ():
-        engine.program_ends()
-    while engines:
-        engines.pop().close()

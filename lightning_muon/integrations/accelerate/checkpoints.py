@@ -25,7 +25,6 @@ from lightning_muon.comm.agreement import (
     warn_on_first_rank,
 )
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.params.uses import parameter_uses
 
@@ -58,7 +57,6 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool) -> None:
     """Write them in the places of what is there. Collective over all ranks."""
-    prepare_for_reading(engine)
     keys = ("", "") if whole else (_OPTIMIZER_KEY, _MODEL_KEY)
     places, others = dict[Path, dict[str, Any]](), list[Path]()
     for index, optimizer in enumerate(engine.optimizers):
@@ -93,7 +91,6 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
 def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) -> None:
     """Load what :func:`write_states` has written. Collective over all ranks."""
-    prepare_for_reading(engine)
     parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(engine.optimizers))]
     parts += [_find(directory, _MODEL, 0, _MODEL_KEY, *_STOCK)] if with_model else []
     together(lambda: require_one_save([part.path for part in parts]))
@@ -107,12 +104,6 @@ def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) ->
     for part, optimizer in zip(parts, engine.optimizers, strict=True):
         part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
     engine.weights_have_changed()
-
-
-def prepare_for_reading(engine: TrainingEngine) -> None:
-    """Let weights have their new values, and be shards; local."""
-    engine.mode.finish_parameters()
-    free_unsharded(engine.module)  # An evaluation leaves the root whole.
 
 
 def _among_hooks(
