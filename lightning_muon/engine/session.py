@@ -26,10 +26,9 @@ from lightning_muon.sharding.tokens import TokenCount
 class Session:
     """What an integration asks of the package, in its framework's words: one for each strategy or Accelerator.
 
-    The order of calls: :meth:`begin`; for each model :meth:`shard`, and :meth:`attach` with optimizers; the steps of
-    its engine, :meth:`report_tokens` and :meth:`around_backward` in loops of the user; :meth:`save` and :meth:`load`;
-    :meth:`close`, after which it may begin again. Methods are collective over all ranks unless they say that they are
-    local.
+    The order of calls: :meth:`begin`; for each model :meth:`shard`, and what its engine does; in loops of the user
+    :meth:`report_tokens` and :meth:`around_backward`; :meth:`save` and :meth:`load`; :meth:`close`, after which it may
+    begin again. Methods are collective over all ranks unless they say that they are local.
     """
 
     def __init__(self, options: Options, *, info: Callable[[str], None], warn: Callable[[str], None]) -> None:
@@ -73,36 +72,22 @@ class Session:
                     f"{type(module).__name__} shares parameters with {type(other.module).__name__}, which has been "
                     "set up with optimizers of its own; set up one module that holds all parameters they share"
                 )
-        watchdog, self._watchdog = self._watchdog, None
-        about = {"info": self._info, "warn": self._warn, "saves": self.saves, "watchdog": watchdog, **of_loop}
-        engine = TrainingEngine(module, self.options, self.meshes, mode_options=mode_options, **about)
+        engine = TrainingEngine(
+            module,
+            self.options,
+            self.meshes,
+            mode_options=mode_options,
+            info=self._info,
+            warn=self._warn,
+            saves=self.saves,
+            watchdog=self._watchdog,
+            tokens=self.tokens,
+            **of_loop,
+        )
+        self.tokens, self._watchdog = engine.tokens, None
         self.engines.append(engine)
         engine.shard(device)
         return engine
-
-    def attach(
-        self,
-        engine: TrainingEngine,
-        given: Sequence[torch.optim.Optimizer],
-        schedulers: Sequence[Any] = (),
-        *,
-        source: str,
-        is_default: bool = False,
-    ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, beside those that the engine has; return what takes their places.
-
-        The rest is as in :meth:`TrainingEngine.attach`.
-        """
-        engine.tokens = self.tokens
-        every = [*engine.optimizers, *given]
-        used = engine.attach(every, schedulers, source=source, is_default=is_default)
-        self.tokens = engine.tokens
-        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self.engines) > 1:
-            self._warn(
-                "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
-                "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
-            )
-        return used[len(every) - len(given) :]
 
     def engine_with(self, module: nn.Module) -> TrainingEngine | None:
         """The engine of this module, if there is one; local."""
@@ -119,18 +104,14 @@ class Session:
 
     # ---- losses of a loop of the user
 
-    def report_tokens(self, num_tokens: int | Tensor) -> None:
-        """Count the tokens of the loss whose backward pass comes next; local."""
-        self.require_tokens().report_before_backward(num_tokens)
-
-    def require_tokens(self) -> TokenCount:
-        """The count of tokens, or an error if there is none; local."""
+    def report_tokens(self, num_tokens: int | Tensor, *, in_step: bool = False) -> None:
+        """Count the tokens of the loss whose backward pass comes next, or that of the step that runs; local."""
         if self.tokens is None:
             raise RuntimeError(
                 "report_tokens needs the option loss_scaling='tokens', without which a loss is a mean, and comes after "
-                "the model and its optimizers were set up (fabric.setup, accelerator.prepare)"
+                "the model was set up (fabric.setup, accelerator.prepare)"
             )
-        return self.tokens
+        (self.tokens.report if in_step else self.tokens.report_before_backward)(num_tokens)
 
     @contextmanager
     def around_backward(self, *, loss_divided_by: int = 1) -> Generator[None]:

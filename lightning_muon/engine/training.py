@@ -81,6 +81,7 @@ class TrainingEngine:
         warn: Callable[[str], None],
         saves: BackgroundSaves | None = None,  # The background saves of this training, if any.
         watchdog: Watchdog | None = None,  # A watchdog that runs already; the engine closes it.
+        tokens: TokenCount | None = None,  # The count of other models, for `loss_scaling="tokens"`.
         sharding: Sharding | None = None,  # Replaces `options.sharding`.
         is_only_module: bool = True,  # Whether every backward pass of the program goes through this module.
         is_loop_of_user: bool = True,  # Whether the user calls backward and step, maybe on the optimizers he has made.
@@ -94,8 +95,9 @@ class TrainingEngine:
             mode_options = self.pipeline.mode_options(mode_options)
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.tokens: TokenCount | None = None
-        self.is_sharded = False
+        self.tokens = tokens
+        if options.loss_scaling == "tokens" and tokens is None:
+            self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._is_guarded = False
         self._is_attached = False
         self.has_run = False  # Whether the module has run since the last step, so that there may be gradients.
@@ -138,7 +140,6 @@ class TrainingEngine:
         for parameter in module.parameters():
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
-        self.is_sharded = True
         if self.divides_weights:
             refuse_parts_of_weights(module)
         if self.pipeline is not None:
@@ -153,13 +154,13 @@ class TrainingEngine:
         source: str,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return those that replace them; schedulers follow them.
+        """Train with these optimizers, too, and return those that replace them; schedulers follow them.
 
-        ``given`` are all optimizers that will step the module, also those that were attached before, with the
-        parameters that the module has, or had before :meth:`shard`. ``source`` says in errors where they are from,
-        ``is_default`` that the user did not make them.
+        They have the parameters that the module has, or had before :meth:`shard`. ``source`` says in errors where they
+        are from, ``is_default`` that the user did not make them.
         """
-        module, options = self.module, self.options
+        module, options, before = self.module, self.options, self.optimizers
+        given = [*before, *given]
         forget_own(given)
         self.rebind(given)
         if self.pipeline is not None:
@@ -168,7 +169,7 @@ class TrainingEngine:
         conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
-        before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
+        self.optimizers = [conversion.optimizer for conversion in conversions]
         for old, new in zip(given, self.optimizers, strict=True):
             if new is not old:
                 repoint_schedulers(schedulers, old, new)
@@ -189,8 +190,6 @@ class TrainingEngine:
             raise
         self._is_attached = True
         self._names = {parameter: name for name, parameter in names_of(module).items()}
-        if options.loss_scaling == "tokens" and self.tokens is None:
-            self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         if self.pipeline is not None:
             self.pipeline.attach(self.optimizers, self.tokens)
         self._switch_on_guards()
@@ -199,7 +198,7 @@ class TrainingEngine:
         self._info(describe_optimizers(fresh))
         for message in optimizer_warnings(fresh, module, choice, is_default=is_default):
             self._warn(message)
-        return list(self.optimizers)
+        return self.optimizers[len(before) :]
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Give optimizers the parameters that have replaced those from before :meth:`shard`; local."""

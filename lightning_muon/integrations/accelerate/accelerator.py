@@ -152,7 +152,7 @@ class Accelerator(accelerate.Accelerator):
                     f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
                 )
             plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
-            used = self._session.attach(engine, plain, schedulers, source="what was given to prepare")
+            used = engine.attach(plain, schedulers, source="what was given to prepare")
             for given, optimizer in zip(optimizers, used, strict=True):
                 ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
                 mark_prepared(self, sharded)
@@ -249,7 +249,7 @@ class Accelerator(accelerate.Accelerator):
         """
         local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]
-        return stock() if self._engine is None else save_state(self, self._engine, stock)
+        return stock() if self._engine is None else save_state(self, self._session, stock)
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -259,7 +259,7 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is None:
             stock()
         else:
-            load_state(self, self._engine, stock, input_dir)
+            load_state(self, self._session, stock, input_dir)
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:

@@ -20,10 +20,9 @@ from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, require_precision
 from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.session import Session
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
-
-_SOURCE = "the optimizers that were set up"  # In errors.
 
 
 @takes_options(Options, IN_PYTHON)
@@ -94,15 +93,15 @@ class FabricStrategy(MuonStrategy):
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set it up first"
             )
-        return self._session.attach(owners[0], [optimizer], source=_SOURCE)[0]
+        return self._attach(owners[0], [optimizer])[0]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        engine, schedulers = self._session.engines[-1], [] if scheduler is None else [scheduler]
-        return entry, self._session.attach(engine, optimizers, schedulers, source=_SOURCE), scheduler
+        used = self._attach(self._session.engines[-1], optimizers, [] if scheduler is None else [scheduler])
+        return entry, used, scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -189,6 +188,17 @@ class FabricStrategy(MuonStrategy):
         self.precision.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()
+
+    def _attach(
+        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any] = ()
+    ) -> list[torch.optim.Optimizer]:
+        used = engine.attach(given, schedulers, source="the optimizers that were set up")
+        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._session.engines) > 1:
+            self.package.fabric("utilities.rank_zero").rank_zero_warn(
+                "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
+                "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
+            )
+        return used
 
     def _parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {key: self._part(value) for key, value in state.items()}

@@ -36,7 +36,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
     share_metrics,
 )
-from lightning_muon.integrations.lightning.first_callback import describe_run, require_all_ranks
+from lightning_muon.integrations.lightning.first_callback import require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -122,12 +122,7 @@ class TrainerStrategy(MuonStrategy):
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
 
-        what = "the run of the Trainer"
-        self._first_callback = make("FirstCallback", self.package.name)(
-            self.finish_parameters,
-            compare=lambda: self._running_engine.require_equal(describe_run(trainer), what),
-            tell_others=self.on_exception,
-        )
+        self._first_callback = make("FirstCallback", self.package.name)()
         trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         self._engine = engine = self._shard(
@@ -165,8 +160,7 @@ class TrainerStrategy(MuonStrategy):
         given = [each for each in self.optimizers if not is_placeholder_optimizer(self.package, each)]
         unnamed = [each for each in self.lr_scheduler_configs if each.name is None]  # type: ignore[attr-defined]
         names = [f"lr-{type(each.scheduler.optimizer).__name__}" for each in unnamed]
-        used = self._session.attach(
-            self._running_engine,
+        used = self._running_engine.attach(
             given,
             [config.scheduler for config in self.lr_scheduler_configs],  # type: ignore[attr-defined]
             source="what configure_optimizers returned",
@@ -214,7 +208,7 @@ class TrainerStrategy(MuonStrategy):
         """
         # A step that is shared with validation reports there too.
         if self.options.loss_scaling != "tokens" or self.lightning_module.trainer.training:
-            self._session.require_tokens().report(num_tokens)
+            self._session.report_tokens(num_tokens, in_step=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
@@ -418,7 +412,7 @@ class TrainerStrategy(MuonStrategy):
         """Load the weights once the model is sharded: now or in :meth:`setup`."""
         assert self._checkpoint is not None
         self._is_strict, self._checkpoint.content["state_dict"] = strict, checkpoint.get("state_dict", {})
-        if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
+        if self._engine is not None and self._engine.module is self.lightning_module:
             self._load_pending_weights()
 
     def _load_pending_weights(self) -> None:

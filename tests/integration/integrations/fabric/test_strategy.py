@@ -193,6 +193,11 @@ def _not_set_up(what: str) -> None:
     fabric = loop.launch()
     model: Any = loop.network()
     foreign = loop.adamw(Network())
+    if what == "state":
+        used = loop.adamw(model)
+        model(loop.micro_batch(0, 0)[0]).sum().backward()
+        used.step()
+        fabric.setup(model, used)
     if what == "ranks" and fabric.global_rank == 1:
         fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if what == "setup":
@@ -215,7 +220,8 @@ def _not_set_up(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "exception", "match"),
     [
-        ("ranks", RuntimeError, "differs between ranks"),
+        ("state", ValueError, r"AdamW has state for \w+\.\S+, which was sharded since"),
+        ("ranks", RuntimeError, "the optimizers that were set up differs between ranks"),
         ("setup", ValueError, "parameters of no module that was set up before it"),
         ("step", ValueError, "this AdamW was not set up"),
         ("shared", ValueError, r"Sequential shares parameters with \w*Network, which has been set up"),
