@@ -154,10 +154,11 @@ class TrainingEngine:
         source: str,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, too, and return those that replace them; schedulers follow them.
+        """Train with these optimizers, too, and return those that replace them.
 
-        They have the parameters that the module has, or had before :meth:`shard`. ``source`` says in errors where they
-        are from, ``is_default`` that the user did not make them.
+        They have the parameters that the module has, or had before :meth:`shard`. ``schedulers`` of a framework, which
+        looks for their optimizers, follow them. ``source`` says in errors where they are from, ``is_default`` that the
+        user did not make them.
         """
         module, options, before = self.module, self.options, self.optimizers
         given = [*before, *given]
@@ -172,10 +173,10 @@ class TrainingEngine:
         self.optimizers = [conversion.optimizer for conversion in conversions]
         for old, new in zip(given, self.optimizers, strict=True):
             if new is not old:
-                repoint_schedulers(schedulers, old, new)
-                if self._is_loop_of_user:  # The loop holds the given one, and may make schedulers for it.
+                if self._is_loop_of_user:  # The loop and its schedulers hold the given one.
                     self.proxies.append(OptimizerProxy(old, new))
                 else:
+                    repoint_schedulers(schedulers, old, new)
                     self._hooks.callback(hand_back, schedulers, new, old, choice)
 
         if before:
@@ -392,9 +393,15 @@ class TrainingEngine:
         free_unsharded(self.module)  # FSDP2 keeps those of its root after a forward that no backward has followed.
         self.mode.end_step()
 
-    def begin_evaluation(self) -> None:
-        """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common."""
-        self._show_common(for_good=False)
+    def begin_evaluation(self, *, for_good: bool = False) -> None:
+        """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common.
+
+        Each of them on the ranks that have the same modules; ``for_good`` if no training follows.
+        """
+        self.mode.finish_parameters()
+        broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
+        if show_common(self.optimizers, for_good=for_good):
+            self.weights_have_changed()
 
     def end_evaluation(self) -> None:
         """Switch back from averaged (DiLoCo) to this node's weights."""
@@ -416,14 +423,7 @@ class TrainingEngine:
             self._warn(
                 f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
             )
-        self._show_common(for_good=True)
-
-    def _show_common(self, *, for_good: bool) -> None:
-        """Make buffers equal on the ranks that have the same modules, and weights equal on all nodes."""
-        self.mode.finish_parameters()
-        broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
-        if show_common(self.optimizers, for_good=for_good):
-            self.weights_have_changed()
+        self.begin_evaluation(for_good=True)
 
     def _compare_last_batch(self) -> None:
         if self.pipeline is not None:

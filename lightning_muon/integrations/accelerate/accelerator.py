@@ -133,7 +133,6 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
-        schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
         if (models or optimizers) and len(models) + len(self._session.engines) != 1:
             after = " after another one" if self._engine is not None else ""
@@ -152,7 +151,7 @@ class Accelerator(accelerate.Accelerator):
                     f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
                 )
             plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
-            used = engine.attach(plain, schedulers, source="what was given to prepare")
+            used = engine.attach(plain, source="what was given to prepare")
             for given, optimizer in zip(optimizers, used, strict=True):
                 ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
                 mark_prepared(self, sharded)

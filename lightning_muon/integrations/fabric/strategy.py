@@ -100,8 +100,7 @@ class FabricStrategy(MuonStrategy):
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        used = self._attach(self._session.engines[-1], optimizers, [] if scheduler is None else [scheduler])
-        return entry, used, scheduler
+        return entry, self._attach(self._session.engines[-1], optimizers), scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -189,10 +188,8 @@ class FabricStrategy(MuonStrategy):
         self.accelerator.teardown()
         self.cluster_environment.teardown()
 
-    def _attach(
-        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any] = ()
-    ) -> list[torch.optim.Optimizer]:
-        used = engine.attach(given, schedulers, source="the optimizers that were set up")
+    def _attach(self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        used = engine.attach(given, source="the optimizers that were set up")
         if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._session.engines) > 1:
             self.package.fabric("utilities.rank_zero").rank_zero_warn(
                 "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
