@@ -40,7 +40,7 @@ _OTHER_WORDS = {
     **dict.fromkeys(("learning_rate", "lrr"), "it is called lr"),
     "muon_lr": "set muon_lr_factor",
     "use_muon": "set algorithm='muon' or 'adamw'",
-    **dict.fromkeys(("wd", "weight_decay"), "it is called weight_decay"),
+    "wd": "it is called weight_decay",
 }
 
 
@@ -132,8 +132,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"{key} is no key of a param group of {type(self).__name__}; {_OTHER_WORDS[key.lower()]}"
                 )
-            alike = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
-            if removed(key) or (alike and alike[0][0] == key[0]):
+            alike = difflib.get_close_matches(key.lower(), self.defaults, n=1, cutoff=0.85)
+            if removed(key) or (alike and alike[0][0] == key[0].lower()):
                 raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
         group = self.defaults | param_group
         parameters.check_group_(group)

@@ -68,7 +68,8 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
         "muon_lr_facto": "a param group: .*did you mean 'muon_lr_factor'",
         "hyperball": "a param group: hyperball went",
         "learning_rate": "learning_rate is no key of a param group of .*; it is called lr",
-        "Weight_Decay": "it is called weight_decay",
+        "wd": "it is called weight_decay",
+        "Momentum": "did you mean 'momentum'",
         "use_muon": "set algorithm='muon'",
         "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
     }
