@@ -80,22 +80,29 @@ def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     assert gloo.run(_train, (1, 2), [BOTH, ([1], [1])], patience=0.5, sleep=0.9, world_size=2) == [2, 2]
 
 
-def _run_forward_on_one_rank() -> None:
-    """As a Trainer does: rank 0 samples between two steps, the others go on to their next collective."""
+def _run_on_one_rank(what: str) -> None:
+    """As a Trainer does: rank 0 samples or logs between two steps, the others go on to their next collective."""
     model, mode = sharded(make_mesh((1, 2)), ["Layer"])
     watchdog_module._SECONDS_TO_WARN = 0.5
     with watching(mode.call_log, patience=SOON, interval=SOON / 8):
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 1:
+            dist.broadcast(torch.ones(1), 0)
+        elif what == "forward":
             model.unshard()
         else:
-            dist.all_reduce(torch.ones(1))
+            next(model.parameters()).norm().full_tensor()  # An operator waits for the sum, not `full_tensor` itself.
 
 
-def test_a_forward_on_one_rank_is_named_with_its_line(gloo: ProcessPool) -> None:
-    match = (
-        r"ends: rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+watchdog.py:\d+ "
-    )
-    failed = gloo.expect_end_of_all_ranks(_run_forward_on_one_rank, match=match, world_size=2)
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("forward", r"rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, "),
+        ("norm", r"The ranks wait for each other in different places: .* Rank 0: waits in redistribute_local_tensor, "),
+    ],
+)
+def test_what_one_rank_does_alone_is_named_with_its_line(gloo: ProcessPool, what: str, match: str) -> None:
+    match = rf"ends: {match}\S+watchdog.py:\d+ "
+    failed = gloo.expect_end_of_all_ranks(_run_on_one_rank, what, match=match, world_size=2)
     for rank in range(2):
         assert f"rank {rank} has stood in one place for" in str(failed)
 
