@@ -89,10 +89,15 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
     except (OSError, ImportError, DamagedCheckpointError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
     except ValueError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
-            raise  # Not our words: whoever reads them needs the traceback.
+        if not raised_by(error, "lightning_muon"):
+            raise
         raise SystemExit(f"{parser.prog}: {error}") from error
+
+
+def raised_by(error: Exception, *packages: str) -> bool:
+    """Whether one of ``packages`` raises ``error`` itself; who reads the words of other code needs the traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in packages
 
 
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:

@@ -241,5 +241,7 @@ def test_only_our_words_stand_without_a_traceback(monkeypatch: pytest.MonkeyPatc
         command.main(["verify", "nowhere"])
     for raised, expected in ((ValueError("of a mesh"), ValueError), (TypeError("not iterable"), TypeError)):
         monkeypatch.setattr("lightning_muon.cli.verify._checkpoints", mock.Mock(side_effect=raised))
-        with pytest.raises(expected):
-            command.main(["verify", "path"])
+        monkeypatch.setattr("lightning_muon.cli.launch.run_by_us", mock.Mock(side_effect=raised))
+        for words in (["verify", "path"], ["launch", "--cpu", "--num_processes", "2", __file__]):
+            with pytest.raises(expected):
+                command.main(words)
