@@ -33,8 +33,6 @@ class LoopbackWork(dist.Work):
     def __init__(self, event: torch.cuda.Event | None, kept: Sequence[Tensor]) -> None:
         super().__init__()
         self._event, self._kept = event, tuple(kept)
-        self._future: Future[list[Tensor]] = Future()
-        self._future.set_result(list(kept))
 
     def wait(self, timeout: Any = None) -> bool:
         """Let the current stream wait, and let go of the tensors."""
@@ -50,7 +48,9 @@ class LoopbackWork(dist.Work):
         return True
 
     def get_future(self) -> Future[list[Tensor]]:
-        return self._future
+        future: Future[list[Tensor]] = Future()
+        future.set_result(list(self._kept))
+        return future
 
 
 class LoopbackGroup(dist.ProcessGroup):
@@ -85,7 +85,7 @@ class LoopbackGroup(dist.ProcessGroup):
             return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield events
             events.append(self._stream.record_event())

@@ -16,15 +16,20 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mode, train_two_ranks
-from lightning_muon import FlexDeMoConfig, ParallelMuon
+from lightning_muon import Components, FlexDeMoConfig, ParallelMuon
+from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
+from lightning_muon.math import symmetric
 from lightning_muon.math.dct import add_sparse_inverse_dct_
 from lightning_muon.math.symmetric import add_square, panels_of
+from lightning_muon.schedule.program import OpKind
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -91,13 +96,18 @@ def run_part(name: str, *, device: str, is_small: bool) -> dict[str, Any]:
 def environment(device: Device) -> Iterator[Row]:
     """Versions, and the two rates that all other times are compared with."""
     yield Row("torch, CUDA, NCCL", f"{torch.__version__}, {torch.version.cuda}, {_nccl_version(device)}")
-    size = 512 if device.is_small else 8192
-    a, b = (torch.randn(size, size, device=device.name, dtype=torch.bfloat16) for _ in range(2))
-    yield Row(f"bf16 product of {size}", f"{2 * size**3 / device.seconds(lambda: a @ b) / 1e12:.3g} TFLOP/s")
+    yield Row("bf16 product of two large matrices", f"{_gemm_rate(device):.3g} TFLOP/s")
     source = torch.empty((1 << 20) if device.is_small else (1 << 31), dtype=torch.uint8, device=device.name)
     target = torch.empty_like(source)
     seconds = device.seconds(lambda: target.copy_(source))
     yield Row("copy, bytes read and written", f"{2 * source.numel() / seconds / 1e12:.3g} TB/s")
+
+
+def _gemm_rate(device: Device) -> float:
+    """TFLOP/s of a large product in bfloat16."""
+    size = 512 if device.is_small else 8192
+    a, b = (torch.randn(size, size, device=device.name, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / device.seconds(lambda: a @ b) / 1e12
 
 
 def _nccl_version(device: Device) -> str:
@@ -110,6 +120,7 @@ def newton_schulz(device: Device) -> Iterator[Row]:
     shapes = [(64, 96), (96, 64)]
     if not device.is_small:
         shapes = [(512, 2048), (1024, 4096), (2048, 7168), (4096, 4096), (14336, 4096), (8192, 28672)]
+    gemm = _gemm_rate(device)
     for shape in shapes:
         x = torch.randn(shape, device=device.name)
         ours = ns.orthogonalize(x, **options)
@@ -118,7 +129,8 @@ def newton_schulz(device: Device) -> Iterator[Row]:
         rate = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16).flops(*shape) / seconds / 1e12
         yield Row(
             f"{shape[0]} x {shape[1]}",
-            f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s, {seconds / torch_seconds:.2f} of torch.optim.Muon's",
+            f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s ({100 * rate / gemm:.0f} % of products), "
+            f"{seconds / torch_seconds:.2f} of torch.optim.Muon's",
         )
         again = all(torch.equal(ours, ns.orthogonalize(x, **options)) for _ in range(5))
         yield Row(f"{shape[0]} x {shape[1]}, same bits in six runs", str(again), again)
@@ -127,6 +139,30 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             whole = torch.linalg.svdvals(ours.float())
             held = bool(((whole > 0.3) & (whole < 1.3)).all())
             yield Row("singular values", f"{whole.min().item():.2f} to {whole.max().item():.2f}", held)
+
+
+def choices(device: Device) -> Iterator[Row]:
+    """How Newton-Schulz should run: a batch over one by one, and panels of symmetric products over whole ones."""
+    options: Any = {"steps": (_COEFFICIENTS,) * 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
+    for side in [64] if device.is_small else [128, 256, 512, 768, 1024, 1536, 2048]:
+        stack = torch.randn(8, side, side, device=device.name)
+        alone = device.seconds(lambda stack=stack: [ns.orthogonalize(each, **options) for each in stack])
+        together = device.seconds(lambda stack=stack: ns.orthogonalize(stack, **options))
+        yield Row(f"8 of {side} x {side}, as a batch", f"{together / alone:.2f} of the time of one by one")
+    for rows, cols in [(64, 96)] if device.is_small else [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]:
+        x = torch.randn(rows, cols, device=device.name)
+        whole = _with_panels(device, x, rows + 1, rows, options)
+        for height in (512, 1024, 2048, 4096):
+            if height < rows:
+                share = _with_panels(device, x, rows, height, options) / whole
+                yield Row(f"{rows} x {cols}, panels of {height} rows", f"{share:.2f} of the time of whole products")
+
+
+def _with_panels(device: Device, x: Tensor, least: int, height: int, options: Any) -> float:
+    """Seconds of Newton-Schulz if matrices of ``least`` rows are cut into panels of ``height``."""
+    of_device = {"_LEAST_PANELED": {device.name: least}, "_PANEL_ROWS": {device.name: height}}
+    with mock.patch.multiple(symmetric, **of_device):
+        return device.seconds(lambda: ns.orthogonalize(x, **options))
 
 
 def symmetric_kernel(device: Device) -> Iterator[Row]:
@@ -158,11 +194,15 @@ def merging(device: Device) -> Iterator[Row]:
         generator = torch.Generator(device.name).manual_seed(0)
         blocks = 64 if device.is_small else 16384
         random: Any = {"generator": generator, "device": device.name}
-        positions = torch.cat([torch.rand(blocks, 256, **random).argsort(1)[:, :32] for _ in range(num_nodes)], dim=1)
-        values = torch.randn(blocks, 32 * num_nodes, **random)
-        first, *others = [values.new_zeros(blocks, 64, 64) for _ in range(21)]
+        sent = [
+            Components(torch.randn(blocks, 32, **random), torch.rand(blocks, 256, **random).argsort(1)[:, :32])
+            for _ in range(num_nodes)
+        ]
+        first, *others = [torch.zeros(blocks, 64, 64, device=device.name) for _ in range(21)]
         for each in (first, *others):
-            add_sparse_inverse_dct_(each, values, positions)
+            merged = merge(sent, "mean", 64 * 64)
+            assert merged.indices is not None
+            add_sparse_inverse_dct_(each, merged.values, merged.indices)
         again = all(torch.equal(first, other) for other in others)
         yield Row(f"{num_nodes} nodes, same bits in 21 runs", str(again), again)
 
@@ -199,7 +239,7 @@ def _waits(label: str, device: Device, step: Callable[[], Any]) -> Row:
     places = [
         f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
         for warning in seen
-        if "ynchroniz" in str(warning.message)
+        if "called a synchronizing" in str(warning.message)
     ]
     # A CPU never warns.
     return Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places if device.is_cuda else None)
@@ -219,9 +259,10 @@ def _sync_warnings(device: Device) -> Iterator[None]:
 
 def two_ranks(device: Device) -> Iterator[Row]:
     """Two processes on one device over gloo: equal bits with and without overlap, and the weights of one process."""
-    is_same, difference = train_two_ranks(device.name)
-    yield Row("bits of overlap='step' against 'off'", str(is_same), is_same)
-    yield Row("difference to one process", f"{difference:.1e}", difference < 1e-5)
+    for sharding in ("fsdp", "zero2", "ddp"):
+        is_same, difference = train_two_ranks(sharding, device.name)
+        yield Row(f"{sharding}, bits of overlap='step' against 'off'", str(is_same), is_same)
+        yield Row(f"{sharding}, difference to one process", f"{difference:.1e}", difference < 1e-5)
 
 
 def steps(device: Device) -> Iterator[Row]:
@@ -243,10 +284,18 @@ def steps(device: Device) -> Iterator[Row]:
                 times.append((time.perf_counter() - start, middle - start))
                 optimizer.zero_grad()
             total, host = (1e3 * statistics.median(each) for each in zip(*times[2:], strict=True))
+            flops = _flops_of(optimizer)
             launches = _launches(device, optimizer)
         peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
         figure = f"{total:.1f} ms, host {host:.1f} ms, {launches} launches, {held / 1e9:.2f} billion parameters here"
-        yield Row(f"{shapes} on 8 ranks", figure + peak)
+        share = 100 * flops / (total / 1e3) / 1e12 / _gemm_rate(device)
+        yield Row(f"{shapes} on 8 ranks", f"{figure}{peak}, {share:.0f} % of the rate of products")
+
+
+def _flops_of(optimizer: ParallelMuon) -> int:
+    """FLOPs of Newton-Schulz of this rank in a step."""
+    assert optimizer._planned is not None
+    return sum(op.cost for op in optimizer._planned.plan.ops if op.kind == OpKind.NEWTON_SCHULZ)
 
 
 def _launches(device: Device, optimizer: ParallelMuon) -> str:
@@ -261,25 +310,55 @@ def _launches(device: Device, optimizer: ParallelMuon) -> str:
     return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
 
 
+def training(device: Device) -> Iterator[Row]:
+    """Steps of a training of 1.2 billion weights as rank 0 of 8, with Muon and with AdamW, by turns."""
+    from benchmarks.gpu.training import LENGTH, RANKS, SEQUENCES, idle_of_step, seconds_of_steps, training_with
+
+    times: dict[str, list[float]] = {"AdamW": [], "Muon": []}
+    options: Any = {"device": device.name, "is_small": device.is_small}
+    for _ in range(2):
+        for name, seconds in times.items():
+            if device.is_cuda:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            with training_with(name, **options) as each:
+                seconds.append(seconds_of_steps(each, device.synchronize))
+            del each
+            peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
+            tokens = f"{SEQUENCES} x {LENGTH} tokens on each of {RANKS} ranks"
+            yield Row(f"{name}, {tokens}", f"{1e3 * seconds[-1]:.1f} ms{peak}")
+    yield Row("Muon over AdamW", f"{min(times['Muon']) / min(times['AdamW']):.3f} of the time")
+    if device.is_cuda:
+        with training_with("Muon", **options) as each:
+            longest, idle, whole = idle_of_step(each)
+        figure = f"{longest:.2f} ms at once, {idle:.2f} of {whole:.2f} ms, as the profiler slows it"
+        yield Row("the device has nothing to do in a step", figure)
+
+
 def trainer(device: Device) -> Iterator[Row]:
     """A Trainer with one rank, on a card over NCCL: the weights of a loop of plain PyTorch, and a resume."""
     from benchmarks.gpu.trainer import compare_with_loop  # Lightning takes seconds to import.
 
-    with tempfile.TemporaryDirectory() as folder:
-        found = compare_with_loop(device.name, Path(folder))
-    yield Row("backend", found["backend"], found["backend"] == ("nccl" if device.is_cuda else "gloo"))
-    yield Row("difference to a plain loop", f"{found['difference']:.1e}", found["difference"] < 1e-5)
-    yield Row("same bits after a resume", str(found["resumes"]), found["resumes"])
+    for sharding in ("fsdp", "zero2", "ddp"):
+        with tempfile.TemporaryDirectory() as folder:
+            found = compare_with_loop(sharding, device.name, Path(folder))
+        if sharding == "fsdp":
+            yield Row("backend", found["backend"], found["backend"] == ("nccl" if device.is_cuda else "gloo"))
+        difference, resumes = found["difference"], found["resumes"]
+        yield Row(f"{sharding}, difference to a plain loop", f"{difference:.1e}", difference < 1e-5)
+        yield Row(f"{sharding}, same bits after a resume", str(resumes), resumes)
 
 
 PARTS = {
     "environment": Part(environment, 60),
     "newton_schulz": Part(newton_schulz, 100),
+    "choices": Part(choices, 60),
     "symmetric_kernel": Part(symmetric_kernel, 60),
     "merging": Part(merging, 40),
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),
     "trainer": Part(trainer, 90),
     "steps": Part(steps, 150),
+    "training": Part(training, 120),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -15,12 +15,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.loopback import loopback_world
 from benchmarks.ranks import new_gradient_, sharded_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ModeOptions, ParallelMuon, make_mode
+from lightning_muon.config import Overlap
 from lightning_muon.params.shapes import read_shapes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
@@ -85,7 +85,7 @@ def one_rank_of_mode(
         mode.close()
 
 
-def train_two_ranks(device: str) -> tuple[bool, float]:
+def train_two_ranks(sharding: Sharding, device: str) -> tuple[bool, float]:
     """Train a model on two processes over gloo, and in one process.
 
     Gloo carries CUDA tensors in collectives, so two ranks can share one card, which NCCL refuses.
@@ -96,42 +96,55 @@ def train_two_ranks(device: str) -> tuple[bool, float]:
     with tempfile.TemporaryDirectory() as folder:
         # A forked process imports nothing; CUDA does not survive a fork.
         method = "spawn" if device == "cuda" else "fork"
-        mp.start_processes(_train_rank, (folder, device), nprocs=2, join=True, start_method=method)
+        mp.start_processes(_train_rank, (folder, sharding, device), nprocs=2, join=True, start_method=method)
         weights = torch.load(Path(folder, "weights.pt"))
-    reference = _train("off", None, device, ranks=(0, 1))
+    reference = _train("off", None, sharding, device, ranks=(0, 1))
     off = weights["off"]
     pairs = zip(off, reference, strict=True)
     difference = max(((a - b).abs().max() / b.abs().max().clamp(min=1e-6)).item() for a, b in pairs)
     return all(map(torch.equal, weights["step"], off)), difference
 
 
-def _train_rank(rank: int, folder: str, device: str) -> None:
+def _train_rank(rank: int, folder: str, sharding: Sharding, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     mesh = init_device_mesh(device, (2,), mesh_dim_names=("shard",))
-    weights = {overlap: _train(overlap, mesh, device, ranks=(rank,)) for overlap in ("off", "step")}
+    overlaps: tuple[Overlap, ...] = ("off", "step")
+    weights = {overlap: _train(overlap, mesh, sharding, device, ranks=(rank,)) for overlap in overlaps}
     if rank == 0:
         torch.save(weights, Path(folder, "weights.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train(overlap: str, mesh: DeviceMesh | None, device: str, *, ranks: Sequence[int]) -> list[Tensor]:
+def _train(
+    overlap: Overlap, mesh: DeviceMesh | None, sharding: Sharding, device: str, *, ranks: Sequence[int]
+) -> list[Tensor]:
     """Weights after five steps on the batches of ``ranks``; odd shapes, and float32 throughout."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(65, 130), nn.GELU(), nn.Linear(130, 65, bias=False)) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(65, 1)).to(device)
-    if mesh is not None:
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    optimizer = ParallelMuon(model, lr=1e-2, overlap=overlap, compute_dtype="float32", wire_dtype="float32")  # type: ignore[arg-type]
+    mode = None if mesh is None else make_mode(sharding, mesh, ModeOptions())
+    if mode is not None:
+        mode.prepare(model)
+    optimizer = ParallelMuon(model, lr=1e-2, overlap=overlap, compute_dtype="float32", wire_dtype="float32")
+    if mode is not None:
+        mode.attach(model, [optimizer])
     for step in range(5):
         batches = [torch.randn(32, 65, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
+        if mode is not None:
+            mode.begin_forward()
         losses = [model(batch.to(device)).square().mean() for batch in batches]
         torch.stack(losses).mean().backward()
+        if mode is not None:
+            mode.finish_gradients()
         optimizer.step()
+        if mode is not None:
+            mode.end_step()
         optimizer.zero_grad()
+    if mode is not None:
+        mode.finish_parameters()
+        mode.close()
     return [_whole(parameter).detach().cpu() for parameter in model.parameters()]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig, ParallelMuon, ParallelMuonStrategy, full_state_dict
+from lightning_muon.sharding.modes import Sharding
 
 WORDS, WIDTH, EPOCHS = 101, 64, 2
 
@@ -33,12 +34,12 @@ class Model(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def compare_with_loop(device: str, folder: Path) -> dict[str, Any]:
+def compare_with_loop(sharding: Sharding, device: str, folder: Path) -> dict[str, Any]:
     """Train with a Trainer, resumed after an epoch and not, and with a loop of the same steps."""
     batches = torch.randint(WORDS, (3, 4, 16), generator=torch.Generator().manual_seed(1))
-    trained = _fit(device, folder, batches)
-    _fit(device, folder, batches, epochs=EPOCHS // 2)
-    resumed = _fit(device, folder, batches, resume=str(folder / "middle.ckpt"))
+    trained = _fit(sharding, device, folder, batches)
+    _fit(sharding, device, folder, batches, epochs=EPOCHS // 2)
+    resumed = _fit(sharding, device, folder, batches, resume=str(folder / "middle.ckpt"))
     model = Model().to(device)
     optimizer = ParallelMuon(model, lr=1e-2, weight_decay=1e-2, compute_dtype="float32", wire_dtype="float32")
     for tokens in [*batches] * EPOCHS:
@@ -54,7 +55,7 @@ def compare_with_loop(device: str, folder: Path) -> dict[str, Any]:
 
 
 def _fit(
-    device: str, folder: Path, batches: Tensor, *, epochs: int = EPOCHS, resume: str | None = None
+    sharding: Sharding, device: str, folder: Path, batches: Tensor, *, epochs: int = EPOCHS, resume: str | None = None
 ) -> dict[str, Tensor]:
     # The factor of the loop, not the one that replaces AdamW's learning rate.
     config = MuonConfig(compute_dtype="float32", wire_dtype="float32", muon_lr_factor=1.0)
@@ -62,7 +63,7 @@ def _fit(
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,
-        strategy=ParallelMuonStrategy(optimizer=config),
+        strategy=ParallelMuonStrategy(optimizer=config, sharding=sharding),
         max_epochs=epochs,
         default_root_dir=folder,
         use_distributed_sampler=False,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.torch_version import TorchVersion
 
 from lightning_muon.comm.agreement import fail_together, together
 from lightning_muon.comm.groups import AxisGroup
@@ -29,15 +30,13 @@ class BackgroundSaves:
 
     def __init__(self, ranks: AxisGroup) -> None:
         self._ranks, has_card = ranks, torch.accelerator.is_available()
-        # Each copy is in the memory of the last one.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=has_card,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=has_card,
-            )
+        self._options = StagingOptions(
+            use_pinned_memory=has_card,
+            use_shared_memory=False,
+            use_async_staging=False,
+            use_non_blocking_copy=has_card,
         )
+        self._stager = DefaultStager(self._options)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -53,7 +52,7 @@ class BackgroundSaves:
         is_agreed = threading.Event()
 
         def start() -> threading.Thread:
-            arguments = path, partial(write, self._stager.stage(state), self._ranks), is_agreed
+            arguments = path, partial(write, self._copied(state), self._ranks), is_agreed
             thread = threading.Thread(target=self._run, args=arguments, name=THREAD)
             thread.start()
             return thread
@@ -63,6 +62,12 @@ class BackgroundSaves:
             self._thread, self._afterwards = thread, []
         finally:
             is_agreed.set()
+
+    def _copied(self, state: Any) -> Any:
+        """A copy in host memory; from torch 2.13 on in that of the last copy."""
+        if TorchVersion(torch.__version__) < "2.13":  # Such a stager makes one copy.
+            self._stager = DefaultStager(self._options)
+        return self._stager.stage(state)
 
     def after_commit(self, action: Callable[[], None]) -> None:
         """Call ``action`` when the running save has succeeded; at once, if there is none. Local."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -97,36 +97,44 @@ class HostExecutor(Executor):
 class StreamExecutor(Executor):
     """The host queues everything and never waits: one stream per lane, an event at the end of each op.
 
-    The compute lane is the stream that is current when :meth:`execute` is called. Tensors cross streams only in
-    buffers that live as long as the executor's owner, so that the allocator never hands out memory still in use.
+    The compute lane is the stream that is current at the first op of a step. Tensors cross streams only in buffers that
+    live as long as the executor's owner, so that the allocator never hands out memory still in use.
     """
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
         self._transfer = torch.cuda.Stream(device)
-        self._ended: dict[str, torch.cuda.Event | torch.Event] = {}
+        # Of the current step; torch looks up the current stream in 30 us.
+        self._compute: torch.cuda.Stream | None = None
+        self._ended: dict[str, tuple[str, torch.cuda.Event | torch.Event]] = {}
 
     @override
     def execute(self, op: Op) -> None:
-        stream = self._transfer if op.lane == TRANSFER else torch.cuda.current_stream()
-        with torch.cuda.stream(stream), profiled(op.kind, op.key):
+        if self._compute is None:
+            self._compute = torch.cuda.current_stream()
+        is_transfer = op.lane == TRANSFER
+        stream = self._transfer if is_transfer else self._compute
+        context = torch.cuda.stream(stream) if is_transfer else nullcontext()
+        with context, profiled(op.kind, op.key):
             for name in op.deps:
                 # Not of an earlier step, for which finish() has waited.
-                if name in self._ended:
-                    stream.wait_event(self._ended[name])
+                if name in self._ended and self._ended[name][0] != op.lane:
+                    stream.wait_event(self._ended[name][1])
             if self.recorder is not None:
                 self.recorder.started(op)
             for work in self._actions[op.kind](op):
                 work.wait()  # NCCL: the stream waits, not the host.
             if self.recorder is not None:
                 self.recorder.ended(op)
-            self._ended[op.name] = stream.record_event()
+            self._ended[op.name] = op.lane, stream.record_event()
 
     @override
     def finish(self) -> None:
-        for event in self._ended.values():
-            torch.cuda.current_stream().wait_event(event)
+        for lane, event in self._ended.values():
+            if self._compute is not None and lane == TRANSFER:
+                self._compute.wait_event(event)
         self._ended.clear()
+        self._compute = None
 
 
 def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:

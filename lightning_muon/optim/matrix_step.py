@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions,
 from lightning_muon.math.normuon import normalize_neurons_
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
+from lightning_muon.optim.graphs import NewtonSchulzGraphs
 from lightning_muon.optim.moments import SecondMoments
 from lightning_muon.optim.parameters import MOMENTUM, Gradients, States
 from lightning_muon.optim.step_plan import StepPlan
@@ -53,6 +55,7 @@ class MatrixStep:
         self.moments = SecondMoments(plan, states)
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
+        self._graphs = NewtonSchulzGraphs(wire_dtype, plan.device)
         # Rolling buffers, on the way to the owners and back.
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
@@ -135,33 +138,38 @@ class MatrixStep:
 
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
-        transfer, device = self._transfers[op.key], self._pool.device
-        batches = [
-            (batch, torch.empty((len(batch), *batch[0].box.shape), dtype=self._pool.dtype, device=device))
-            for batch in _batches(transfer.owned, device.type)
-        ]
+        transfer = self._transfers[op.key]
+        self._graphs.begin()
+        batches = [(batch, *self._prepared(batch)) for batch in _batches(transfer.owned, self._pool.device.type)]
         transfer.unpack(
-            {matrix: whole for batch, stack in batches for matrix, whole in zip(batch, stack.unbind(), strict=True)}
+            {
+                matrix: whole.view(matrix.box.shape)
+                for batch, stack, _ in batches
+                for matrix, whole in zip(batch, stack.unbind(), strict=True)
+            }
         )
         updates: dict[Matrix, Tensor] = {}
-        for batch, stack in batches:
-            update = self._orthogonalized(batch, stack.view(len(batch), batch[0].rows, batch[0].cols))
-            for matrix, each in zip(batch, update.unbind(), strict=True):
+        for batch, _, orthogonalized in batches:
+            for matrix, each in zip(batch, orthogonalized().unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(matrix, each)
                 updates[matrix] = self._normalized(matrix, each).reshape(matrix.box.shape)
         transfer.pack_updates(updates)
         return ()
 
-    def _orthogonalized(self, batch: Sequence[Matrix], matrices: Tensor) -> Tensor:
-        """Updates of matrices of one shape (batch, rows, cols), which one call orthogonalizes."""
+    def _prepared(self, batch: Sequence[Matrix]) -> tuple[Tensor, Callable[[], Tensor]]:
+        """Memory for matrices of one shape (batch, rows, cols), and what makes their updates once they are there."""
         newton_schulz, group = self.plan.newton_schulz(batch[0]), batch[0].parameter.group
-        function, eps = group["orthogonalize"], group["eps"]
-        if callable(function):
-            is_transposed = batch[0].is_transposed
-            updates = orthogonalized_by(function, matrices.mT if is_transposed else matrices, newton_schulz, eps=eps)
-            return updates.mT if is_transposed else updates
-        return newton_schulz.orthogonalize(matrices, eps=eps)
+        function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
+        graph = None if callable(function) else self._graphs.take(shape, newton_schulz, eps=eps)
+        if graph is not None:
+            return graph.matrices, graph.replay
+        matrices = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
+        if not callable(function):
+            return matrices, partial(newton_schulz.orthogonalize, matrices, eps=eps)
+        if not batch[0].is_transposed:
+            return matrices, partial(orthogonalized_by, function, matrices, newton_schulz, eps=eps)
+        return matrices, lambda: orthogonalized_by(function, matrices.mT, newton_schulz, eps=eps).mT
 
     def _update(self, op: Op) -> Sequence[dist.Work]:
         """Decay and update the local pieces of a bucket's parameters."""

@@ -7,7 +7,7 @@ wire dtype, so that a matrix gives the same update whoever owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from operator import itemgetter
 
@@ -146,8 +146,9 @@ class Transfer:
         """Pack the update of every owned matrix."""
         leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
         _copy(self._views(leg, is_sent=True), [parts[matrix][box.start] for matrix, box in leg.sent])
+        # A copy on CUDA, where what the parts belong to may be written again before it is read.
         self._own_pieces = {
-            matrix: parts[matrix][matrix.pieces[me].start].to(self._pool.dtype)
+            matrix: parts[matrix][matrix.pieces[me].start].to(self._pool.dtype, copy=self._pool.device.type == "cuda")
             for matrix in self.owned
             if me in matrix.pieces
         }
@@ -182,5 +183,11 @@ def _parts(wholes: Mapping[Matrix, Tensor]) -> dict[Matrix, dict[tuple[int, ...]
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    if targets:
-        foreach.copy_(list(targets), list(sources))
+    """Copy each source to its target; one launch for those of one dtype whose strides are those of their targets."""
+    alike: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in zip(targets, sources, strict=True):
+        key = source.dtype, source.stride() == target.stride()
+        for tensors, tensor in zip(alike.setdefault(key, ([], [])), (target, source), strict=True):
+            tensors.append(tensor)
+    for group in alike.values():
+        foreach.copy_(*group)
