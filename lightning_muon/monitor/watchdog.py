@@ -187,7 +187,7 @@ class Watchdog(Guard):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_failed = self._has_left = False
-        self._store: dist.Store | None = None
+        self._store: Any = None
         self.follow(call_log)
 
     # ---- events; local
@@ -295,7 +295,7 @@ class Watchdog(Guard):
             is_stuck = seconds >= self._patience - self._interval
             try:
                 if num_looks % _LOOKS_PER_SIGN == 0:
-                    self._own_store.set(f"alive{self._rank}", str(num_looks))
+                    self._store.set(f"alive{self._rank}", str(num_looks))
                 num_looks += 1
                 reason = self._learn()
                 if is_stuck:
@@ -349,15 +349,10 @@ class Watchdog(Guard):
             has_ended=self._has_left or self._has_failed,
         )
         self._position = position
-        self._own_store.set(f"position{self._rank}", json.dumps(asdict(position)))
-
-    @property
-    def _own_store(self) -> dist.Store:
-        assert self._store is not None, "start comes first"
-        return self._store
+        self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
 
     def _read(self, rank: int) -> Position | None:
-        return self._take(self._own_store, f"position{rank}", _position)
+        return self._take(self._store, f"position{rank}", _position)
 
     def _take(self, store: dist.Store, key: str, read: Callable[[bytes], T]) -> T | None:
         """What ``read`` makes of a value in the store; ``None``, too, if no watchdog has written it, which ends it."""
@@ -383,7 +378,7 @@ class Watchdog(Guard):
     def _warn(self, seconds: int) -> None:
         """Log once where this rank is, if it waits for other ranks, or another one waits."""
         waits = self._position.group is not None
-        num_waits, known = self._own_store.add("waits", int(waits)), self._num_waits
+        num_waits, known = self._store.add("waits", int(waits)), self._num_waits
         self._num_waits = num_waits
         where = self._position.where
         if (waits or 0 < known < num_waits) and where not in self._warned:
@@ -414,10 +409,10 @@ class Watchdog(Guard):
     def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
         key = f"alive{rank}"
-        if rank == self._rank or not self._own_store.check([key]):
+        if rank == self._rank or not self._store.check([key]):
             return False
         assert self._silence is not None, "start comes first"
-        sign, now = self._own_store.get(key), time.monotonic()
+        sign, now = self._store.get(key), time.monotonic()
         known, since, looked = self._heard.get(rank, (None, now, now))
         if sign != known or now - looked > self._silence / 2:
             since = now
@@ -493,11 +488,11 @@ class Watchdog(Guard):
         """
         deadline = time.monotonic() + self._patience + 6 * self._interval
         with suppress(RuntimeError):
-            self._own_store.set(f"asks{self._rank}", "")
+            self._store.set(f"asks{self._rank}", "")
             while time.monotonic() < deadline:
                 positions = self._positions()
                 found = find_mismatch(positions, self._call_log) or ""
-                if all(self._own_store.check([f"asks{rank}"]) for rank in range(self._size)):
+                if all(self._store.check([f"asks{rank}"]) for rank in range(self._size)):
                     return found
                 if reason := self._learn() or found:
                     return reason
