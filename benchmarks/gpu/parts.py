@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +27,7 @@ from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math import symmetric
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.math.symmetric import add_square, panels_of
+from lightning_muon.optim.graphs import NewtonSchulzGraph
 from lightning_muon.schedule.program import OpKind
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -115,77 +114,60 @@ def _nccl_version(device: Device) -> str:
 
 
 def newton_schulz(device: Device) -> Iterator[Row]:
-    """Rate against a plain product, bits against torch.optim.Muon, and what symmetric products by half bring."""
-    options: Any = {"steps": (_COEFFICIENTS,) * 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
+    """As one launch and kernel by kernel, beside a plain product and torch.optim.Muon; bits and singular values."""
     shapes = [(64, 96), (96, 64)]
     if not device.is_small:
         shapes = [(512, 2048), (1024, 4096), (2048, 7168), (4096, 4096), (14336, 4096), (8192, 28672)]
-    gemm = _gemm_rate(device)
-    for shape in shapes:
-        x = torch.randn(shape, device=device.name)
-        ours = ns.orthogonalize(x, **options)
-        seconds = device.seconds(lambda x=x: ns.orthogonalize(x, **options))
-        torch_seconds = device.seconds(lambda x=x: _zeropower_via_newtonschulz(x, _COEFFICIENTS, 5, 1e-7))
-        rate = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16).flops(*shape) / seconds / 1e12
+    gemm, way = _gemm_rate(device), ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16)
+    for rows, cols in shapes:
+        x = torch.randn(rows, cols, device=device.name, dtype=torch.bfloat16)
+        update = partial(way.orthogonalize, x, eps=1e-7)
+        in_one = _in_one_launch(device, x[None])
+        seconds, apart = device.seconds(in_one), device.seconds(update)
+        of_torch = device.seconds(partial(_zeropower_via_newtonschulz, x, _COEFFICIENTS, 5, 1e-7))
+        rate = way.flops(rows, cols) / seconds / 1e12
         yield Row(
-            f"{shape[0]} x {shape[1]}",
-            f"{seconds * 1e3:.3g} ms, {rate:.3g} TFLOP/s ({100 * rate / gemm:.0f} % of products), "
-            f"{seconds / torch_seconds:.2f} of torch.optim.Muon's",
+            f"{rows} x {cols}",
+            f"{1e3 * seconds:.3g} ms, {rate:.3g} TFLOP/s ({100 * rate / gemm:.0f} % of products), "
+            f"{seconds / apart:.2f} of kernel by kernel, {seconds / of_torch:.2f} of torch.optim.Muon's",
         )
-        again = all(torch.equal(ours, ns.orthogonalize(x, **options)) for _ in range(5))
-        yield Row(f"{shape[0]} x {shape[1]}, same bits in six runs", str(again), again)
-        singular = torch.linalg.svdvals(ours[:512, :512].float()) if 512 in shape else None
-        if singular is not None and shape[0] == 512:
-            whole = torch.linalg.svdvals(ours.float())
-            held = bool(((whole > 0.3) & (whole < 1.3)).all())
-            yield Row("singular values", f"{whole.min().item():.2f} to {whole.max().item():.2f}", held)
+        first = update()
+        again = all(torch.equal(first, each()[0] if each is in_one else each()) for each in [update, in_one] * 3)
+        yield Row(f"{rows} x {cols}, same bits in seven runs", str(again), again)
+        if rows <= 512:
+            values = torch.linalg.svdvals(first.float())
+            held = bool(((values > 0.3) & (values < 1.3)).all())
+            yield Row("singular values", f"{values.min().item():.2f} to {values.max().item():.2f}", held)
+
+
+def _in_one_launch(device: Device, matrices: Tensor) -> Callable[[], Tensor]:
+    """What orthogonalizes a batch, and runs as one launch on CUDA."""
+    way = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16)
+    if not device.is_cuda:
+        return partial(way.orthogonalize, matrices, eps=1e-7)
+    return NewtonSchulzGraph(matrices, way, eps=1e-7, pool=torch.cuda.graph_pool_handle()).replay
 
 
 def choices(device: Device) -> Iterator[Row]:
     """How Newton-Schulz should run: a batch over one by one, and panels of symmetric products over whole ones."""
-    options: Any = {"steps": (_COEFFICIENTS,) * 5, "eps": 1e-7, "compute_dtype": torch.bfloat16}
     for side in [64] if device.is_small else [128, 256, 512, 768, 1024, 1536, 2048]:
-        stack = torch.randn(8, side, side, device=device.name)
-        alone = device.seconds(lambda stack=stack: [ns.orthogonalize(each, **options) for each in stack])
-        together = device.seconds(lambda stack=stack: ns.orthogonalize(stack, **options))
-        yield Row(f"8 of {side} x {side}, as a batch", f"{together / alone:.2f} of the time of one by one")
+        stack = torch.randn(8, side, side, device=device.name, dtype=torch.bfloat16)
+        alone, together = (_seconds_of(device, matrices) for matrices in (stack[:1], stack))
+        yield Row(f"8 of {side} x {side}, as a batch", f"{together / (8 * alone):.2f} of the time of one by one")
     for rows, cols in [(64, 96)] if device.is_small else [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]:
-        x = torch.randn(rows, cols, device=device.name)
-        whole = _with_panels(device, x, rows + 1, rows, options)
+        x = torch.randn(1, rows, cols, device=device.name, dtype=torch.bfloat16)
+        whole = _seconds_of(device, x, least=rows + 1)
         for height in (512, 1024, 2048, 4096):
             if height < rows:
-                share = _with_panels(device, x, rows, height, options) / whole
+                share = _seconds_of(device, x, least=rows, height=height) / whole
                 yield Row(f"{rows} x {cols}, panels of {height} rows", f"{share:.2f} of the time of whole products")
 
 
-def _with_panels(device: Device, x: Tensor, least: int, height: int, options: Any) -> float:
-    """Seconds of Newton-Schulz if matrices of ``least`` rows are cut into panels of ``height``."""
+def _seconds_of(device: Device, matrices: Tensor, *, least: int = 1 << 30, height: int = 1) -> float:
+    """Seconds of Newton-Schulz of a batch, in one launch, cut into panels of ``height`` from ``least`` rows on."""
     of_device = {"_LEAST_PANELED": {device.name: least}, "_PANEL_ROWS": {device.name: height}}
     with mock.patch.multiple(symmetric, **of_device):
-        return device.seconds(lambda: ns.orthogonalize(x, **options))
-
-
-def symmetric_kernel(device: Device) -> Iterator[Row]:
-    """``b A + c A A`` by the Triton kernel against cuBLAS: what Newton-Schulz would gain by it."""
-    if not device.is_cuda or find_spec("triton") is None:
-        yield Row("symmetric products by a kernel", "needs a card and triton")
-        return
-    from benchmarks.gpu.symmetric_kernel import symmetric_addmm
-
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for side in [96] if device.is_small else [256, 512, 1024, 2048, 4096, 8192]:
-            x = torch.randn(side, side, device=device.name) / side
-            gram = (x @ x.mT).to(dtype)
-            full, half = torch.empty_like(gram), torch.empty_like(gram)
-            library = partial(add_square, gram, 0.5, 2.0, panels_of(gram), out=full)
-            kernel = partial(symmetric_addmm, gram, gram, out=half, bias=gram, beta=0.5, alpha=2.0)
-            share = device.seconds(kernel) / device.seconds(library)
-            error = ((half.double() - full.double()).abs().max() / full.double().abs().max()).item()
-            yield Row(
-                f"{side} x {side} {str(dtype).removeprefix('torch.')}, symmetric by a kernel",
-                f"{share:.2f} of the time of cuBLAS, error {error:.1e}",
-                error < 4 * torch.finfo(dtype).eps and torch.equal(half, half.mT),
-            )
+        return device.seconds(_in_one_launch(device, matrices))
 
 
 def merging(device: Device) -> Iterator[Row]:
@@ -259,7 +241,7 @@ def _sync_warnings(device: Device) -> Iterator[None]:
 
 def two_ranks(device: Device) -> Iterator[Row]:
     """Two processes on one device over gloo: equal bits with and without overlap, and the weights of one process."""
-    for sharding in ("fsdp", "zero2", "ddp"):
+    for sharding in ("fsdp", "ddp"):  # ZeRO-2 sends messages, which gloo cannot from a card.
         is_same, difference = train_two_ranks(sharding, device.name)
         yield Row(f"{sharding}, bits of overlap='step' against 'off'", str(is_same), is_same)
         yield Row(f"{sharding}, difference to one process", f"{difference:.1e}", difference < 1e-5)
@@ -330,9 +312,9 @@ def training(device: Device) -> Iterator[Row]:
     yield Row("Muon over AdamW", f"{min(times['Muon']) / min(times['AdamW']):.3f} of the time")
     if device.is_cuda:
         with training_with("Muon", **options) as each:
-            longest, idle, whole = idle_of_step(each)
-        figure = f"{longest:.2f} ms at once, {idle:.2f} of {whole:.2f} ms, as the profiler slows it"
-        yield Row("the device has nothing to do in a step", figure)
+            longest, idle = idle_of_step(each)
+        figure = f"{longest:.2f} ms at once, {idle:.2f} ms in all, as the profiler slows it"
+        yield Row("the device has nothing to do from the end of backward to the end of a step", figure)
 
 
 def trainer(device: Device) -> Iterator[Row]:
@@ -353,7 +335,6 @@ PARTS = {
     "environment": Part(environment, 60),
     "newton_schulz": Part(newton_schulz, 100),
     "choices": Part(choices, 60),
-    "symmetric_kernel": Part(symmetric_kernel, 60),
     "merging": Part(merging, 40),
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),

@@ -145,8 +145,13 @@ def _train(
     if mode is not None:
         mode.finish_parameters()
         mode.close()
-    return [_whole(parameter).detach().cpu() for parameter in model.parameters()]
+    return [_whole(parameter) for parameter in model.parameters()]
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    """All of a parameter, in the memory of the host: gloo ends a process in which torch gathers a DTensor of a card."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().cpu()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local, placements = parameter.detach().to_local().cpu(), parameter.placements
+    return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride()).full_tensor()

@@ -90,10 +90,10 @@ def seconds_of_steps(training: Training, synchronize: Callable[[], None], *, rou
     return statistics.median(times)
 
 
-def idle_of_step(training: Training) -> tuple[float, float, float]:
-    """Milliseconds in which the device runs nothing in a step of the optimizer: the longest gap, all, and the step's.
+def idle_of_step(training: Training) -> tuple[float, float]:
+    """Milliseconds in which the device runs nothing, from a profile: the longest gap, and all.
 
-    From a profile: the step begins with the last kernel of the backward pass, and ends with its own last kernel.
+    From the time at which the host begins the step, while the device still runs the backward pass, to the last kernel.
     """
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler:
@@ -111,11 +111,11 @@ def idle_of_step(training: Training) -> tuple[float, float, float]:
         if not _is_on_host(event) and not event.is_user_annotation and event.time_range.end > begins
     )
     gaps: list[float] = []
-    first = ended = kernels[0][0]
+    ended = kernels[0][0]
     for start, end in kernels:
         gaps.append(max(0.0, start - ended))
         ended = max(ended, end)
-    return max(gaps) / 1e3, sum(gaps) / 1e3, (ended - first) / 1e3
+    return max(gaps) / 1e3, sum(gaps) / 1e3
 
 
 def _is_on_host(event: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.groups import AxisGroup, backends
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 # Each is called for every communication that begins here, with its group and the bytes that this rank sends to each
@@ -98,8 +98,12 @@ def start_all_to_all(
 def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], group: AxisGroup) -> list[dist.Work]:
     """Begin one message of a contiguous tensor for each pair of ranks; several may send the same memory.
 
-    Every rank of ``group`` that is named by another must call this, in the same order of calls.
+    Every rank of ``group`` that is named by another must call this, in the same order of calls. Raises ``ValueError``
+    for tensors on CUDA over gloo, which would read their addresses as ones of the host.
     """
+    is_on_card = any(tensor.is_cuda for tensor in (*send.values(), *receive.values()))
+    if is_on_card and backends(group.group)["cuda"] == "gloo":
+        raise ValueError("gloo cannot send tensors on CUDA from one rank to another; use NCCL, or sharding='fsdp'")
     let_gloo_finish_at_exit()
     if observers:
         _tell(group, {rank: tensor.nbytes for rank, tensor in send.items()})

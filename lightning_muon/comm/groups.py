@@ -71,7 +71,7 @@ def _made() -> MadeGroups:
     return _CURRENT[0]
 
 
-def backends(group: dist.ProcessGroup) -> dict[str, str]:
+def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     """Type of device -> name of the backend that moves its tensors; local."""
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 

@@ -3,6 +3,7 @@
 import datetime
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
-from lightning_muon.comm.collectives import start_reading
+from lightning_muon.comm.collectives import start_messages, start_reading
 from lightning_muon.comm.groups import (
     AxisGroup,
     axis_group,
@@ -23,6 +24,7 @@ from lightning_muon.comm.groups import (
     own_group,
 )
 from tests.support.lazy_connections import nccl_like_mesh
+from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
@@ -93,6 +95,17 @@ def _offload(backend: str) -> None:
 def test_offloading_needs_a_backend_for_the_host(gloo: ProcessPool) -> None:
     message = r"hidden.weight .*CPUOffloadPolicy.*'cuda:gloo'.*process_group_backend='cpu:gloo,cuda:gloo'"
     gloo.expect_error_on_all_ranks(_offload, "cuda:gloo", match=message, world_size=2)
+
+
+def _messages_from_a_card() -> None:
+    group = axis_group(init_device_mesh("cpu", (2,)), (0,))
+    start_messages({}, {1 - group.rank: mock.Mock(is_cuda=True)}, group)
+
+
+def test_messages_from_a_card_over_gloo_are_refused(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="gloo cannot send tensors on CUDA") as caught:
+        gloo.run(_messages_from_a_card, world_size=2)
+    assert str(caught.value).count("use NCCL") >= 2
 
 
 def _sum_over(shape: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -40,7 +40,7 @@ COMMANDS = [
 SLOW = "--ranks-per-node 1 --rates 1gbit --loss-steps 0 --steps 2 --layers 1 --contenders sgd"
 PROCESSES = [
     ("slow_network", SLOW, "| FlexDeMo sgd, k=8 |"),
-    ("gpu", "--device cpu --small --out TMP", "| trainer | same bits after a resume | True | kept |"),
+    ("gpu", "--device cpu --small --out TMP", "| trainer | zero2, same bits after a resume | True | kept |"),
 ]
 
 
