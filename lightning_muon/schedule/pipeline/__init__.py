@@ -1,6 +1,6 @@
 """Pipeline schedules as data: a schedule lists forwards and backwards of each rank, passes add all other ops.
 
-docs/pipelines.md has an example, from a name to a timeline.
+docs/extend.md has an example, from a name to a timeline.
 """
 
 from lightning_muon.schedule.pipeline.builtin import (
