@@ -365,7 +365,7 @@ class StateCompletion:
         return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
-        """Begin with zeros on all ranks where only some had to make state. Collective."""
+        """Begin with zeros on all ranks where only some had to make state. Collective over the meshes."""
         lost: dict[Tensor, None] = {}
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.

@@ -58,8 +58,7 @@ class PipelineRuntime:
     The constructor removes the parts of other ranks from ``module``, in place; other names stay. Parameters
     that parts of several stages share become copies, whose gradients are summed. An engine calls, for each training,
     :meth:`mode_options`, :meth:`take_calls` when the stages are sharded, and :meth:`attach`; then :meth:`train` for
-    each batch. Methods are collective over the pipeline unless they are local; every rank must call them, with the same
-    batch.
+    each batch. Methods are collective over the pipeline, with the same batch, unless they are local.
 
     Args:
         module: The module that holds the model, and nothing else that trains.

@@ -180,7 +180,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
 
 
 def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdog | None) -> TrainingEngine:
-    """Give all ranks the weights of the first one, and shard the model. Collective."""
+    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks."""
     options: Options = accelerator.options
     state = accelerator.state
 
