@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import operator
 import os
 import sys
 import sysconfig
@@ -9,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -31,9 +33,19 @@ class CollectiveCall(NamedTuple):
     kind: str  # Name of the function.
 
 
+def _innermost_frame(thread: int) -> FrameType | None:
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return sys._current_frames().get(thread)
+    # Python 3.11 may collect garbage inside, with the lock of its list of threads: if that lets go of the interpreter
+    # lock, another thread that looks, too, waits for ever. One operation, in which no other thread runs.
+    frames: Any
+    _, frames, _ = map(operator.call, (gc.disable, sys._current_frames, gc.enable))
+    return frames.get(thread)
+
+
 def waiting_place(thread: int) -> CollectiveCall | None:
     """The collective in which a thread waits; ``None`` if it is in none."""
-    frame = sys._current_frames().get(thread)
+    frame = _innermost_frame(thread)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if TORCH_DISTRIBUTED in frame.f_code.co_filename:
             group, name = group_awaited_in(frame), frame.f_code.co_name
@@ -48,7 +60,7 @@ def waiting_place(thread: int) -> CollectiveCall | None:
 
 def standing_place(thread: int) -> tuple[FSDPModule | None, str]:
     """The FSDP2 unit whose weights a thread gathers, if any, and the lines of code that it is in."""
-    frame = sys._current_frames().get(thread)
+    frame = _innermost_frame(thread)
     unit: FSDPModule | None = None
     called: FrameType | None = None  # The innermost frame of another library, shown beside the user's.
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_OF_USER):

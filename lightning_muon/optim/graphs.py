@@ -5,6 +5,7 @@ A 512 x 2048 matrix takes an H200 0.12 ms, and a host that launches a kernel in 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from functools import partial
 from typing import Any
@@ -45,7 +46,9 @@ class NewtonSchulzGraphs:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # A host that waits for each kernel (to find the one that fails) cannot record them.
+        is_recorded = device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
+        self._pool = torch.cuda.graph_pool_handle() if is_recorded else None
         self._graphs: dict[tuple[object, ...], NewtonSchulzGraph] = {}
         self._taken = Counter[tuple[object, ...]]()
 

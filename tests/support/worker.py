@@ -70,7 +70,7 @@ def serve(connection: Connection, log_path: str) -> None:
     os.setpgid(0, 0)
     redirect_output(log_path)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    _show_stacks_on(signal.SIGUSR1)
     import torch
 
     torch.set_num_threads(1)
@@ -90,6 +90,24 @@ def serve(connection: Connection, log_path: str) -> None:
             connection.send_bytes(b"idle")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             os._exit(0)
+
+
+def _show_stacks_on(number: int) -> None:
+    """Print all stacks when the signal comes, also after Lightning's Trainer, which restores the handlers it knows of.
+
+    Python does not know of this one, so that the signal would end the process.
+    """
+    faulthandler.register(number, all_threads=True)
+    set_handler = signal.signal
+
+    def set_another(signalnum: int, handler: Any) -> Any:
+        before = set_handler(signalnum, handler)
+        if (signalnum, handler) == (number, signal.SIG_DFL):
+            faulthandler.unregister(number)
+            faulthandler.register(number, all_threads=True)
+        return before
+
+    signal.signal = set_another
 
 
 def _answer(call: Call) -> bytes | RankFailure:

@@ -1,9 +1,12 @@
 """Ranks that can never meet end together, with the reason in each log and an exit code."""
 
+import gc
 import os
 import signal
 import subprocess
+import threading
 import time
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor import watchdog as watchdog_module
+from lightning_muon.monitor.processes import standing_place, waiting_place
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.modes import Sharding, make_mode
@@ -222,3 +226,23 @@ def _fail_together() -> list[float]:
 
 def test_ranks_that_fail_together_may_train_again(gloo: ProcessPool) -> None:
     assert gloo.run(_fail_together, world_size=2) == [[2.0] * 4] * 2
+
+
+def _look_while_garbage_waits(times: int = 20) -> int:
+    """Garbage that is to be collected next looks for the place of its thread, as the watchdog of a run that is over."""
+    for look in (waiting_place, standing_place):
+        for _ in range(times):
+            gc.disable()
+            over = threading.local()
+            over.itself = over
+            weakref.finalize(over, look, threading.get_ident())
+            del over
+            kept = [[] for _ in range(gc.get_threshold()[0] + 1)]
+            gc.enable()
+            look(threading.get_ident())
+            assert gc.isenabled() and kept
+    return times
+
+
+def test_a_look_at_a_thread_collects_no_garbage_under_a_lock(gloo: ProcessPool) -> None:
+    assert gloo.run_fresh(_look_while_garbage_waits, world_size=1, timeout=40.0) == [20]

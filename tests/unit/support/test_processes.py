@@ -37,6 +37,7 @@ def _raise_on(ranks: tuple[int, ...], kinds: tuple[type[Exception], ...] = (Valu
 
 
 def _sleep_on(rank: int, seconds: float) -> int:
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)  # As a Trainer restores all handlers at its end.
     if dist.get_rank() == rank:
         time.sleep(seconds)
     return os.getpid()
