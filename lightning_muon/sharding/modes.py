@@ -11,7 +11,7 @@ from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.replicas import Ddp, SingleProcess
 from lightning_muon.sharding.zero2 import Zero2
 
-Sharding = Literal["fsdp", "zero2", "ddp", "none"] | str  # Or a name that a program has added to `MODES`.
+Sharding = Literal["fsdp", "zero2", "ddp", "none"]
 MODES: dict[str, type[ShardingMode]] = {mode.name: mode for mode in (Fsdp, Zero2, Ddp, SingleProcess)}
 
 

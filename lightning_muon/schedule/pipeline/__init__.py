@@ -30,7 +30,7 @@ from lightning_muon.schedule.pipeline.nodes import (
     order_from_csv,
     order_to_csv,
     peak_activations,
-    placement,
+    stage_ranks,
 )
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
 
@@ -53,7 +53,7 @@ __all__ = [
     "phases",
     "check_order",
     "peak_activations",
-    "placement",
+    "stage_ranks",
     # Programs.
     "PipelineKind",
     "build_program",
