@@ -57,7 +57,7 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
 def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A process group of the sorted global ``ranks`` with this ``name``, which must be new in the default group.
 
-    Collective over ``ranks``; every one of them must call it, nobody else may.
+    Collective over ``ranks``; nobody else may call it.
 
     ``dist.new_group`` would do either of two things that hang. With ``use_local_synchronization`` its name counts the
     groups that this process belongs to; without, the groups that it has heard of. So ranks that belong to different
