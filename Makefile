@@ -19,7 +19,7 @@ help:
 	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
 	@echo "make test    run the test suite"
 	@echo "make soak    kill 200 ranks at random times, compare the restarted runs (10 to 20 minutes; KILLS=20 for fewer)"
-	@echo "make gpu     check and measure on one CUDA card what the package promises there (9 minutes, no network)"
+	@echo "make gpu     check and measure on one CUDA card what the package promises there (3 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
 	@echo "make format  let ruff format and mend what it can"
 	@echo "make docs    build the pages of docs/ into site/; dead links and anchors are errors (ARGS=serve: on a local port)"

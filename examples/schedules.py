@@ -29,7 +29,7 @@ from lightning_muon.schedule.pipeline import (
     make_order,
     peak_activations,
     phases,
-    placement,
+    stage_ranks,
 )
 from lightning_muon.schedule.pipeline.play import Run, deepest_first, needs, play_order
 
@@ -104,7 +104,7 @@ def candidates(pipeline: Pipeline) -> Iterator[Timed]:
         if name != "auto":
             with suppress(ValueError):  # Not for these sizes, or this limit.
                 order = make_order(name, pipeline)
-                yield Timed(order, play_order(order, pipeline, placement(order)))
+                yield Timed(order, play_order(order, pipeline, stage_ranks(order)))
     num_ranks = range(pipeline.num_ranks)
     places = [{stage: rank for rank in num_ranks for stage in pipeline.loop_stages(rank)}]
     if pipeline.stages_per_rank == 2:
@@ -161,7 +161,7 @@ def improved(timed: Timed, pipeline: Pipeline) -> Timed:
 
     Source: van Laarhoven, Aarts and Lenstra 1992, Operations Research 40(1), section 3.
     """
-    rank_of = placement(timed.order)
+    rank_of = stage_ranks(timed.order)
     trials_left = min(MOST_TRIALS, NODES_TO_TRY // max(1, len(timed.run.end)))
     tried: set[tuple[Node, Node]] = set()
     while trials_left:
@@ -227,7 +227,7 @@ def main() -> None:
             )
             with suppress(ValueError):  # A schedule may take one of both only.
                 order = make_order(name, pipeline)
-                seconds = play_order(order, pipeline, placement(order)).makespan
+                seconds = play_order(order, pipeline, stage_ranks(order)).makespan
                 held = max(map(peak_activations, order)) / stages
                 print(f"{name:17} {stages:6} {seconds:8.2f} {held:19.1f}")
 

@@ -345,7 +345,7 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
         self._open(folder).load({key: parts[key] for key in (_OPTIMIZER, _SCHEDULER)}, {}, strict=True)
 
     def _open(self, folder: Path) -> Checkpoint:
-        """Collective."""
+        """Collective over all ranks."""
         found = Checkpoint.open(folder / _FOLDER, metadata_name=_METADATA, weights_only=True)
         found.state_advice = "load the weights with from_pretrained, and train without resume_from_checkpoint"
         return found

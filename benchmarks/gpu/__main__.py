@@ -1,4 +1,4 @@
-"""The first minutes on a CUDA card: what the package promises there, checked and measured, in at most nine minutes.
+"""The first minutes on a CUDA card: what the package promises there, checked and measured, in about three minutes.
 
     make gpu                                                       # one card, no network
     python -m benchmarks.gpu --parts newton_schulz,waiting         # some parts

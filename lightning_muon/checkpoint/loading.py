@@ -34,6 +34,7 @@ from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.compat.torch import CheckpointReader, free_unsharded
 from lightning_muon.params.layout import divided_as, parameters_of
 from lightning_muon.params.uses import clean_name
+from lightning_muon.pipeline.cut import own_state_dicts
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.sharding.units import original_class
 
@@ -63,7 +64,7 @@ class Checkpoint:
     ) -> Self:
         """Read the first of ``paths`` that is not damaged, but no shards; ``metadata_name`` is the file beside them.
 
-        A single file is read by ``read``, or by ``torch.load``. Collective.
+        A single file is read by ``read``, or by ``torch.load``. Collective over all ranks.
         """
         path, mark = first_intact(paths), metadata_name or INDEX
 
@@ -114,6 +115,7 @@ class Checkpoint:
         ours = {key for key, part in parts.items() if isinstance(part, Weights | OptimizerState)}
         return {key: value for key, value in self.content.items() if key not in ours}
 
+    @own_state_dicts()
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
         """Fill a module from what was saved under ``key``. Collective over all ranks."""
         free_unsharded(module)
@@ -138,7 +140,7 @@ class Checkpoint:
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Fill an optimizer, which steps ``module``, from ``key``. Collective."""
+        """Fill an optimizer, which steps ``module``, from ``key``. Collective over all ranks."""
         error: Exception | None = None
         try:
             self._load_optimizer(key, module, optimizer)
@@ -189,7 +191,7 @@ class Checkpoint:
     def _read_optimizer(
         self, key: str, places: Mapping[str, Mapping[str, Any]], copies: Mapping[str, str]
     ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
-        """This rank's parts of all that was saved of ``places``, and the options of each param group. Collective."""
+        """This rank's parts of what was saved of ``places``, and options of param groups. Collective over all ranks."""
         saved, saved_groups = dict[str, dict[str, Any]](), dict[int, dict[str, Any]]()
         for path, entry in self._entries(f"{key}.").items():
             part, _, rest = path.partition(".")

@@ -31,6 +31,7 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
+from lightning_muon.pipeline.cut import own_state_dicts
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
 from lightning_muon.sharding.weights import broadcast_buffers
 
@@ -104,6 +105,7 @@ def collect(part: Weights | OptimizerState, how: Format) -> dict[str, Any]:
     return numbered_optimizer_state(state, names_in_groups(part.module, part.optimizer))
 
 
+@own_state_dicts()
 def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
     """Weights that all nodes have in common. Collective over all ranks."""
     module, mesh = part.module, part.mesh
@@ -115,6 +117,7 @@ def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
         return of_first_node(state, mesh) if differ else state
 
 
+@own_state_dicts()
 def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of whole weights and states of optimizers. Collective over all ranks."""
     free_unsharded(module)
@@ -174,6 +177,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state  # type: ignore[return-value]
 
 
+@own_state_dicts()
 def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
     """Weights of all stages on rank 0, sent tensor by tensor; copies of a tied weight are one tensor there."""
     group, state = runtime_of(module).group, module.state_dict()

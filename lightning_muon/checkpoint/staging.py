@@ -143,14 +143,14 @@ def _put(draft: Path, target: Path) -> None:
     has_directory = any(path.is_dir() and not path.is_symlink() for path in (draft, target))
     if not (has_directory and _exists(target)):
         draft.replace(target)
-    elif not _exchange(draft, target):
+    elif not _swap(draft, target):
         replaced = _folder(_REPLACED, target)
         replaced.mkdir()
         target.rename(replaced / target.name)
         draft.rename(target)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _swap(one: Path, other: Path) -> bool:
     """Let two entries of one file system change their places in one call; ``False`` where there is no such call."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2

@@ -14,7 +14,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-from lightning_muon.cli.main import reporting
+from lightning_muon.cli.main import raised_by, reporting
 from lightning_muon.compat.transformers import make_folders_first
 from lightning_muon.engine.options import SECTION, Options
 from lightning_muon.engine.parsing import read_yaml
@@ -56,6 +56,8 @@ def launch_command(words: Sequence[str]) -> None:
             on_cpus = (told.get("cpu") or told.get("use_cpu")) and told.get("mpirun_hostfile") is None
             (launch_on_cpus if on_cpus and (processes or 1) > 1 else launch)(arguments)
     except (ValueError, FileNotFoundError) as error:
+        if not raised_by(error, "lightning_muon", "accelerate"):
+            raise
         # The user does not know the temporary file.
         text = str(error).replace(str(arguments.config_file), str(given))
         where = f"{given}: " if given is not None and str(given) not in text else ""

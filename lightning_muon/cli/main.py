@@ -89,10 +89,15 @@ def _run(name: str, parser: ArgumentParser, words: Sequence[str]) -> None:
     except (OSError, ImportError, DamagedCheckpointError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
     except ValueError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
-            raise  # Not our words: whoever reads them needs the traceback.
+        if not raised_by(error, "lightning_muon"):
+            raise
         raise SystemExit(f"{parser.prog}: {error}") from error
+
+
+def raised_by(error: Exception, *packages: str) -> bool:
+    """Whether one of ``packages`` raises ``error`` itself; who reads the words of other code needs the traceback."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] in packages
 
 
 def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: str) -> NoReturn:
@@ -102,14 +107,23 @@ def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: s
 
 
 def reporting(parser: Any) -> Any:
-    """Return the parser, also one of jsonargparse, changed so that its errors print no usage, but the nearest name."""
+    """The parser, also one of jsonargparse, changed: its errors print no usage, but the nearest name, and the file."""
+    files, parse_path = list[str](), getattr(parser, "parse_path", None)
+
+    def parse_file(path: Any, *args: Any, **kwargs: Any) -> Any:
+        files.append(f"{path}: ")
+        parsed = parse_path(path, *args, **kwargs)
+        files.pop()
+        return parsed
 
     def refuse(message: str, error: Exception | None = None) -> None:
         of_command = getattr(error, "subcommand_parser", None) or parser
         prog, options = of_command.prog.replace(" [options]", ""), list(of_command._option_string_actions)
-        of_command.exit(2, f"{prog}: {_explained(prog, message.rstrip(), options)}\n")
+        of_command.exit(2, f"{prog}: {''.join(files)}{_explained(prog, message.rstrip(), options)}\n")
 
     parser.error = refuse
+    if parse_path is not None:
+        parser.parse_path = parse_file
     return parser
 
 

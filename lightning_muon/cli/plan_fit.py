@@ -262,7 +262,7 @@ def _ways(job: Job, mode: Mode, most_stages: int) -> Iterator[Way]:
             )
 
 
-def _memory(job: Job, sizes: Sizes, way: Way, step: _Step, *, on_their_way: int) -> Memory:
+def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: int) -> Memory:
     """The peak is where backward begins, where it ends, or in the optimizer step."""
     (own, used, summed), every, root, layer = PRECISIONS[job.precision], sizes.all, sizes.root, sizes.layer
     weight_shards = way.shard if way.is_fsdp else 1
@@ -383,13 +383,13 @@ def _exchange_seconds(job: Job, part: Counts, way: Way) -> float:
     return codec + _send(job, sent, is_between)
 
 
-class _Step(NamedTuple):
+class _StepCost(NamedTuple):
     seconds: float
     kept: float = 0  # Bytes of buffers that stay from step to step.
     working: float = 0  # Bytes in the step.
 
 
-def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
+def _muon_step(job: Job, sizes: Sizes, way: Way) -> _StepCost:
     """The optimizer step with owners in each replica, or on all of them, whichever is faster.
 
     With k buckets, whose arithmetic takes n and whose transfers take t seconds, it is ``n + t + (k - 1) max(n, t)``.
@@ -398,11 +398,11 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
     held = part.trained / (1 if way.mode in ("none", "ddp") else way.shard)
     elementwise = ADAMW_TENSORS * STATE_ITEMSIZE * held / cost.memory_bytes_per_second
     if not part.muon or (way.mode == "flexdemo" and job.flexdemo.base != "muon"):
-        return _Step(elementwise)
+        return _StepCost(elementwise)
     (short, long), replicate = sizes.matrix, 1 if way.mode == "flexdemo" else way.replicate
     inside = 0.0 if way.mode == "zero2" else (way.shard - 1) / way.shard  # Of a matrix, what its owner does not have.
     shards_leave, replicas_leave = (float(nodes > 1) for nodes in way.nodes(job))
-    found: list[_Step] = []
+    found: list[_StepCost] = []
     for replicas in {1 if way.shard > 1 else replicate, replicate}:
         owners = way.shard * replicas
         share = job.wire_itemsize * part.muon / owners  # Bytes that a rank owns, as they travel.
@@ -417,7 +417,7 @@ def _muon_step(job: Job, sizes: Sizes, way: Way) -> _Step:
             min(buckets, each) for each in (config.look_ahead, scatter_buffers_for(config.look_ahead))
         )
         found.append(
-            _Step(
+            _StepCost(
                 seconds=work + moved + (buckets - 1) * max(work, moved),
                 kept=2 * share / buckets * (gathered * inside + scattered * (inside + replicas - 1)),
                 working=job.wire_itemsize * (3 * short * long + 2 * short**2),

@@ -34,7 +34,7 @@ from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_ex
 from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.program import Op, OpKind
 from lightning_muon.schedule.simulate import Timeline, simulate
-from lightning_muon.schedule.step import prefetch
+from lightning_muon.schedule.step import issue_ahead
 
 IN_REPLICAS, ON_ALL = "owners in each replica", "owners on all ranks"
 _MIB = 2**20
@@ -120,7 +120,7 @@ def _planned_step(setting: Setting, mesh: Mesh, dedupe: Dedupe) -> SimulatedStep
         for rank, ops in plan.program.items()
     }
     look_ahead = 0 if config.overlap == "off" else config.look_ahead
-    timeline = simulate(prefetch(program, look_ahead), setting.cost)
+    timeline = simulate(issue_ahead(program, look_ahead), setting.cost)
     return SimulatedStep(plan=plan, timeline=timeline, itemsize=itemsize)
 
 

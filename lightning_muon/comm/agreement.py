@@ -35,7 +35,7 @@ def require_equal(
     what: str,
     advice: str = "Build it identically on every rank.",
 ) -> None:
-    """Raise on every rank unless all hold the same lines. Collective over ``ranks``; every one must call it."""
+    """Raise on every rank unless all hold the same lines. Collective over ``ranks``."""
     # The lines are sent only if there is a difference.
     digest = hashlib.sha256(repr(list(lines)).encode()).hexdigest()
     if len(set(gather(digest, ranks))) == 1:
@@ -51,7 +51,7 @@ def require_equal(
 
 
 def gather(value: _Result, ranks: AxisGroup | None) -> list[_Result]:
-    """The ``value`` of every rank, in the order of the ranks. Collective over ``ranks``; every one must call it.
+    """The ``value`` of every rank, in the order of the ranks. Collective over ``ranks``.
 
     ``None`` is all ranks; without an initialized process group there is one.
     """
@@ -67,7 +67,7 @@ def gather(value: _Result, ranks: AxisGroup | None) -> list[_Result]:
 def fail_together(error: Exception | None, ranks: AxisGroup | None) -> None:
     """Raise on every rank if any rank brings an ``error``; a rank's own error keeps its type.
 
-    Collective over ``ranks``; every one must call it.
+    Collective over ``ranks``.
     """
     messages = gather(None if error is None else f"{type(error).__name__}: {error}", ranks)
     if error is not None:

@@ -19,8 +19,8 @@ observers: list[Callable[[AxisGroup, Mapping[int, int]], None]] = []
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of one buffer, in its order: all parts of peer 0, then of peer 1, ..."""
+class PeerSplits:
+    """The tensors that lie in one buffer: all for peer 0, then those for peer 1, ..."""
 
     shapes: tuple[tuple[int, ...], ...]
     splits: tuple[int, ...]  # Elements for each peer.
@@ -31,13 +31,13 @@ class Parts:
         return sum(self.splits)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """One view per part, in its own shape."""
+        """One view per tensor, in its own shape."""
         sizes = [torch.Size(shape).numel() for shape in self.shapes]
         flat = buffer[: self.numel].split(sizes)
         return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
 
     def by_peer(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """One flat view per peer, of all its parts."""
+        """One flat view per peer, of all its tensors."""
         return buffer[: self.numel].split(list(self.splits))
 
 

@@ -102,7 +102,7 @@ def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
-    """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several; all ranks must call it."""
+    """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several."""
     # Cached: on a large mesh looking up the coordinates of all its ranks takes milliseconds.
     found = _made().axis_groups
     if (mesh, axes) in found:

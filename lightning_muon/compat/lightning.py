@@ -44,7 +44,7 @@ class LightningPackage:
 
 
 def start_process_group(strategy: Any, package: LightningPackage, store: dist.Store | None) -> None:
-    """Start the default process group, on a ``store`` if one is given, and set the ranks and the device. Collective."""
+    """Start the default process group, on any ``store`` given; set ranks and device. Collective over all ranks."""
     if store is not None:
         device, backend = strategy.root_device, strategy._get_process_group_backend()
         dist.init_process_group(

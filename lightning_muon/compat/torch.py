@@ -57,7 +57,7 @@ def inherit_timeout(group: dist.ProcessGroup) -> None:
 def new_group(ranks: Sequence[int], name: str, *, backend: str, timeout: timedelta) -> dist.ProcessGroup:
     """A process group of the sorted global ``ranks`` with this ``name``, which must be new in the default group.
 
-    Collective over ``ranks``; every one of them must call it, nobody else may.
+    Collective over ``ranks``; nobody else may call it.
 
     ``dist.new_group`` would do either of two things that hang. With ``use_local_synchronization`` its name counts the
     groups that this process belongs to; without, the groups that it has heard of. So ranks that belong to different
@@ -300,6 +300,11 @@ def has_unfinished_forward(unit: FSDPModule) -> bool:
     """Whether the outermost FSDP2 forward pass that runs, or that an exception has ended, is that of this unit."""
     state = unit._get_fsdp_state()
     return state._state_ctx.iter_forward_root is state
+
+
+def forget_forward(unit: FSDPModule) -> None:
+    """End a pass that :func:`has_unfinished_forward`; FSDP2 would take the next one for a part of it. Local."""
+    unit._get_fsdp_state()._state_ctx.iter_forward_root = None
 
 
 def has_unfinished_backward(unit: FSDPModule) -> bool:

@@ -59,7 +59,8 @@ class ReplicaCheck(Guard):
     def _differing_copies(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Names of what differs on ranks with the same parts. Collective as :meth:`step_has_ended` is."""
         copies: dict[tuple[_Ranks, torch.device], list[tuple[str, Tensor]]] = {}
-        trains_alone = _trains_alone(optimizer)
+        # Each node may have weights of its own.
+        trains_alone = isinstance(optimizer, FlexDeMo) and isinstance(optimizer.config.replicator, LocalSteps)
         for name, parameter in names_of(self._module).items():
             if not trains_alone:
                 place = self._ranks_of_weights(parameter), parameter.device
@@ -91,11 +92,6 @@ class ReplicaCheck(Guard):
         """The ranks with the same part of the optimizer's state; local."""
         mesh, placements = self._mode.layout.mesh_and_placements(parameter)
         return self._ranks_of_weights(parameter) if mesh is None else (mesh, replicated_axes(mesh, placements))
-
-
-def _trains_alone(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether each node has weights of its own."""
-    return isinstance(optimizer, FlexDeMo) and isinstance(optimizer.config.replicator, LocalSteps)
 
 
 def _odd_ones(name: str, values: Sequence[int], group: AxisGroup) -> list[str]:

@@ -66,8 +66,7 @@ class TrainingEngine:
     A framework calls, in this order: :meth:`shard`; for a training :meth:`attach`; for each micro-batch
     :meth:`around_forward` and :meth:`around_backward`, all but the last of a step inside :meth:`no_sync`; clipping;
     :meth:`step`; around an evaluation :meth:`begin_evaluation` and :meth:`end_evaluation`; at last :meth:`end_training`
-    and :meth:`close`. Methods are collective over the mesh unless they say that they are local; every rank must call
-    them.
+    and :meth:`close`. Methods are collective over the mesh unless they say that they are local.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from torch.distributed import Work
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.flexdemo.bucket_plan import BucketPlan, MessagePart, Place, padding
+from lightning_muon.flexdemo.bucket_plan import BlockRange, BucketPlan, MessagePart, padding
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep
 from lightning_muon.params.layout import local_tensor
 
@@ -41,7 +41,7 @@ class MomentumBucket:
         """Blocks <- decay * residual + gradient, the local one of each parameter; without one decay * residual."""
         gradients = {tensor: gradients[tensor].contiguous() for tensor in self.parameters if tensor in gradients}
         for part, batch, views in zip(self.plan.parts, self._batches, self._views, strict=True):
-            if batch.numel() > sum(place.rows * place.cols for place in part.places):
+            if batch.numel() > sum(each.rows * each.cols for each in part.ranges):
                 batch.zero_()  # Some elements belong to no parameter.
             foreach.copy_([into for _, into, _ in views], [residual for _, _, residual in views])
             batch.mul_(decay)
@@ -130,9 +130,9 @@ class MomentumBucket:
         """Triples: a parameter, views of a batch, and views of the same elements in ``locals_``."""
         return [
             (tensor, in_batch, in_local)
-            for place in part.places
-            if (tensor := self._all[place.number]) in locals_
-            for in_batch, in_local in paired_views(part, place, batch, locals_[tensor])
+            for each in part.ranges
+            if (tensor := self._all[each.number]) in locals_
+            for in_batch, in_local in paired_views(part, each, batch, locals_[tensor])
         ]
 
 
@@ -170,15 +170,15 @@ def unpack(plan: BucketPlan, message: Tensor) -> list[Components]:
     return components
 
 
-def paired_views(part: MessagePart, place: Place, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def paired_views(part: MessagePart, span: BlockRange, batch: Tensor, local: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Equally shaped views of ``batch`` and ``local`` (row-major) that hold each element of ``local`` once."""
-    rows, cols = place.rows, place.cols
+    rows, cols = span.rows, span.cols
     if len(part.block_shape) != 2:
-        first = place.first * (part.block_numel if part.block_shape else 1)
+        first = span.first * (part.block_numel if part.block_shape else 1)
         yield batch.view(-1)[first : first + rows * cols], local.view(-1)
         return
     (height, width), matrix = part.block_shape, local.view(rows, cols)
-    own = batch[place.first : place.first + place.count].view(-(-rows // height), -(-cols // width), height, width)
+    own = batch[span.first : span.first + span.count].view(-(-rows // height), -(-cols // width), height, width)
     # The whole blocks, those at the right and lower edges, and the one in the corner.
     for down, row, tall in _bands(rows, height):
         for right, col, wide in _bands(cols, width):

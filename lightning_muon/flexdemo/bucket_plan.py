@@ -20,8 +20,8 @@ _ALIGNMENT = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a parameter lies in its part."""
+class BlockRange:
+    """The blocks of one parameter in those of its part."""
 
     number: int  # Number of the parameter, in the order of the model.
     rows: int  # Rows of its local shard, read as a matrix.
@@ -38,7 +38,7 @@ class MessagePart:
     block_shape: tuple[int, ...]  # `()` if the part is one block of `block_numel` elements.
     num_blocks: int  # In this part.
     block_numel: int  # Elements of a block, padding included.
-    places: tuple[Place, ...]  # The parameters.
+    ranges: tuple[BlockRange, ...]  # The parameters.
 
     @property
     def batch_shape(self) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ def plan_buckets(shapes: Sequence[Shape], config: FlexDeMoConfig) -> list[Bucket
 
 def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicator) -> list[MessagePart]:
     """The parts for parameters of one kind, without those that have no elements on this rank."""
-    by_shape: dict[tuple[int, ...], list[Place]] = {}
+    by_shape: dict[tuple[int, ...], list[BlockRange]] = {}
     for number in members:
         rows, cols = shapes[number].as_matrix()
         if rows * cols == 0:
@@ -153,12 +153,12 @@ def _parts(members: Sequence[int], shapes: Sequence[Shape], replicator: Replicat
         count = math.ceil(rows * cols / math.prod(block_shape))
         if len(block_shape) == 2:
             count = math.ceil(rows / block_shape[0]) * math.ceil(cols / block_shape[1])
-        places = by_shape.setdefault(block_shape, [])
-        first = places[-1].first + places[-1].count if places else 0
-        places.append(Place(number, rows, cols, first, count))
+        ranges = by_shape.setdefault(block_shape, [])
+        first = ranges[-1].first + ranges[-1].count if ranges else 0
+        ranges.append(BlockRange(number, rows, cols, first, count))
     parts: list[MessagePart] = []
-    for block_shape, places in by_shape.items():
-        total = places[-1].first + places[-1].count
+    for block_shape, ranges in by_shape.items():
+        total = ranges[-1].first + ranges[-1].count
         num_blocks, block_numel = (total, math.prod(block_shape)) if block_shape else (1, total)
-        parts.append(MessagePart(replicator, block_shape, num_blocks, block_numel, tuple(places)))
+        parts.append(MessagePart(replicator, block_shape, num_blocks, block_numel, tuple(ranges)))
     return parts

@@ -99,7 +99,7 @@ class DiLoCoSync(InterNodeSync):
             state["has_moved"].zero_()
 
     def _sum_over_nodes(self, tensors: Sequence[Tensor]) -> None:
-        """Sum contiguous tensors in place, those of a bucket together. Collective over the nodes; all must call it."""
+        """Sum contiguous tensors in place, those of a bucket together. Collective over the nodes."""
         if self.num_nodes == 1:
             return
         buckets = make_buckets(tensors, self.config.bucket_bytes)

@@ -93,7 +93,7 @@ class NodeLayout(Layout):
 
 
 def part_of(value: Tensor, parameter: Tensor) -> Tensor:
-    """The calling rank's part of a saved ``value``; collective over the mesh of a DTensor, every rank must call it."""
+    """The calling rank's part of a saved ``value``. Collective over the mesh of a DTensor."""
     if not isinstance(parameter, DTensor):
         return value.full_tensor() if isinstance(value, DTensor) else value
     return _redistributed(value, parameter.device_mesh, parameter.placements)

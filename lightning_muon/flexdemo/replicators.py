@@ -30,11 +30,11 @@ class ExchangeStep:
 
     Attributes:
         step: Number of the exchange, from 0.
-        part: Number of the bucket in which the blocks are sent.
+        bucket: Number of the bucket in which the blocks are sent.
     """
 
     step: int
-    part: int
+    bucket: int
 
 
 class Components(NamedTuple):
@@ -310,7 +310,7 @@ class Random(SharedElements):
     @override
     def elements(self, exchange: ExchangeStep, block_numel: int, device: torch.device) -> Tensor:
         cell = period(self.rate)
-        key = hashlib.blake2b(f"{self.seed} {exchange.step} {exchange.part}".encode(), digest_size=8).digest()
+        key = hashlib.blake2b(f"{self.seed} {exchange.step} {exchange.bucket}".encode(), digest_size=8).digest()
         generator = torch.Generator(device).manual_seed(int.from_bytes(key) >> 1)
         starts = torch.arange(0, block_numel, cell, device=device)
         drawn = torch.randint(cell, starts.shape, generator=generator, device=device)

@@ -30,9 +30,9 @@ from lightning_muon.math.symmetric import (
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py of commit 04c1224e); below 24 a batched product may
 # add in another order than a single one, and on a CPU what a matrix is batched with does not change its update. CUDA:
-# chosen, since launches dominate below 1024; not measured. There the bits may depend on the batch, so that ranks which
-# repeat a matrix must repeat its batch.
-_BATCHED = {"cpu": (32, 256), "cuda": (1, 1024)}
+# eight of 1536 x 1536 take 0.82 of the time of one by one, of 2048 x 2048 0.92 (an H200, `make gpu`), and the memory of
+# eight. There the bits may depend on the batch, so that ranks which repeat a matrix must repeat its batch.
+_BATCHED = {"cpu": (32, 256), "cuda": (1, 1536)}
 # Share of the largest squared singular value that rounding may reach in a Gram matrix that is updated: at a tenth, the
 # singular values come out as those of the plain iteration (tests/unit/math/test_newton_schulz.py).
 _MOST_NOISE = 0.1

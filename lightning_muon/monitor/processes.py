@@ -45,14 +45,16 @@ def _innermost_frame(thread: int) -> FrameType | None:
 
 def waiting_place(thread: int) -> CollectiveCall | None:
     """The collective in which a thread waits; ``None`` if it is in none."""
-    frame = _innermost_frame(thread)
+    frame, waits = _innermost_frame(thread), False
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if TORCH_DISTRIBUTED in frame.f_code.co_filename:
             group, name = group_awaited_in(frame), frame.f_code.co_name
-            if group is not None:
+            # Who calls a wait may have a group of its own; what a DTensor is redistributed over is what it waits for.
+            if group is not None and (not waits or "device_mesh" in frame.f_locals):
                 with suppress(RuntimeError):  # The group is being made, and has no name yet.
                     return CollectiveCall(group.group_name, id(frame), name)
-            if "wait" not in name:
+            waits = waits or "wait" in name
+            if not waits:
                 return None
         frame = frame.f_back  # An operator of torch, in which a functional collective waits.
     return None

@@ -10,12 +10,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -52,6 +52,9 @@ _ON_EVERY_RANK = (
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """The state that one rank publishes, as JSON."""
@@ -69,6 +72,21 @@ class Position:
     where: str = ""  # The lines of the program that the main thread is in.
     beat: int = 0  # Number of looks since the rank last made progress.
     has_ended: bool = False  # Whether the rank gives no more signs of life: it has left its run, or its step raised.
+
+
+def _position(value: bytes) -> Position:
+    fields = json.loads(value)
+    return Position(**{**fields, "calls": Calls(*fields["calls"]), "crossing": Calls(*fields["crossing"])})
+
+
+def _process(value: bytes) -> str:
+    is_gone(value.decode())  # Raises if that is no process.
+    return value.decode()
+
+
+def _reason(value: bytes) -> str:
+    _rank, _time, _why = value.decode().split(" ", 2)
+    return value.decode()
 
 
 def find_mismatch(positions: Mapping[int, Position], call_log: CallLog) -> str | None:
@@ -169,7 +187,7 @@ class Watchdog(Guard):
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
         self._has_failed = self._has_left = False
-        self._store: dist.Store | None = None
+        self._store: Any = None
         self.follow(call_log)
 
     # ---- events; local
@@ -277,7 +295,7 @@ class Watchdog(Guard):
             is_stuck = seconds >= self._patience - self._interval
             try:
                 if num_looks % _LOOKS_PER_SIGN == 0:
-                    self._own_store.set(f"alive{self._rank}", str(num_looks))
+                    self._store.set(f"alive{self._rank}", str(num_looks))
                 num_looks += 1
                 reason = self._learn()
                 if is_stuck:
@@ -293,6 +311,9 @@ class Watchdog(Guard):
                         self._warn(int(seconds))
             except RuntimeError:
                 reason = self._reason_without_store()
+            except Exception as problem:  # What a stranger has written into the store may be anything.
+                reason = ""
+                self._passes_over("a position", problem)
             if reason and is_stuck and not self._closed.is_set():
                 self._end(reason)
 
@@ -328,19 +349,27 @@ class Watchdog(Guard):
             has_ended=self._has_left or self._has_failed,
         )
         self._position = position
-        self._own_store.set(f"position{self._rank}", json.dumps(asdict(position)))
-
-    @property
-    def _own_store(self) -> dist.Store:
-        assert self._store is not None, "start comes first"
-        return self._store
+        self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
 
     def _read(self, rank: int) -> Position | None:
-        key = f"position{rank}"
-        if not self._own_store.check([key]):
-            return None
-        fields = json.loads(self._own_store.get(key))
-        return Position(**{**fields, "calls": Calls(*fields["calls"]), "crossing": Calls(*fields["crossing"])})
+        return self._take(self._store, f"position{rank}", _position)
+
+    def _take(self, store: dist.Store, key: str, read: Callable[[bytes], T]) -> T | None:
+        """What ``read`` makes of a value in the store; ``None``, too, if no watchdog has written it, which ends it."""
+        value = store.get(key) if store.check([key]) else b""
+        try:
+            return read(value) if value else None
+        except (ValueError, TypeError, LookupError) as problem:
+            self._passes_over(key, problem)
+            store.compare_set(key, value, "")
+        return None
+
+    def _passes_over(self, what: str, problem: Exception) -> None:
+        """Log once that something in the store cannot be read."""
+        if what not in self._warned:
+            self._warned.add(what)
+            text = "rank %d passes over what is in the store as %s, for it cannot be read (%s)"
+            _log.error(text, self._rank, what, problem)
 
     def _positions(self) -> dict[int, Position]:
         positions = ((rank, self._read(rank)) for rank in range(self._size))
@@ -349,7 +378,7 @@ class Watchdog(Guard):
     def _warn(self, seconds: int) -> None:
         """Log once where this rank is, if it waits for other ranks, or another one waits."""
         waits = self._position.group is not None
-        num_waits, known = self._own_store.add("waits", int(waits)), self._num_waits
+        num_waits, known = self._store.add("waits", int(waits)), self._num_waits
         self._num_waits = num_waits
         where = self._position.where
         if (waits or 0 < known < num_waits) and where not in self._warned:
@@ -380,10 +409,10 @@ class Watchdog(Guard):
     def _is_silent(self, rank: int) -> bool:
         """Whether the thread of another rank, once heard, has been silent for too long while this rank looked."""
         key = f"alive{rank}"
-        if rank == self._rank or not self._own_store.check([key]):
+        if rank == self._rank or not self._store.check([key]):
             return False
         assert self._silence is not None, "start comes first"
-        sign, now = self._own_store.get(key), time.monotonic()
+        sign, now = self._store.get(key), time.monotonic()
         known, since, looked = self._heard.get(rank, (None, now, now))
         if sign != known or now - looked > self._silence / 2:
             since = now
@@ -394,12 +423,12 @@ class Watchdog(Guard):
         """Ranks whose processes on this host are gone without a report."""
         keys = [f"process{rank}" for rank in range(self._size)]
         if not self._processes and self._common.check(keys):  # All ranks have started a watchdog.
-            self._processes = [text.decode() for text in self._common.multi_get(keys)]
+            self._processes = [self._take(self._common, key, _process) or "" for key in keys]
         positions = {rank: self._read(rank) for rank in self._gone()}
         return [rank for rank, at in positions.items() if at is None or not at.has_ended]
 
     def _gone(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._processes) if is_gone(process)]
+        return [rank for rank, process in enumerate(self._processes) if process and is_gone(process)]
 
     def _death_of(self, ranks: Iterable[int]) -> str:
         positions, log = self._positions(), self._call_log
@@ -417,10 +446,10 @@ class Watchdog(Guard):
     # ---- the end of all ranks
 
     def _said(self) -> str:
-        return self._value(_REASON)
+        return self._take(self._common, _REASON, _reason) or ""
 
     def _value(self, key: str) -> str:
-        return self._common.get(key).decode() if self._common.check([key]) else ""
+        return self._take(self._common, key, bytes.decode) or ""
 
     def _tell(self, reason: str) -> None:
         """Tell all ranks to end; the first reason stays."""
@@ -459,11 +488,11 @@ class Watchdog(Guard):
         """
         deadline = time.monotonic() + self._patience + 6 * self._interval
         with suppress(RuntimeError):
-            self._own_store.set(f"asks{self._rank}", "")
+            self._store.set(f"asks{self._rank}", "")
             while time.monotonic() < deadline:
                 positions = self._positions()
                 found = find_mismatch(positions, self._call_log) or ""
-                if all(self._own_store.check([f"asks{rank}"]) for rank in range(self._size)):
+                if all(self._store.check([f"asks{rank}"]) for rank in range(self._size)):
                     return found
                 if reason := self._learn() or found:
                     return reason

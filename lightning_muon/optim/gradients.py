@@ -195,7 +195,7 @@ def _is_unreduced(tensor: Tensor) -> bool:
 
 
 def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
-    """The ranks with the same part of a parameter, if several; collective the first time, every rank must call it."""
+    """The ranks with the same part of a parameter, if several. Collective over them the first time."""
     mesh, placements = layout.mesh_and_placements(tensor)
     axes = () if mesh is None else replicated_axes(mesh, placements)
     return axis_group(mesh, axes) if mesh is not None and axes else None

@@ -201,7 +201,7 @@ class KnownRoutes:
             old, new = before[param][1], self[param]
             for key in state_keys(old.algorithm) - state_keys(new.algorithm):
                 states[param].pop(key, None)
-            if old.algorithm != new.algorithm or neuron_place(param, old) != neuron_place(param, new):
+            if old.algorithm != new.algorithm or neuron_shape_and_dims(param, old) != neuron_shape_and_dims(param, new):
                 states[param].pop(SECOND_MOMENT, None)
         return True
 
@@ -287,7 +287,7 @@ def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: boo
         )
 
 
-def neuron_place(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def neuron_shape_and_dims(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of a parameter's second moments of neurons, and the dimensions that they share with it."""
     shape = tuple(parameter.shape)
     return neuron_shape(shape, route), neuron_dims(shape, route)
@@ -296,7 +296,7 @@ def neuron_place(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tupl
 def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
     if parameter.route.algorithm != "adamw":
-        of_neurons = neuron_place(parameter.tensor, parameter.route)
+        of_neurons = neuron_shape_and_dims(parameter.tensor, parameter.route)
         return {MOMENTUM: parameter.layout.zeros_like(parameter.tensor)} | {
             key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
             for key in neuron_state_keys(parameter.route.algorithm, parameter.group)
@@ -365,7 +365,7 @@ class StateCompletion:
         return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
-        """Begin with zeros on all ranks where only some had to make state. Collective."""
+        """Begin with zeros on all ranks where only some had to make state. Collective over the meshes."""
         lost: dict[Tensor, None] = {}
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.

@@ -17,7 +17,7 @@ from lightning_muon.comm.agreement import named_waits, together, warn_on_first_r
 from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
-from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments, unknown_option
+from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.optim import parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
@@ -35,13 +35,9 @@ from lightning_muon.schedule.exchange import PlanOptions
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-# Keys of param groups of other optimizers, which would have no effect.
-_OTHER_WORDS = {
-    **dict.fromkeys(("learning_rate", "lrr"), "it is called lr"),
-    "muon_lr": "set muon_lr_factor",
-    "use_muon": "set algorithm='muon' or 'adamw'",
-    **dict.fromkeys(("wd", "weight_decay"), "it is called weight_decay"),
-}
+# Keys of param groups of other optimizers, which would have no effect -> what is meant.
+_OTHER_WORDS = {"learning_rate": "lr", "lrr": "lr", "wd": "weight_decay", "muon_lr": "muon_lr_factor"}
+_OTHER_WORDS |= {"use_muon": "algorithm='muon' or 'adamw'"}
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -128,13 +124,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
         for key in map(str, param_group.keys() - {"params", *self.defaults}):
             if key in vars(self._options).keys() - {"fused"}:  # Of that name torch's AdamW has an option of a group.
                 raise ValueError(f"{key} is an option of {type(self).__name__}, not of a param group")
-            if key.lower() in _OTHER_WORDS:
-                raise ValueError(
-                    f"{key} is no key of a param group of {type(self).__name__}; {_OTHER_WORDS[key.lower()]}"
-                )
-            alike = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
-            if removed(key) or (alike and alike[0][0] == key[0]):
-                raise ValueError(f"{type(self).__name__}: a param group: {unknown_option(key, list(self.defaults))}")
+            alike = difflib.get_close_matches(key.lower(), self.defaults, n=1, cutoff=0.85)
+            meant = _OTHER_WORDS.get(key.lower()) or next((each for each in alike if each[0] == key[0].lower()), None)
+            if why := removed(key) or (meant and f"there is no option {key!r}; did you mean {meant}?"):
+                raise ValueError(f"{type(self).__name__}: a param group: {why}")
         group = self.defaults | param_group
         parameters.check_group_(group)
         given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])

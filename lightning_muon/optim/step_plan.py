@@ -18,7 +18,7 @@ from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
 from lightning_muon.schedule.muon import ADAMW_TENSORS
 from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import check_step, prefetch
+from lightning_muon.schedule.step import check_step, issue_ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +120,7 @@ def make_step_plan(
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
-    (ops,) = prefetch({0: [*matrices, *adamw]}, look_ahead).values()
+    (ops,) = issue_ahead({0: [*matrices, *adamw]}, look_ahead).values()
     check_step({0: ops}, groups, is_whole=False)
     _require_equal_plans(groups, buckets, ops)
     return StepPlan(

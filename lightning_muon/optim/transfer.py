@@ -14,7 +14,7 @@ from operator import itemgetter
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool, Parts, start_all_to_all, start_messages
+from lightning_muon.comm.collectives import BufferPool, PeerSplits, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
 from lightning_muon.params.boxes import Box
@@ -61,13 +61,13 @@ class Leg:
         )
 
 
-def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], Parts]:
+def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], PeerSplits]:
     """The pieces in the order of a packed buffer, and where they lie in it."""
     pieces = sorted(addressed, key=itemgetter(0))
     splits = [0] * num_ranks
     for rank, (_, box) in pieces:
         splits[rank] += box.numel
-    return [piece for _, piece in pieces], Parts(tuple(box.shape for _, (_, box) in pieces), tuple(splits))
+    return [piece for _, piece in pieces], PeerSplits(tuple(box.shape for _, (_, box) in pieces), tuple(splits))
 
 
 class Transfer:

@@ -123,7 +123,7 @@ def usage(kind: type[nn.Module], attribute: str, entry: str = "", ndim: int = 2)
     no matrix, whatever else is done with it.
     """
     found = set[Usage]()
-    returned: dict[str, _Part | None] = {}
+    returned: dict[str, _View | None] = {}
     for _ in range(2):  # A second time, with what the class's own methods return.
         found.clear()
         for function in _methods(kind):
@@ -162,7 +162,7 @@ def _own_methods(kind: type) -> list[_Function]:
     return [each for each in body if isinstance(each, _Function) and each.name not in _SET_UP]
 
 
-class _Part(NamedTuple):
+class _View(NamedTuple):
     """What the value of an expression has of the parameter."""
 
     picks: int  # How many indices lead to one matrix; more of them take rows.
@@ -170,35 +170,35 @@ class _Part(NamedTuple):
     is_weight: bool = True  # Not one of several values, nor computed with others.
 
 
-_Value = _Part | None | list["_Value"]  # A list for a tuple in the code.
+_Value = _View | None | list["_Value"]  # A list for a tuple in the code.
 
 
-def _either(first: _Part | None, second: _Part | None) -> _Part | None:
+def _either(first: _View | None, second: _View | None) -> _View | None:
     """One of two values."""
     if first is None or second is None:
         one = first or second
         return one and one._replace(is_weight=False)
     swapped = first.swapped if first.swapped == second.swapped else None
-    return _Part(min(first.picks, second.picks), swapped, first.is_weight and second.is_weight)
+    return _View(min(first.picks, second.picks), swapped, first.is_weight and second.is_weight)
 
 
 class _Reader:
     """Follows a parameter through a method, statement by statement."""
 
-    def __init__(self, attribute: str, entry: str, ndim: int, methods: Mapping[str, _Part | None]) -> None:
+    def __init__(self, attribute: str, entry: str, ndim: int, methods: Mapping[str, _View | None]) -> None:
         self.found, self.returned = set[Usage](), None
         self._attribute, self._entry, self._matrix_picks, self._methods = attribute, entry, ndim - 2, methods
-        self._names: dict[str, _Part | None] = {}
+        self._names: dict[str, _View | None] = {}
         self._texts: dict[str, str] = {}
 
-    def visit(self, node: ast.AST | None) -> _Part | None:
+    def visit(self, node: ast.AST | None) -> _View | None:
         """Add to ``found`` what a statement or an expression does with the parameter; what its value has of it."""
         match node:
             case ast.Name():
                 return self._names.get(node.id)
             case ast.Attribute(ast.Name("self"), attribute):
                 is_it = attribute == self._attribute
-                return _Part(self._matrix_picks + bool(self._entry)) if is_it else self._methods.get(attribute)
+                return _View(self._matrix_picks + bool(self._entry)) if is_it else self._methods.get(attribute)
             case ast.Attribute():
                 return self._change(self.visit(node.value), node.attr, ())
             case ast.Subscript():
@@ -210,7 +210,7 @@ class _Reader:
             case ast.UnaryOp(_, value) | ast.Starred(value):
                 return self.visit(value)
             case ast.Tuple(values) | ast.List(values):
-                return next((part for part in map(self.visit, values) if part), None)
+                return next((view for view in map(self.visit, values) if view), None)
             case ast.IfExp():
                 self.visit(node.test)
                 return _either(self.visit(node.body), self.visit(node.orelse))
@@ -219,8 +219,8 @@ class _Reader:
                     self._bind(loop.target, self._each(loop.iter))
                 return self.visit(node.elt)
             case ast.NamedExpr() | ast.AnnAssign():
-                self._bind(node.target, part := self.visit(node.value))
-                return part
+                self._bind(node.target, view := self.visit(node.value))
+                return view
             case ast.Assign([ast.Name(name)], ast.Constant(str(text))):
                 self._texts[name] = text
             case ast.Assign():
@@ -230,8 +230,8 @@ class _Reader:
             case ast.AugAssign():
                 self._bind(node.target, self._binary(ast.BinOp(node.target, node.op, node.value)))
             case ast.Return():
-                part = self.visit(node.value)
-                self.returned = _either(self.returned, part) if self.returned else part
+                view = self.visit(node.value)
+                self.returned = _either(self.returned, view) if self.returned else view
             case ast.If():
                 self._branches(node)
             case ast.For() | ast.While():
@@ -261,13 +261,13 @@ class _Reader:
         joined = {name: _either(after[name], self._names[name]) for name in after.keys() & self._names.keys()}
         self._names = {**after, **self._names, **joined}
 
-    def _all(self, nodes: Iterable[ast.AST]) -> list[_Part | None]:
+    def _all(self, nodes: Iterable[ast.AST]) -> list[_View | None]:
         return [self.visit(node) for node in nodes]
 
-    def _used(self, parts: Iterable[_Part | None], usage: Usage) -> _Part | None:
+    def _used(self, views: Iterable[_View | None], usage: Usage) -> _View | None:
         """Note how these are used; the result has something of them, but is no weight."""
-        present = [part for part in parts if part is not None]
-        if any(part.is_weight for part in present):
+        present = [view for view in views if view is not None]
+        if any(view.is_weight for view in present):
             self.found.add(usage)
         return present[0]._replace(is_weight=False) if present else None
 
@@ -278,11 +278,11 @@ class _Reader:
             for inner, each in zip(target.elts, values, strict=False):
                 self._bind(inner, each)
             return
-        part = next((each for each in value if isinstance(each, _Part)), None) if isinstance(value, list) else value
+        view = next((each for each in value if isinstance(each, _View)), None) if isinstance(value, list) else value
         if isinstance(target, ast.Name):
-            self._names[target.id] = part
+            self._names[target.id] = view
         else:
-            self._used([part], "unknown")
+            self._used([view], "unknown")
 
     def _each(self, node: ast.expr) -> _Value:
         """What each round of a loop over an expression gets."""
@@ -294,22 +294,22 @@ class _Reader:
             case ast.Call(ast.Attribute(dictionary, "items" | "values" as which)):
                 each = self._each(dictionary)
                 return [None, each] if which == "items" else each
-        part = self.visit(node)
-        return part._replace(picks=part.picks - 1) if part and part.picks else self._used([part], "no product")
+        view = self.visit(node)
+        return view._replace(picks=view.picks - 1) if view and view.picks else self._used([view], "no product")
 
-    def _subscript(self, node: ast.Subscript) -> _Part | None:
-        part, keys = self.visit(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-        if part is None:
+    def _subscript(self, node: ast.Subscript) -> _View | None:
+        view, keys = self.visit(node.value), node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if view is None:
             return self.visit(node.slice)
-        in_list = part.picks > self._matrix_picks
+        in_list = view.picks > self._matrix_picks
         if in_list and isinstance(keys[0], ast.Constant) and str(keys[0].value) != self._entry:
             return None  # Another entry.
         is_kept = [isinstance(key, ast.Slice) or ast.unparse(key) in ("None", "...") for key in keys]
-        if is_kept.count(False) > part.picks:
-            return self._used([part], "lookup")
-        return part._replace(picks=part.picks - in_list)  # Of a stack, a tensor may pick several matrices.
+        if is_kept.count(False) > view.picks:
+            return self._used([view], "lookup")
+        return view._replace(picks=view.picks - in_list)  # Of a stack, a tensor may pick several matrices.
 
-    def _binary(self, node: ast.BinOp) -> _Part | None:
+    def _binary(self, node: ast.BinOp) -> _View | None:
         left, right = self.visit(node.left), self.visit(node.right)
         if isinstance(node.op, ast.MatMult):
             self._product(left, "left")
@@ -320,30 +320,30 @@ class _Reader:
         is_own = all(each.id == "self" for each in others if isinstance(each, ast.Name))
         return (left or right) if is_own else self._used([left, right], "no product")
 
-    def _product(self, part: _Part | None, side: str) -> None:
-        if part is None:
+    def _product(self, view: _View | None, side: str) -> None:
+        if view is None:
             return
-        if side == "weight" or (part.is_weight and side):
-            is_turned = None if part.swapped is None else part.swapped == (side != "right")
+        if side == "weight" or (view.is_weight and side):
+            is_turned = None if view.swapped is None else view.swapped == (side != "right")
             self.found.add("product" if is_turned is None else "inputs first" if is_turned else "outputs first")
-        elif part.is_weight or side == "right":  # On the right may be a weight that was computed.
+        elif view.is_weight or side == "right":  # On the right may be a weight that was computed.
             self.found.add("unknown" if side else "no product")
 
-    def _change(self, part: _Part | None, name: str, arguments: Sequence[ast.expr]) -> _Part | None:
+    def _change(self, view: _View | None, name: str, arguments: Sequence[ast.expr]) -> _View | None:
         """What a method, or a function of torch, makes of the parameter."""
-        if part is None or name in _FOLLOWED:
-            return part
+        if view is None or name in _FOLLOWED:
+            return view
         if name in _FACTS:
             return None
         if name in _RESHAPED:
-            return part._replace(swapped=None)
+            return view._replace(swapped=None)
         if name in _TURNS:
             dims = {int(dim) for dim in map(ast.unparse, arguments) if dim.lstrip("-").isdigit()}
-            swaps = part.swapped is not None and (not arguments or dims in _LAST_TWO)
-            return part._replace(swapped=not part.swapped) if swaps else part
-        return self._used([part], "no product")
+            swaps = view.swapped is not None and (not arguments or dims in _LAST_TWO)
+            return view._replace(swapped=not view.swapped) if swaps else view
+        return self._used([view], "no product")
 
-    def _call(self, node: ast.Call) -> _Part | None:
+    def _call(self, node: ast.Call) -> _View | None:
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         named = {each.arg: each.value for each in node.keywords}
@@ -351,13 +351,13 @@ class _Reader:
             return self.visit(node.func) or self._used(map(self.visit, [*node.args, *named.values()]), "unknown")
         is_method = of is not None and ast.unparse(of).rpartition(".")[2] not in _MODULES
         given = [of, *node.args] if is_method and of is not None else node.args
-        parts: list[_Part | None] = [self.visit(each) for each in (*given, *named.values())]
-        if not any(parts):
+        views: list[_View | None] = [self.visit(each) for each in (*given, *named.values())]
+        if not any(views):
             return None
         if name in _PRODUCTS and not (is_method and name == "linear"):
             sides = [*_PRODUCTS[name], *[""] * len(given)][: len(given)] + [_SIDES.get(key or "", "") for key in named]
-            for part, side in zip(parts, sides, strict=True):
-                self._product(part, side)
+            for view, side in zip(views, sides, strict=True):
+                self._product(view, side)
         elif name in _CONVOLUTIONS:
             arguments = dict(zip(_CONVOLUTIONS[name].split(), given, strict=False)) | named
             is_weight = "weight" in arguments and self.visit(arguments["weight"]) is not None
@@ -365,13 +365,13 @@ class _Reader:
             filters: Usage = "transposed convolution" if "transpose" in name else "convolution"
             self.found.add(filters if is_weight and not in_groups else "no product")
         elif name in _LOOKUPS:
-            self._used(parts, "lookup")
+            self._used(views, "lookup")
         elif name == "einsum":
             self._einsum(given)
-        elif given and parts[0] and (of is not None or name in _FACTS | _FOLLOWED):
-            return self._change(parts[0], name, given[1:])
+        elif given and views[0] and (of is not None or name in _FACTS | _FOLLOWED):
+            return self._change(views[0], name, given[1:])
         else:
-            return self._used(parts, "unknown" if of is None or is_method else "no product")
+            return self._used(views, "unknown" if of is None or is_method else "no product")
         return None
 
     def _einsum(self, given: Sequence[ast.expr]) -> None:
@@ -383,13 +383,13 @@ class _Reader:
             for term in equation.replace("->", ",").split(",")
         ]
         tensors = [self.visit(each) for each, text in zip(given, texts, strict=True) if text != equation]
-        for place, part in enumerate(tensors):
+        for place, view in enumerate(tensors):
             letters = inputs[place] if place < len(inputs) else []
             others = {letter for term in (*inputs[:place], *inputs[place + 1 :]) for letter in term}
             summed = [index for index, letter in enumerate(letters, -len(letters)) if letter not in output]
             if not equation:
-                self._used([part], "unknown")
+                self._used([view], "unknown")
             elif summed in ([-1], [-2]) and len(letters) > 1 and letters[-3 - summed[0]] not in others:
-                self._product(part, "right" if summed == [-2] else "left")
+                self._product(view, "right" if summed == [-2] else "left")
             else:
-                self._used([part], "no product")
+                self._used([view], "no product")

@@ -30,7 +30,7 @@ class BatchComparison:
     last one by :meth:`compare_last`.
 
     Args:
-        group: The ranks of the pipeline. Collective over it; every rank must make one.
+        group: The ranks of the pipeline. Collective over it to construct.
         check: Raises if the facts of a batch, combined over all ranks, are wrong.
     """
 

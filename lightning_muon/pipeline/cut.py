@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat.torch import is_compiled
@@ -57,12 +58,24 @@ class Stages:
 class Absent(nn.Module):
     """Stands for a module of another stage: returns the hidden states unchanged."""
 
+    may_lack = False  # Whether state dicts are those of this rank: in :func:`own_state_dicts`.
+
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         # A forward may ask a layer for its kind, for example the one of its attention.
         for name, value in vars(original).items():
             if isinstance(value, str | int | float) and not name.startswith("_"):
                 setattr(self, name, value)
+
+    @override
+    def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
+        """Raise ``ValueError``: a state dict of what holds this module would lack weights; local."""
+        if not Absent.may_lack:
+            raise ValueError(
+                f"state_dict would lack {prefix.rstrip('.')} and all else that other ranks of the pipeline have; call "
+                "lightning_muon.full_state_dict(model) on every rank, which gives all of it to rank 0"
+            )
+        return super().state_dict(*args, prefix=prefix, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the first argument, the hidden states; 0 if it holds integers, as for a table of positions."""
@@ -255,6 +268,16 @@ def free(parts: Collection[Part]) -> None:
     for part in parts:
         for parent, name in part.places:
             setattr(parent, name, Absent(parent.get_submodule(name)))
+
+
+@contextmanager
+def own_state_dicts() -> Generator[None]:
+    """Context, or decorator, for what joins the state dicts of all stages; local."""
+    before, Absent.may_lack = Absent.may_lack, True
+    try:
+        yield
+    finally:
+        Absent.may_lack = before
 
 
 @contextmanager

@@ -64,7 +64,7 @@ class Link:
         if key not in self._known:
             octets = torch.empty(_SIZES_BYTES, dtype=torch.uint8, device=self._device)
             self.receive_known([octets]).wait()
-            self._known[key] = _decode(octets)
+            self._known[key] = pickle.loads(bytes(octets.tolist()))
         sizes = self._known[key]
         empty = [torch.empty(size.shape, dtype=size.dtype, device=self._device) for size in sizes]
         return self.receive_known(empty, [size.requires_grad for size in sizes])
@@ -139,7 +139,3 @@ def _encode(sizes: Sequence[Size]) -> Tensor:
     if len(content) > _SIZES_BYTES:
         raise ValueError(f"a stage returns {len(sizes)} tensors of {sizes}, too many for one message; pack them")
     return torch.frombuffer(bytearray(content.ljust(_SIZES_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _decode(octets: Tensor) -> list[Size]:
-    return pickle.loads(bytes(octets.tolist()))

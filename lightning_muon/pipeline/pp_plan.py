@@ -33,7 +33,9 @@ class PPPlanModel(StagedModel):
 
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.parts = _named_parts(root, _planned_places(root))
+        names = {child: name for name, child in root.named_modules()}
+        places = _planned_places(root)
+        self.parts = [Part(names[each[0][0].get_submodule(each[0][1])], tuple(each)) for each in places]
         self._forward: Callable[..., Any] = root.forward
         self._result: Any = None  # Class of the result of its forward, and the name of the output in it.
         self._output = ""
@@ -170,21 +172,9 @@ def _planned_places(root: Any) -> list[list[_Place]]:
                 f"the _pp_plan of {kind} has {name}, which the model has not; models of PEFT need pipeline_parts"
             ) from error
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            parts += [*_blocks_of(parent, child), []]
+            parts += [*([(module, number)] for number, _ in module.named_children()), []]
         else:
             parts[-1].append((parent, child))
     if len(parts) == 1:
         raise LookupError(f"{kind} has no list of layers in {', '.join(names) or 'its children'}")
     return [part for part in parts if part]
-
-
-def _blocks_of(stack: nn.Module, name: str) -> list[list[_Place]]:
-    """The places of the children of a list of modules."""
-    blocks = stack.get_submodule(name)
-    return [[(blocks, number)] for number, _ in blocks.named_children()]
-
-
-def _named_parts(root: nn.Module, places: Sequence[Sequence[_Place]]) -> list[Part]:
-    """Parts of these places, with the names of their first modules."""
-    names = {child: name for name, child in root.named_modules()}
-    return [Part(names[each[0][0].get_submodule(each[0][1])], tuple(each)) for each in places]

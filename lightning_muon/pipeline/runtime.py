@@ -37,7 +37,7 @@ from lightning_muon.schedule.pipeline import (
     build_program,
     forward_only,
     make_order,
-    placement,
+    stage_ranks,
     validate_pipeline,
 )
 from lightning_muon.schedule.program import Op
@@ -58,8 +58,7 @@ class PipelineRuntime:
     The constructor removes the parts of other ranks from ``module``, in place; other names stay. Parameters
     that parts of several stages share become copies, whose gradients are summed. An engine calls, for each training,
     :meth:`mode_options`, :meth:`take_calls` when the stages are sharded, and :meth:`attach`; then :meth:`train` for
-    each batch. Methods are collective over the pipeline unless they are local; every rank must call them, with the same
-    batch.
+    each batch. Methods are collective over the pipeline, with the same batch, unless they are local.
 
     Args:
         module: The module that holds the model, and nothing else that trains.
@@ -83,7 +82,7 @@ class PipelineRuntime:
         self.group = group = axis_group(mesh, (0,))
         self._num_microbatches = options.num_microbatches(group.size)
         pipeline = options.sizes(group.size, self._num_microbatches)
-        rank_of = placement(make_order(options.pipeline_schedule, pipeline))
+        rank_of = stage_ranks(make_order(options.pipeline_schedule, pipeline))
         keep_routes(module)
         tied = untie(module, stages)
         own = {stage: parts for stage, parts in enumerate(stages) if rank_of[stage] == group.rank}
@@ -200,7 +199,7 @@ class PipelineRuntime:
         if pipeline.num_microbatches < self._num_microbatches:
             with suppress(ValueError):
                 order = make_order(self._options.pipeline_schedule, pipeline)
-                if placement(order) == self.stages.rank_of:
+                if stage_ranks(order) == self.stages.rank_of:
                     return order
             forwards = forward_only(pipeline, self.stages.rank_of)
             return [[*nodes, *(B(node.stage, node.microbatch) for node in reversed(nodes))] for nodes in forwards]

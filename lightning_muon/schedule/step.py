@@ -17,7 +17,7 @@ from lightning_muon.schedule.graph import NAMED, validate, where
 from lightning_muon.schedule.program import STEP_KINDS, Op, OpKind, Program
 
 
-def prefetch(program: Program, look_ahead: int) -> Program:
+def issue_ahead(program: Program, look_ahead: int) -> Program:
     """Let transfers of other buckets run while a rank computes.
 
     Momentum and gather of the first ``look_ahead`` buckets are issued first, then AdamW. After that, for each bucket
@@ -28,7 +28,7 @@ def prefetch(program: Program, look_ahead: int) -> Program:
     There are buffers for ``look_ahead`` gathers and for s = :func:`scatter_buffers_for` scatters, so momentum k waits
     for Newton-Schulz k - look_ahead, and Newton-Schulz k for update k - s.
     """
-    return {rank: _issue_ahead(ops, look_ahead) for rank, ops in program.items()} if look_ahead else program
+    return {rank: _issued(ops, look_ahead) for rank, ops in program.items()} if look_ahead else program
 
 
 def scatter_buffers_for(look_ahead: int) -> int:
@@ -36,7 +36,7 @@ def scatter_buffers_for(look_ahead: int) -> int:
     return max(2, look_ahead)
 
 
-def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
+def _issued(ops: Sequence[Op], look_ahead: int) -> list[Op]:
     adamw: list[Op] = []
     by_key: dict[str, dict[str, Op]] = {}
     for op in ops:
@@ -45,7 +45,7 @@ def _issue_ahead(ops: Sequence[Op], look_ahead: int) -> list[Op]:
         elif op.kind in STEP_KINDS:
             by_key.setdefault(op.key, {})[op.kind] = op
         else:
-            raise ValueError(f"prefetch does not know where to put {op.name} of rank {op.rank}; add it afterwards")
+            raise ValueError(f"issue_ahead does not know where to put {op.name} of rank {op.rank}; add it afterwards")
     buckets = list(by_key.values())
     scatter_buffers = scatter_buffers_for(look_ahead)
     delay = scatter_buffers - 1
@@ -76,7 +76,7 @@ def _buffer_deps(buckets: Sequence[Mapping[str, Op]], kind: str, frees: str, dis
 
 
 def check_step(program: Program, groups: Sequence[ExchangeGroup], *, is_whole: bool = True) -> None:
-    """Check that a program of :func:`prefetch` can run, and that it does what the groups' plans say, once.
+    """Check that a program of :func:`issue_ahead` can run, and that it does what the groups' plans say, once.
 
     If only some ranks are listed (not ``is_whole``), communications count as ops of single ranks: their order is
     compared between ranks elsewhere.

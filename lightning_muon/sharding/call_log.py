@@ -93,7 +93,7 @@ class CallLog(Guard):
     may have as many micro-batches as it likes.
 
     Digests are compared in the message that ends the backward passes of a step, and at the end of an evaluation; while
-    ranks wait for each other, the watchdog compares the calls. Collective over ``mesh``; every rank must construct it.
+    ranks wait for each other, the watchdog compares the calls. Collective over ``mesh`` to construct.
     """
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, *, is_pipeline: bool = False) -> None:

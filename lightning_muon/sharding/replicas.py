@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,13 @@ class AllReducedBucket(GradientBucket):
         super().__init__(parameters)
         self._group = group
 
+    def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """What travels of the gradients, one flat tensor. Local."""
+        return torch.cat(list(map(flat_gradient, self.parameters, gradients)))
+
     @override
     def reduce(self, gradients: Sequence[Tensor | None]) -> None:
-        self._buffer = torch.cat(list(map(flat_gradient, self.parameters, gradients)))
+        self._buffer = self.pack(gradients)
         self._work = None if self._group.group is None else start_all_reduce_sum(self._buffer, self._group)
 
     @override
@@ -112,6 +116,7 @@ class Ddp(ShardingMode):
     name = "ddp"
     shards_weights = False
     takes = frozenset({"bucket_bytes"})
+    bucket: ClassVar[type[AllReducedBucket]] = AllReducedBucket
     _reducer: GradientReducer | None = None
 
     @cached_property
@@ -155,7 +160,7 @@ class Ddp(ShardingMode):
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         group = own_group(self._everyone)
-        self.reduce_by(lambda parameters: AllReducedBucket(parameters, group), module)
+        self.reduce_by(lambda parameters: self.bucket(parameters, group), module)
         self.layout = Layout(self.mesh)
         attach_optimizers(module, optimizers, self.layout)
 

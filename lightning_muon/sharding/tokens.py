@@ -79,7 +79,7 @@ class TokenCount:
             self._reports[-1].append(_report(num_tokens))
 
     def total(self) -> float:
-        """Tokens of the window over all ranks; errors raise on all. Collective over the group; all must call it."""
+        """Tokens of the window over all ranks; errors raise on all. Collective over the group."""
         if self._total is None:
             values = torch.tensor([self._count(), bool(self._problems)], dtype=torch.float64, device="cpu")
             if self._group.group is not None:
@@ -93,7 +93,7 @@ class TokenCount:
         return self._total
 
     def divisor(self, accumulate: int) -> float:
-        """Divisor of the sums of gradients if each loss was divided by ``accumulate``. Collective; all must call it."""
+        """Divisor of the sums of gradients if each loss was divided by ``accumulate``. Collective over the group."""
         return max(self.total(), 1.0) / accumulate
 
     def _count(self) -> int:

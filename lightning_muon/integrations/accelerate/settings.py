@@ -160,7 +160,7 @@ def mode_options(state: Any, options: Options, module: nn.Module) -> ModeOptions
     return replace(chosen, reshard_after_forward=options.reshard_after_forward and plugin.reshard_after_forward)
 
 
-def launched_layout(num_processes: int) -> dict[str, int]:
+def launched_sizes(num_processes: int) -> dict[str, int]:
     """Nodes, and processes on each, as the launcher has told them."""
     on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_processes))
     if num_processes % on_this_node:
@@ -170,11 +170,11 @@ def launched_layout(num_processes: int) -> dict[str, int]:
 
 def make_meshes(state: Any, options: Options) -> Meshes:
     """The meshes of a run. Collective over all ranks."""
-    sizes, layout = mesh_sizes(state, options), launched_layout(state.num_processes)
+    sizes, launched = mesh_sizes(state, options), launched_sizes(state.num_processes)
     if not dist.is_initialized():  # One process without a launcher.
         backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return sizes.make(state.device.type, by_nodes=options.has_nodes, **layout)
+    return sizes.make(state.device.type, by_nodes=options.has_nodes, **launched)
 
 
 def session_for(options: Options) -> Session:
@@ -183,7 +183,7 @@ def session_for(options: Options) -> Session:
 
 
 def shard(accelerator: Any, session: Session, module: nn.Module) -> None:
-    """Give all ranks the weights of the first one, and shard the model. Collective."""
+    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks."""
     options, state = session.options, accelerator.state
     _give_memory(module)
     free_unsharded(module)  # It may have been sharded and evaluated before.

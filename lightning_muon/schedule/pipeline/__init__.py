@@ -1,6 +1,6 @@
 """Pipeline schedules as data: a schedule lists forwards and backwards of each rank, passes add all other ops.
 
-docs/pipelines.md has an example, from a name to a timeline.
+docs/extend.md has an example, from a name to a timeline.
 """
 
 from lightning_muon.schedule.pipeline.builtin import (
@@ -30,7 +30,7 @@ from lightning_muon.schedule.pipeline.nodes import (
     order_from_csv,
     order_to_csv,
     peak_activations,
-    placement,
+    stage_ranks,
 )
 from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
 
@@ -53,7 +53,7 @@ __all__ = [
     "phases",
     "check_order",
     "peak_activations",
-    "placement",
+    "stage_ranks",
     # Programs.
     "PipelineKind",
     "build_program",

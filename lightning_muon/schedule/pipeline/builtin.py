@@ -16,7 +16,7 @@ from itertools import permutations, product
 from lightning_muon.config import nearest
 from lightning_muon.removed import removed
 from lightning_muon.schedule.pipeline.checks import check_order
-from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, placement
+from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, stage_ranks
 from lightning_muon.schedule.pipeline.play import Run, deepest_first, fill_weights
 from lightning_muon.schedule.pipeline.problem import Pipeline
 
@@ -141,7 +141,7 @@ def zb_1p(pipeline: Pipeline) -> Order:
     first = (pipeline.stages_per_rank - 1) * round_size
     warmups = [first + distance for distance in range(pipeline.num_ranks)[::-1]]
     order = _alternating(pipeline, I, warmups=warmups, round_size=round_size)
-    return fill_weights(order, pipeline, placement(order), first + pipeline.num_ranks)
+    return fill_weights(order, pipeline, stage_ranks(order), first + pipeline.num_ranks)
 
 
 @register_schedule("zb_2p")
@@ -155,7 +155,7 @@ def zb_2p(pipeline: Pipeline) -> Order:
     """
     _need(pipeline, "zb_2p", 1, "zb_v, which has no bubble either,", microbatches=pipeline.num_ranks)
     order = _alternating(pipeline, I, warmups=[2 * distance for distance in range(pipeline.num_ranks)[::-1]])
-    return fill_weights(order, pipeline, placement(order), 2 * pipeline.num_ranks - 1)
+    return fill_weights(order, pipeline, stage_ranks(order), 2 * pipeline.num_ranks - 1)
 
 
 @register_schedule("zb_v")
@@ -183,7 +183,7 @@ def zb_v(pipeline: Pipeline) -> Order:
             (p - rank, "I0"),
         )
         order.append([node for node in nodes if node.microbatch < m])
-    return fill_weights(order, pipeline, placement(order), 2 * p)
+    return fill_weights(order, pipeline, stage_ranks(order), 2 * p)
 
 
 @register_schedule("v_half")
@@ -215,7 +215,7 @@ def v_min(pipeline: Pipeline) -> Order:
 def forward_only(pipeline: Pipeline, rank_of: Mapping[int, int]) -> Order:
     """Forwards only, for evaluation: each rank runs the deepest stage that is ready; for any number of micro-batches.
 
-    ``rank_of``: stage -> rank, as :func:`~.nodes.placement` gives it for a schedule of training.
+    ``rank_of``: stage -> rank, as :func:`~.nodes.stage_ranks` gives it for a schedule of training.
     """
     todo = {stage: deque(F(stage, each) for each in range(pipeline.num_microbatches)) for stage in rank_of}
     stages = deepest_first(rank_of, pipeline.num_ranks)
@@ -330,7 +330,7 @@ def _from_building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) ->
         nodes = [node for _, node in sorted(slots)]
         limit = max(limit, peak_activations(nodes))
         order.append([node for node in nodes if node.kind != PipelineKind.BACKWARD_WEIGHT])
-    return fill_weights(order, pipeline, placement(order), limit)
+    return fill_weights(order, pipeline, stage_ranks(order), limit)
 
 
 def _building_block(pipeline: Pipeline, gaps: tuple[int, int, int, int]) -> list[list[tuple[int, Node]]]:

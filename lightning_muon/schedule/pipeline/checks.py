@@ -17,7 +17,7 @@ from lightning_muon.schedule.pipeline.nodes import (
     PipelineKind,
     W,
     peak_activations,
-    placement,
+    stage_ranks,
 )
 from lightning_muon.schedule.pipeline.play import play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
@@ -32,7 +32,7 @@ def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -
     """
     if len(order) != pipeline.num_ranks:
         raise ValueError(f"{len(order)} ranks are listed, the pipeline has num_ranks={pipeline.num_ranks}")
-    rank_of = placement(order)
+    rank_of = stage_ranks(order)
     place: dict[Node, int] = {}
     stages, microbatches = range(pipeline.num_stages), range(pipeline.num_microbatches)
     for rank, nodes in enumerate(order):

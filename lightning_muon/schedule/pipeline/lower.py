@@ -18,7 +18,7 @@ from lightning_muon.schedule.pipeline.nodes import (
     Node,
     Order,
     PipelineKind,
-    placement,
+    stage_ranks,
 )
 from lightning_muon.schedule.pipeline.play import needs, play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
@@ -33,7 +33,7 @@ def build_program(order: Order, pipeline: Pipeline, *, tells_loss: bool = False)
     for a message that depends on a later one of its own. A forward holds one unit of memory until its backward has
     ended. With ``tells_loss`` the last stage sends sum and number of the losses to all others after its last forward.
     """
-    rank_of = placement(order)
+    rank_of = stage_ranks(order)
     nodes = {node for listed in order for node in listed}
     program: Program = {rank: [] for rank in range(len(order))}
     num_losses = 0

@@ -77,7 +77,7 @@ def W(stage: int, microbatch: int) -> Node:  # noqa: N802
     return Node(stage, PipelineKind.BACKWARD_WEIGHT, microbatch)
 
 
-def placement(order: Order) -> dict[int, int]:
+def stage_ranks(order: Order) -> dict[int, int]:
     """Stage -> the rank that has it; a ``ValueError`` if two ranks have it."""
     rank_of: dict[int, int] = {}
     for rank, nodes in enumerate(order):

@@ -84,22 +84,29 @@ def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     assert gloo.run(_train, (1, 2), [BOTH, ([1], [1])], patience=0.5, sleep=0.9, world_size=2) == [2, 2]
 
 
-def _run_forward_on_one_rank() -> None:
-    """As a Trainer does: rank 0 samples between two steps, the others go on to their next collective."""
+def _run_on_one_rank(what: str) -> None:
+    """As a Trainer does: rank 0 samples or logs between two steps, the others go on to their next collective."""
     model, mode = sharded(make_mesh((1, 2)), ["Layer"])
     watchdog_module._SECONDS_TO_WARN = 0.5
     with watching(mode.call_log, patience=SOON, interval=SOON / 8):
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 1:
+            dist.broadcast(torch.ones(1), 0)
+        elif what == "forward":
             model.unshard()
         else:
-            dist.all_reduce(torch.ones(1))
+            next(model.parameters()).norm().full_tensor()  # An operator waits for the sum, not `full_tensor` itself.
 
 
-def test_a_forward_on_one_rank_is_named_with_its_line(gloo: ProcessPool) -> None:
-    match = (
-        r"ends: rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+watchdog.py:\d+ "
-    )
-    failed = gloo.expect_end_of_all_ranks(_run_forward_on_one_rank, match=match, world_size=2)
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("forward", r"rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, "),
+        ("norm", r"The ranks wait for each other in different places: .* Rank 0: waits in redistribute_local_tensor, "),
+    ],
+)
+def test_what_one_rank_does_alone_is_named_with_its_line(gloo: ProcessPool, what: str, match: str) -> None:
+    match = rf"ends: {match}\S+watchdog.py:\d+ "
+    failed = gloo.expect_end_of_all_ranks(_run_on_one_rank, what, match=match, world_size=2)
     for rank in range(2):
         assert f"rank {rank} has stood in one place for" in str(failed)
 
@@ -118,6 +125,26 @@ def test_a_rank_that_waits_for_a_dead_one_ends(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
         gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
     assert raised.value.exit_codes == {0: 1, 1: -signal.SIGKILL}
+
+
+def _die_beside_a_stranger() -> None:
+    """Rank 1 dies after somebody has written into the store of the watchdogs what they cannot read."""
+    _, mode = sharded(make_mesh((1, 2)), ["Layer"])
+    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watchdog._common.set("reason", b"\xff\xfe")
+            for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
+                watchdog._store.set(f"position{rank}", wrong)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20.0)
+
+
+def test_what_a_stranger_writes_does_not_end_the_watch(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
+        gloo.run_fresh(_die_beside_a_stranger, world_size=2, timeout=40.0, grace=8.0)
+    for key in ("reason", "position1"):
+        assert str(raised.value).count(f"rank 0 passes over what is in the store as {key}") == 1
 
 
 def _train_while_a_rank_is_stopped(

@@ -22,7 +22,7 @@ from lightning_muon.schedule.pipeline import (
     check_order,
     make_order,
     peak_activations,
-    placement,
+    stage_ranks,
     validate_pipeline,
 )
 from lightning_muon.schedule.pipeline.play import play_order
@@ -144,7 +144,7 @@ def test_their_programs_are_valid_and_take_the_time_of_the_order(name: str, cost
         pipeline = _v(num_ranks, 2 * num_ranks + 1, *costs)
         order = make_order(name, pipeline)
         program = build_program(order, pipeline)
-        assert simulate(program, pipeline.costs).makespan == play_order(order, pipeline, placement(order)).makespan
+        assert simulate(program, pipeline.costs).makespan == play_order(order, pipeline, stage_ranks(order)).makespan
         validate_pipeline(add_optimizer(add_reduce_grad(add_unshard(program))), pipeline)
 
 

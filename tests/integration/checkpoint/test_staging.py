@@ -136,7 +136,7 @@ def _put(path: Path, value: int, *, whole: bool) -> None:
 def _write_one(path: Path, value: int, *, whole: bool, can_exchange: bool) -> None:
     """One checkpoint, maybe on a file system that cannot exchange two names."""
     with (
-        nullcontext() if can_exchange else mock.patch.object(staging, "_exchange", return_value=False),
+        nullcontext() if can_exchange else mock.patch.object(staging, "_swap", return_value=False),
         replacing(path, whole=whole) as draft,
     ):
         _put(draft, value, whole=whole)

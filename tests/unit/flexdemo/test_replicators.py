@@ -23,7 +23,7 @@ from lightning_muon import (
 from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
 from lightning_muon.math.dct import dct
 
-STEP = ExchangeStep(step=3, part=1)
+STEP = ExchangeStep(step=3, bucket=1)
 REPLICATORS: list[Replicator] = [
     DCTTopK(chunk_size=8, top_k=5),
     DCTTopK(chunk_size=16, top_k=3, strips=True),

@@ -65,11 +65,12 @@ def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
     with pytest.raises(ValueError, match="weight_decay must be finite and >= 0, got -1"):
         optimizer.add_param_group({"params": [model[3].weight], "weight_decay": -1})
     wrong = {
-        "muon_lr_facto": "a param group: .*did you mean 'muon_lr_factor'",
+        "muon_lr_facto": "a param group: .*did you mean muon_lr_factor",
         "hyperball": "a param group: hyperball went",
-        "learning_rate": "learning_rate is no key of a param group of .*; it is called lr",
-        "Weight_Decay": "it is called weight_decay",
-        "use_muon": "set algorithm='muon'",
+        "learning_rate": "there is no option 'learning_rate'; did you mean lr",
+        "wd": "did you mean weight_decay",
+        "Momentum": "did you mean momentum",
+        "use_muon": "did you mean algorithm='muon'",
         "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
     }
     for key, text in wrong.items():
@@ -246,13 +247,17 @@ def _replace(module: nn.Sequential, what: str) -> None:
         module[1] = nn.Linear(5, 4)
     elif what == "weight":
         module[1].weight = nn.Parameter(module[1].weight.detach() * 2)
+    elif what == "to_empty":
+        nn.utils.vector_to_parameters(torch.arange(99.0).sin(), module.to("meta").to_empty(device="cpu").parameters())
     else:
         nn.utils.parametrizations.weight_norm(module[1])
 
 
 @pytest.mark.parametrize("make", [_named, _in_groups])
 @pytest.mark.parametrize(
-    ("what", "when"), [("layer", "new"), ("weight", "new"), ("weight_norm", "new"), ("layer", "trained")]
+    ("what", "when"),
+    [(each, "new") for each in ("layer", "weight", "to_empty", "weight_norm")]
+    + [("layer", "trained"), ("to_empty", "trained")],
 )
 def test_what_replaces_a_parameter_is_trained_or_an_error(make: Any, what: str, when: str) -> None:
     module = _layers()
@@ -262,7 +267,7 @@ def test_what_replaces_a_parameter_is_trained_or_an_error(make: Any, what: str, 
     _replace(module, what)
     before = [each.detach().clone() for each in module.parameters()]
     if when == "trained" or what == "weight_norm":
-        with pytest.raises(RuntimeError, match=r"1\.weight of the module is no longer the parameter"):
+        with pytest.raises(RuntimeError, match=r"[01]\.weight of the module is no longer the parameter"):
             _step(module, optimizer)
     else:
         _step(module, optimizer)

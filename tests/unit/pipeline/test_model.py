@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,10 @@ def _with_routers() -> nn.Module:
     return net
 
 
+def _with_adapters() -> nn.Module:
+    return peft.get_peft_model(causal_lm("llama", num_layers=2), peft.LoraConfig(target_modules=["q_proj"]))
+
+
 def _on_meta() -> nn.Module:
     with torch.device("meta"):
         return causal_lm("gemma2", num_layers=2)
@@ -193,6 +198,10 @@ def _on_meta() -> nn.Module:
         (_wrong_plan, r"the _pp_plan of a Gemma2ForCausalLM has model\.blocks, which the model has not"),
         (_extra_parameter, r"model\.scale \(3,\) belongs to no part"),
         (_with_routers, "not the cross-entropy of its labels alone, as without output_router_logits"),
+        (
+            _with_adapters,
+            "the _pp_plan of a PeftModel has .*, which the model has not; models of PEFT need pipeline_parts",
+        ),
         (_on_meta, "weights are on the meta device"),
     ],
 )

@@ -13,7 +13,7 @@ from lightning_muon.schedule.exchange import ExchangeGroup
 from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import check_step, prefetch
+from lightning_muon.schedule.step import check_step, issue_ahead
 from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, plans, programs, sharded, with_adamw
 
 
@@ -97,7 +97,7 @@ def test_with_look_ahead_only_first_gather_and_last_scatter_show() -> None:
     serial = simulate(_muon(10, 0.25), MILLI)
     assert serial.makespan == pytest.approx(10 * (1 + 0.5))
     assert serial.hidden == pytest.approx(0)
-    timeline = simulate(prefetch(_muon(10, 0.25), 2), MILLI)
+    timeline = simulate(issue_ahead(_muon(10, 0.25), 2), MILLI)
     assert timeline.makespan == pytest.approx(10 * 1 + 0.25 + 0.25)
     assert timeline.hidden == pytest.approx(1 - 0.5 / 5)
 
@@ -111,7 +111,7 @@ def test_more_scatter_buffers_hide_the_slowest_owner() -> None:
         ]
         for rank, ops in _muon(12, 0.25).items()
     }
-    tight, loose = (simulate(prefetch(program, look_ahead), MILLI).makespan for look_ahead in (2, 4))
+    tight, loose = (simulate(issue_ahead(program, look_ahead), MILLI).makespan for look_ahead in (2, 4))
     # Only the first gather and the last scatter are left beside the equal loads.
     assert loose == pytest.approx(12 * 1.25 + 0.5)
     assert tight == pytest.approx(loose + 0.5)
@@ -121,7 +121,7 @@ def test_more_scatter_buffers_hide_the_slowest_owner() -> None:
 @given(plans(), st.integers(0, 4))
 def test_every_plan_and_every_order_of_it_is_a_step(plan: ExchangeGroup, look_ahead: int) -> None:
     check_step(plan.program, [plan])
-    issued = prefetch(with_adamw(plan.program), look_ahead)
+    issued = issue_ahead(with_adamw(plan.program), look_ahead)
     for program in (issued, host_order(issued)):
         check_step(program, [plan])
 

@@ -9,7 +9,7 @@ from benchmarks.timelines import host_order
 from lightning_muon.schedule.exchange import ExchangeGroup
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program
 from lightning_muon.schedule.simulate import simulate
-from lightning_muon.schedule.step import check_step, prefetch
+from lightning_muon.schedule.step import check_step, issue_ahead
 from tests.unit.schedule.specs import UNIT, plan_of, sharded, with_adamw
 
 
@@ -20,7 +20,7 @@ def plan() -> ExchangeGroup:
 
 
 def _program(plan: ExchangeGroup, look_ahead: int = 2) -> Program:
-    return prefetch(with_adamw(plan.program), look_ahead)
+    return issue_ahead(with_adamw(plan.program), look_ahead)
 
 
 @pytest.mark.parametrize("look_ahead", [0, 1, 2, 3])
@@ -73,7 +73,7 @@ def _order(ops: list[Op]) -> str:
     ],
 )
 def test_gathers_come_before_adamw_and_updates_late(look_ahead: int, expected: str) -> None:
-    issued = prefetch(with_adamw(_plain(4)), look_ahead)
+    issued = issue_ahead(with_adamw(_plain(4)), look_ahead)
     assert _order(issued[0]) == _order(issued[1]) == expected
 
 

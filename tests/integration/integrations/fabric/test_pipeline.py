@@ -53,6 +53,9 @@ def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], T
     if "pipeline_size" in options:
         with pytest.raises(ValueError, match="save_pretrained would write the part of the weights that this rank has"):
             net.save_pretrained("never")
+        for incomplete in (model, net.base_model):
+            with pytest.raises(ValueError, match=r"state_dict would lack .* call lightning_muon\.full_state_dict"):
+                incomplete.state_dict()
     result = {name: value.detach().clone() for name, value in weights.items()}, losses, called.logits, texts
     fabric.strategy.teardown()
     return result

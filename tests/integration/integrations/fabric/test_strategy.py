@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_muon import ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
@@ -147,6 +148,41 @@ def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
     result = [loop.weights(model) for model, _ in pairs]
     fabric.strategy.teardown()
     return result
+
+
+class _Recomputing(Network):
+    """Checkpointing stops in the last block, whose output the loss does not use, before a backward pass enters it."""
+
+    def __init__(self, how: dict[str, bool]) -> None:
+        torch.manual_seed(0)
+        super().__init__(num_blocks=3)
+        self.how = how
+
+    def _two(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.blocks[1](x), self.blocks[2](x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for part in (self.blocks[0], self._two):
+            x = checkpoint(part, x, **self.how) if self.how else part(x)
+        return self.head(x[0])
+
+
+def _recompute(sharding: str) -> list[dict[str, Tensor]]:
+    """Weights without checkpointing and with each kind of it."""
+    found = []
+    for how in ({}, {"use_reentrant": False}, {"use_reentrant": False, "early_stop": False}, {"use_reentrant": True}):
+        fabric, module = loop.launch(sharding=sharding), _Recomputing(how)
+        model, optimizer = fabric.setup(module, loop.adamw(module))
+        loop.run_steps(fabric, model, optimizer)
+        found.append({name: value for name, value in loop.end(fabric, model).items() if "blocks.2" not in name})
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
+def test_activation_checkpointing_changes_nothing(gloo: ProcessPool, sharding: str) -> None:
+    plain, *others = gloo.run(_recompute, sharding, world_size=2)[0]
+    assert plain and all(torch.equal(weights[name], plain[name]) for weights in others for name in plain)
 
 
 def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from lightning_muon import FlexDeMoConfig, MuonConfig
 from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
-    launched_layout,
+    launched_sizes,
     mesh_sizes,
     mode_options,
     read_options,
@@ -144,7 +144,7 @@ def test_bf16_reduces_gradients_in_float32_by_default() -> None:
 def test_the_launcher_says_how_many_are_on_a_node(monkeypatch: pytest.MonkeyPatch, local: Any, layout: Any) -> None:
     if local is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert tuple(launched_layout(6).values()) == layout
+    assert tuple(launched_sizes(6).values()) == layout
 
 
 def test_a_single_process_shards_only_if_launched_to() -> None:

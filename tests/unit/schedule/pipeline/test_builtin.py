@@ -19,8 +19,8 @@ from lightning_muon.schedule.pipeline import (
     forward_only,
     make_order,
     peak_activations,
-    placement,
     register_schedule,
+    stage_ranks,
     validate_pipeline,
 )
 from lightning_muon.schedule.pipeline.lower import build_program
@@ -76,7 +76,7 @@ def test_every_schedule_of_any_size_and_costs_can_run(problem: tuple[str, Pipeli
 @given(problems())
 def test_evaluation_runs_forward_only_under_any_placement(problem: tuple[str, Pipeline]) -> None:
     name, pipeline = problem
-    rank_of = placement(make_order(name, pipeline))
+    rank_of = stage_ranks(make_order(name, pipeline))
     for num_microbatches in (1, pipeline.num_microbatches):
         evaluation = Pipeline(
             num_ranks=pipeline.num_ranks,
@@ -85,7 +85,7 @@ def test_evaluation_runs_forward_only_under_any_placement(problem: tuple[str, Pi
             costs=pipeline.costs,
         )
         order = forward_only(evaluation, rank_of)
-        assert placement(order) == rank_of
+        assert stage_ranks(order) == rank_of
         program = build_program(order, evaluation)
         validate_pipeline(program, evaluation, is_training=False)
         assert timeline(order, evaluation).peak_bytes == 0
@@ -94,7 +94,7 @@ def test_evaluation_runs_forward_only_under_any_placement(problem: tuple[str, Pi
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "v_half", "interleaved_1f1b"])
 def test_evaluation_idles_only_at_its_first_and_last_microbatch(name: str) -> None:
     pipeline = fitting(name, 4, 12)
-    order = forward_only(pipeline, placement(make_order(name, pipeline)))
+    order = forward_only(pipeline, stage_ranks(make_order(name, pipeline)))
     work = pipeline.num_microbatches * pipeline.stages_per_rank
     # Once through the ranks at the start, and once at the end where the stages of a rank are not neighbours.
     assert timeline(order, pipeline).makespan <= work + 2 * (pipeline.num_ranks - 1)

@@ -25,7 +25,7 @@ from lightning_muon.schedule.pipeline import (
     build_program,
     make_order,
     peak_activations,
-    placement,
+    stage_ranks,
     validate_pipeline,
 )
 from lightning_muon.schedule.pipeline.play import Run, play_order
@@ -45,7 +45,7 @@ def test_every_program_is_valid_and_takes_the_time_of_its_order(problem: tuple[s
     name, pipeline = problem
     order = make_order(name, pipeline)
     plain = build_program(order, pipeline)
-    assert simulate(plain, pipeline.costs).makespan == play_order(order, pipeline, placement(order)).makespan
+    assert simulate(plain, pipeline.costs).makespan == play_order(order, pipeline, stage_ranks(order)).makespan
     without = simulate(add_reduce_grad(add_unshard(plain)), pipeline.costs)
     program = _full(pipeline, name)
     validate_pipeline(program, pipeline)
