@@ -33,6 +33,7 @@ from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
 from lightning_muon.config import MuonConfig, takes_options
 from lightning_muon.engine.conversion import tell
@@ -322,6 +323,7 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
 
     def _parts(self) -> dict[str, Any]:
         model: Any = self.model
+        free_unsharded(model)  # An evaluation leaves the root whole.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it.
         return {
             _MODEL: Weights(model, mesh_of(model), [optimizer]),

@@ -31,7 +31,7 @@ from lightning_muon.checkpoint.manifest import INDEX
 from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.saving import NAMES, OptimizerState, Parts, Weights, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
-from lightning_muon.compat.torch import CheckpointReader, free_unsharded
+from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.params.layout import divided_as, parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.cut import own_state_dicts
@@ -118,7 +118,6 @@ class Checkpoint:
     @own_state_dicts()
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
         """Fill a module from what was saved under ``key``. Collective over all ranks."""
-        free_unsharded(module)
         if self.is_sharded:
             state = {key: get_model_state_dict(module)}
             sizes = {clean_name(name): getattr(value, "shape", None) for name, value in state[key].items()}
@@ -153,7 +152,6 @@ class Checkpoint:
         fail_together(error, None)
 
     def _load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        free_unsharded(module)
         # It also lets optimizers make state that they would make at their first step.
         own: Any = get_optimizer_state_dict(module, optimizer)
         names, groups = names_in_groups(module, optimizer), optimizer.param_groups

@@ -27,7 +27,6 @@ from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_nod
 from lightning_muon.checkpoint.staging import README, replacing
 from lightning_muon.comm.agreement import await_all_ranks, fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import VERSION
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
@@ -94,7 +93,6 @@ def save(places: Mapping[Path, Parts], how: Format, filters: Filters | None = No
 
 def collect(part: Weights | OptimizerState, how: Format) -> dict[str, Any]:
     """Shards of a part, states by the names of parameters; or on rank 0 all of it. Collective over all ranks."""
-    free_unsharded(part.module)
     offload = how.saves is None  # A thread copies shards from a GPU by itself.
     if isinstance(part, Weights):
         return _weights(part, whole=how.whole, offload=offload)
@@ -120,7 +118,6 @@ def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
 @own_state_dicts()
 def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of whole weights and states of optimizers. Collective over all ranks."""
-    free_unsharded(module)
     states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
     every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
     values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]

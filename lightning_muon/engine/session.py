@@ -15,6 +15,7 @@ from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, Format, Parts, save
 from lightning_muon.comm.groups import own_gloo_group_of_all
+from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
@@ -134,6 +135,7 @@ class Session:
     @property
     def saves_one_file(self) -> bool:
         """Whether all models are small enough for single files, if the user has not said what checkpoints are."""
+        self._free_whole_weights()
         are_small = [engine.saves_one_file for engine in self.engines]
         return self.options.save_distributed_checkpoint is not True and all(are_small)
 
@@ -146,15 +148,22 @@ class Session:
         filters: Filters | None = None,
     ) -> None:
         """Write checkpoints in place of what is there; see :func:`lightning_muon.checkpoint.saving.save`."""
+        self._free_whole_weights()
         about = {key: value for engine in self.engines for key, value in engine.description().items()}
         save(places, Format(whole=whole, metadata_name=metadata_name, about=about, saves=self.saves), filters)
 
     def load(self, checkpoint: Checkpoint, parts: Parts, target: dict[str, Any], *, strict: bool) -> dict[str, Any]:
         """Load the parts, and return what else is there; see :meth:`Checkpoint.load`."""
+        self._free_whole_weights()
         rest = checkpoint.load(parts, target, strict=strict)
         for engine in self.engines:
             engine.weights_have_changed()
         return rest
+
+    def _free_whole_weights(self) -> None:
+        """Let weights be shards, also those that an evaluation has left whole; local."""
+        for engine in self.engines:
+            free_unsharded(engine.module)
 
     def finish_saving(self) -> None:
         """Wait until what ``async_save=True`` writes is written."""

@@ -40,7 +40,7 @@ def save_state(accelerator: Any, session: Session, stock: Callable[[], Any]) -> 
     engine, plugin = session.engines[0], getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
-        whole = whole or engine.saves_one_file
+        whole = whole or session.saves_one_file
 
     def write(directory: str, with_model: bool) -> None:
         chosen = [with_model]

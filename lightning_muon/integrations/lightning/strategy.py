@@ -103,7 +103,10 @@ class TrainerStrategy(MuonStrategy):
         """Start the process group and make the mesh. Collective over all ranks."""
         check_run(self.lightning_module, self.options, self.package)
         set_device_mesh(self, self._start_processes().user)
-        order(self.lightning_module.trainer.callbacks)
+        callbacks = self.lightning_module.trainer.callbacks
+        order(callbacks)
+        self._first_callback = make("FirstCallback", self.package.name)()
+        callbacks.insert(0, self._first_callback)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks."""
@@ -122,8 +125,6 @@ class TrainerStrategy(MuonStrategy):
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
 
-        self._first_callback = make("FirstCallback", self.package.name)()
-        trainer.callbacks.insert(0, self._first_callback)
         self.model = self.precision_plugin.convert_module(module)
         self._engine = engine = self._shard(
             module,
@@ -365,8 +366,9 @@ class TrainerStrategy(MuonStrategy):
         how = self._running_engine.format(whole=whole, metadata_name=metadata_name, **about)
         write({target: (content, rest)}, how)
         # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
-        if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
-            self.finish_saving()
+        is_last = self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE)
+        if is_last and how.saves is not None:
+            how.saves.finish()
 
     def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
         """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""

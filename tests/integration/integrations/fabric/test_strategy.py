@@ -79,10 +79,7 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
     given = optimizer = loop.adamw(model)
     make = torch.optim.lr_scheduler.LambdaLR
     scheduler: Any = None if when == "after" else make(given, lambda step: 1.0 / (1 + step))
-    if when == "given":
-        model, optimizer, scheduler = fabric.setup(model, given, scheduler=scheduler)
-    else:
-        model, optimizer = fabric.setup(model, given)
+    model, optimizer = fabric.setup(model, given)
     scheduler = scheduler or make(optimizer, lambda step: 1.0 / (1 + step))
     with warnings.catch_warnings():
         # Schedulers warn if nobody steps their optimizer.
@@ -96,7 +93,7 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
 
 def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
     expected = loop.reference(rate=lambda step: 1.0 / (1 + step))
-    for when in ("before", "given", "after"):
+    for when in ("before", "after"):
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
 
 
