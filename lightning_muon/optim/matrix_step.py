@@ -25,8 +25,7 @@ from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import scatter_buffers_for
+from lightning_muon.schedule.program import Op, OpKind, scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

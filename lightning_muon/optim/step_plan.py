@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -15,10 +15,9 @@ from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSc
 from lightning_muon.optim.parameters import ParamGroup, compared
 from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
-from lightning_muon.schedule.muon import ADAMW_TENSORS
-from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import check_step, issue_ahead
+from lightning_muon.schedule.exchange import ADAMW_TENSORS, ExchangeGroup, PlanOptions, plan_exchanges
+from lightning_muon.schedule.graph import validate
+from lightning_muon.schedule.program import Op, OpKind, issue_ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +120,7 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = issue_ahead({0: [*matrices, *adamw]}, look_ahead).values()
-    check_step({0: ops}, groups, is_whole=False)
+    validate({0: [replace(op, group=()) for op in ops]})  # The order of messages is compared below.
     _require_equal_plans(groups, buckets, ops)
     return StepPlan(
         tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options.arithmetic, tuple(ops)

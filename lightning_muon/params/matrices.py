@@ -57,7 +57,7 @@ class Matrix:
                 f"the shards of {self.name} are {error}; ParallelMuon does not take this order of sharding"
             ) from None
 
-    @property
+    @cached_property
     def sole_holder(self) -> int | None:
         """The rank that holds all elements while no other has any."""
         ranks = [rank for replica in self.held.values() for rank in replica]
