@@ -158,7 +158,7 @@ class MatrixStep:
 
     def _prepared(self, batch: Sequence[Matrix]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Memory for matrices of one shape (batch, rows, cols), and what makes their updates once they are there."""
-        newton_schulz, group = self.plan.newton_schulz(batch[0]), batch[0].parameter.group
+        newton_schulz, group = batch[0].newton_schulz(self.plan.arithmetic), batch[0].parameter.group
         function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
         graph = None if callable(function) else self._graphs.take(shape, newton_schulz, eps=eps)
         if graph is not None:

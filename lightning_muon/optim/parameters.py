@@ -102,7 +102,7 @@ def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
 
 def as_saved(group: Mapping[str, Any]) -> ParamGroup:
     """A copy of a param group, with the name of a function in place of it."""
-    return {key: name_of_function(value) if key == "orthogonalize" else value for key, value in group.items()}
+    return {key: name_of_function(value) if callable(value) else value for key, value in group.items()}
 
 
 def check_group_(group: ParamGroup) -> None:

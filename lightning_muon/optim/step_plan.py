@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.math.newton_schulz import Arithmetic
 from lightning_muon.optim.parameters import ParamGroup, compared
 from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.matrices import Matrix
@@ -62,18 +62,10 @@ class StepPlan:
         It is computed from the current param groups, as the step is.
         """
         facts = [
-            (
-                [(matrix.name, self.newton_schulz(matrix), matrix.owners) for matrix in group.matrices],
-                group.buckets,
-            )
+            ([(each.name, each.newton_schulz(self.arithmetic), each.owners) for each in group.matrices], group.buckets)
             for group in self.exchange_groups
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def newton_schulz(self, matrix: Matrix) -> NewtonSchulz:
-        """How a matrix is orthogonalized."""
-        options = NewtonSchulzOptions.of(matrix.parameter.group)
-        return options.choice(matrix.rows, matrix.cols, self.arithmetic)
 
     @cached_property
     def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:

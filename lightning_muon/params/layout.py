@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,43 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     local_shape_and_offset,
 )
-from lightning_muon.params.boxes import Box
 from lightning_muon.params.routing import Route
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: ``start[d] <= index < stop[d]`` in every dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Size in every dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box:
+        """Common part; an empty one has ``numel == 0``."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(max, start, map(min, self.stop, other.stop)))
+        return Box(start, stop)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in the whole tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds just ``outer``."""
+        return tuple(
+            slice(start - origin, stop - origin)
+            for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
+        )
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import Assignment, ExchangeOptions
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.boxes import ShardBoxes
 from lightning_muon.params.layout import AxisPlacement, MeshMembers, RoutedParameter, held_boxes, sharded_axes
-from lightning_muon.params.matrices import Matrix, matrices_in
+from lightning_muon.params.matrices import Matrix, ShardBoxes, matrices_in
 from lightning_muon.schedule.assign import Load, Traffic, assign_owners, count_elements, fill_buckets, sharing_pays
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 

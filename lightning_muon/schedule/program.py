@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 # Lanes.
 COMPUTE = "compute"
@@ -30,7 +31,7 @@ STEP_KINDS = (OpKind.MOMENTUM, OpKind.GATHER, OpKind.NEWTON_SCHULZ, OpKind.SCATT
 """The ops of one bucket, in their order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Op:
     """One step of one rank. Sizes are of this rank; an op never says how long it takes, a cost model does."""
 
@@ -54,7 +55,7 @@ class Op:
     # a rank does it alone.
     group: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """``kind[key]``: the name of the op in ``deps``, pictures and traces."""
         return f"{self.kind}[{self.key}]"

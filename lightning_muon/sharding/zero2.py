@@ -25,8 +25,15 @@ from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.boxes import Box
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, contiguous_stride, held_boxes
+from lightning_muon.params.layout import (
+    AxisPlacement,
+    Box,
+    Layout,
+    OwnedBy,
+    PlacedState,
+    contiguous_stride,
+    held_boxes,
+)
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
