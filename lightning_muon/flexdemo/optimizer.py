@@ -23,7 +23,7 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.flexdemo.sync import InterNodeSync, MomentumSync, Trained
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import StateCompletion, as_saved
+from lightning_muon.optim.parameters import SECOND_MOMENT, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
@@ -198,7 +198,7 @@ class FlexDeMo(PlannedOptimizer):
         sync.check_saved(state_dict["state"].values())
         state_dict = understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
-        extra = {*sync.loads, *sync.per_node}
+        extra = {*sync.loads, *sync.per_node, SECOND_MOMENT}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()

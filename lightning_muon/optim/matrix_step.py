@@ -229,7 +229,7 @@ class MatrixStep:
 
     def _normalized(self, matrix: Matrix, update: Tensor) -> Tensor:
         """The update of an owned matrix after NorMuon, if its param group has that."""
-        second_moments = self.moments.get(matrix)
+        second_moments = self.moments.of.get(matrix)
         if second_moments is None:
             return update
         beta2 = number(matrix.parameter.group["normuon_beta2"], self._agreed.numbers)

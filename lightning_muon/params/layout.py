@@ -83,6 +83,7 @@ class PlacedState(NamedTuple):
     parameter: Tensor
     state: Tensor
     shape: tuple[int, ...]  # Shape of the whole state.
+    of_neurons: tuple[int, ...] | None = None  # The dimensions of the parameter that it has, if it is like the neurons.
 
 
 class Layout:
@@ -157,13 +158,6 @@ class Layout:
         mesh, size, stride = parameter.device_mesh, torch.Size(shape), contiguous_stride(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
-    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """The calling rank's ``part``, on any device, as state that is laid out like the parameter; shares memory."""
-        if not isinstance(parameter, DTensor):
-            return part
-        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
-
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Return states as a checkpoint has them: DTensors or whole tensors.
 
@@ -173,7 +167,13 @@ class Layout:
 
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is."""
-        return [each.state for each in states]
+        result: list[Tensor] = []
+        for parameter, state, shape, of_neurons in states:
+            if isinstance(parameter, DTensor) and state.ndim and not isinstance(state, DTensor):
+                like: Any = parameter if of_neurons is None else self.zeros_of_neurons(parameter, shape, of_neurons)
+                state = divided_as(state, like)
+            result.append(state)
+        return result
 
 
 @dataclass(frozen=True, eq=False)
