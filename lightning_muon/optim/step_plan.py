@@ -112,7 +112,7 @@ def make_step_plan(
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
     look_ahead = 0 if options.overlap == "off" else options.look_ahead
     (ops,) = issue_ahead({0: [*matrices, *adamw]}, look_ahead).values()
-    validate({0: [replace(op, group=()) for op in ops]})  # The order of messages is compared below.
+    validate({0: [replace(op, group=(), rank=0) for op in ops]})  # The order of messages is compared below.
     _require_equal_plans(groups, buckets, ops)
     return StepPlan(
         tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options.arithmetic, tuple(ops)
