@@ -91,8 +91,7 @@ class FlexDeMo(PlannedOptimizer):
                 "replicate_size and shard_size of the strategy to it"
             )
         self._mesh, self._sync = mesh, make_sync(self.config, mesh)
-        self._completion = self._own_completion()
-        self._layout = self._own_layout()
+        self._completion, self._layout = self._new_state_and_layout()
         if self.is_fresh:
             self._existing_state.clear()  # The state of a single process.
 
@@ -229,8 +228,8 @@ class FlexDeMo(PlannedOptimizer):
             state = state | {"_sync": make_sync(state["config"], state["_mesh"])}
         super().__setstate__(state)
 
-    def _own_layout(self) -> Layout:
-        return self._sync.layout
+    def _new_state_and_layout(self) -> tuple[StateCompletion, Layout]:
+        return self._sync, self._sync.layout
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -241,9 +240,6 @@ class FlexDeMo(PlannedOptimizer):
 
     def _trained(self) -> Trained:
         return Trained(parameters_of(self), self._existing_state)
-
-    def _own_completion(self) -> StateCompletion:
-        return self._sync
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1

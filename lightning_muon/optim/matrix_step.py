@@ -45,7 +45,6 @@ class MatrixStep:
         plan: StepPlan,
         states: States,
         *,
-        look_ahead: int,
         wire_dtype: torch.dtype,
         elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
@@ -56,6 +55,7 @@ class MatrixStep:
         self._pool = BufferPool(wire_dtype, plan.device)
         self._graphs = NewtonSchulzGraphs(wire_dtype, plan.device)
         # Rolling buffers, on the way to the owners and back.
+        look_ahead = plan.options.issued_ahead
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
             for index, key in enumerate(plan.buckets)
@@ -158,7 +158,7 @@ class MatrixStep:
 
     def _prepared(self, batch: Sequence[Matrix]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Memory for matrices of one shape (batch, rows, cols), and what makes their updates once they are there."""
-        newton_schulz, group = batch[0].newton_schulz(self.plan.arithmetic), batch[0].parameter.group
+        newton_schulz, group = batch[0].newton_schulz(self.plan.options.arithmetic), batch[0].parameter.group
         function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
         graph = None if callable(function) else self._graphs.take(shape, newton_schulz, eps=eps)
         if graph is not None:

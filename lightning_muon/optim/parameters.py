@@ -301,8 +301,8 @@ class StateCompletion:
     def __init__(self) -> None:
         # Keys that the states of the plan's parameters must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
-        # Parameters for which zero state was made since the ranks last agreed.
-        self._made: set[Tensor] = set()
+        # Parameters for which zero state was made since the ranks last agreed, or since states were loaded.
+        self.made: set[Tensor] = set()
 
     def keys(self, parameter: RoutedParameter) -> frozenset[str]:
         """Keys that the state of a parameter must have."""
@@ -325,22 +325,13 @@ class StateCompletion:
         for parameter in parameters:
             state = states[parameter.tensor]
             if not state.keys() >= self.keys(parameter):
-                self._made.add(parameter.tensor)
+                self.made.add(parameter.tensor)
                 self.fill(parameter, state)
-
-    @property
-    def made(self) -> Collection[Tensor]:
-        """Parameters for which zero state was made since the last :meth:`agree`."""
-        return self._made
-
-    def loaded(self) -> None:
-        """Note that the states were loaded from a checkpoint; local."""
-        self._made.clear()
 
     def is_complete(self, states: States) -> bool:
         """Whether nothing is missing or was made since the last :meth:`agree`; local."""
         nothing = dict[str, Any]()
-        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+        return not self.made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
         """Begin with zeros on all ranks where only some had to make state. Collective over the meshes."""
@@ -348,9 +339,9 @@ class StateCompletion:
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
         local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
-        has_made = {name: tensor in self._made for name, tensor in local.items()}
+        has_made = {name: tensor in self.made for name, tensor in local.items()}
         for members in meshes:
-            made = bytes(tensor in self._made for tensor in members.tensors)
+            made = bytes(tensor in self.made for tensor in members.tensors)
             everyone = gather((made, has_made), members.host)
             differs = [len(set(flags)) > 1 for flags in zip(*(of_mesh for of_mesh, _ in everyone), strict=True)]
             lost |= dict.fromkeys(compress(members.tensors, differs))
@@ -360,7 +351,7 @@ class StateCompletion:
         for tensor in lost:
             states.pop(tensor, None)
         self.complete(parameters, states)
-        self._made.clear()
+        self.made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
         if lost:
             warn_on_first_rank(

@@ -81,8 +81,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: MatrixStep | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._checked_groups = parameters.CheckedGroups()
-        self._completion = self._own_completion()
-        self._layout = self._own_layout()
+        self._completion, self._layout = self._new_state_and_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
         # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
@@ -294,7 +293,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         parameters.check_shapes(state_dict, self.param_groups, self._placed)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
-        self._completion.loaded()
+        self._completion.made.clear()
         if self._planned is not None:
             self._planned.moments.outdate()
         given, states, key = parameters_of(self), self._existing_state, parameters.SECOND_MOMENT
@@ -314,9 +313,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
         route = self._routes[parameter]
         return PlacedState(parameter, state, neuron_shape(shape, route), neuron_dims(shape, route))
 
-    def _own_layout(self) -> Layout:
-        """The layout of the parameters until :meth:`attach` gives another one."""
-        return Layout(self._mesh)
+    def _new_state_and_layout(self) -> tuple[parameters.StateCompletion, Layout]:
+        """What makes missing state, and the layout of the parameters until :meth:`attach` gives another one."""
+        return parameters.StateCompletion(), Layout(self._mesh)
 
     def _settings(self) -> str:
         """Further settings, as text, that must be the same on all ranks."""
@@ -359,10 +358,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _complete_state(self) -> None:
         self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
-
-    def _own_completion(self) -> parameters.StateCompletion:
-        """The object that makes missing state of parameters."""
-        return parameters.StateCompletion()
 
     @property
     def _elementwise(self) -> Elementwise:
@@ -422,7 +417,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned = MatrixStep(
             plan,
             self._existing_state,
-            look_ahead=0 if options.overlap == "off" else options.look_ahead,
             wire_dtype=wire_dtype,
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,

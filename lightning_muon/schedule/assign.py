@@ -10,7 +10,6 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 from lightning_muon.config import Assignment
@@ -151,16 +150,6 @@ class Traffic:
     gather_received: list[int]
     scatter_sent: tuple[list[int], list[int]]  # Within a replica, and between replicas; so is the next one.
     scatter_received: tuple[list[int], list[int]]
-
-    @cached_property
-    def has_gather(self) -> bool:
-        """Whether any rank sends pieces."""
-        return any(self.gather_received)
-
-    @cached_property
-    def has_scatter(self) -> bool:
-        """Whether any rank sends updates."""
-        return any(map(any, self.scatter_received))
 
 
 def count_elements(matrices: Sequence[Matrix], replica_of: Sequence[int]) -> Traffic:

@@ -35,6 +35,11 @@ class PlanOptions(ExchangeOptions):
     itemsize: int  # Bytes of an element on the wire.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
 
+    @property
+    def issued_ahead(self) -> int:
+        """How many buckets are issued ahead: ``look_ahead``, or none without overlap."""
+        return 0 if self.overlap == "off" else self.look_ahead
+
 
 @dataclass(eq=False)
 class ExchangeGroup:
@@ -170,12 +175,12 @@ def _ops_of_bucket(work: Op, bucket: tuple[int, ...], moved: Traffic, itemsize: 
     # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
     momentum_bytes = 3 * STATE_ITEMSIZE * held + packed
     ops = [Op(kind=OpKind.MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
-    if moved.has_gather:
+    if any(moved.gather_received):
         ops.append(transfer(OpKind.GATHER, (moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)))
     # The received pieces are read and the matrices written; the updates to be sent are read and written.
     work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
     ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
-    if moved.has_scatter:
+    if any(map(any, moved.scatter_received)):
         axes = zip(moved.scatter_sent, moved.scatter_received, strict=True)
         ops.append(transfer(OpKind.SCATTER, *((sent[rank], received[rank]) for sent, received in axes)))
     # The update is read, the weight is read and written.
