@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print what was found; exits with 1 if something is broken."""
     broken, notes, links = list[str](), list[str](), list[tuple[Any, ...]]()
-    rows = [*_packages(broken), *_devices(notes), *_network(broken, notes)]
+    rows = [*_packages(broken, notes), *_devices(notes), *_network(broken, notes)]
     if "RANK" not in os.environ:
         notes.append("no exchange was tried: torchrun --nproc-per-node N -m lightning_muon doctor lets N ranks try one")
     else:
@@ -75,10 +75,15 @@ def run(arguments: argparse.Namespace) -> None:
     console.print("Nothing is broken.")
 
 
-def _packages(broken: list[str]) -> Rows:
+def _packages(broken: list[str], notes: list[str]) -> Rows:
     """Python and the packages that matter, beside the versions that are supported."""
     rows = [("lightning-muon", __version__), ("python", f"{platform.python_version()}, {platform.platform()}")]
-    supported = {each.name: each.specifier for each in map(Requirement, requires("lightning-muon") or ())}
+    try:
+        required = requires("lightning-muon") or ()
+    except PackageNotFoundError:
+        required = ()
+        notes.append("lightning-muon is not installed, only found in a folder: no versions were compared")
+    supported = {each.name: each.specifier for each in map(Requirement, required)}
     for name in _PACKAGES:
         try:
             found = version(name)

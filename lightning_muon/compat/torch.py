@@ -302,6 +302,11 @@ def has_unfinished_forward(unit: FSDPModule) -> bool:
     return state._state_ctx.iter_forward_root is state
 
 
+def forget_forward(unit: FSDPModule) -> None:
+    """End a pass that :func:`has_unfinished_forward`; FSDP2 would take the next one for a part of it. Local."""
+    unit._get_fsdp_state()._state_ctx.iter_forward_root = None
+
+
 def has_unfinished_backward(unit: FSDPModule) -> bool:
     """Whether a backward pass through the root of an FSDP2 unit has begun and not ended; FSDP2 then begins no other."""
     return unit._get_fsdp_state()._state_ctx.post_backward_final_callback_queued

@@ -58,6 +58,9 @@ class ShardedAtLoad(ABC):
     """
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        mesh = getattr(model, "_device_mesh", None)
+        if mesh is not None and not hasattr(model, "is_distributed_loading_by_transformers"):
+            raise ValueError("this version of transformers does not train models that it has sharded; 5.19 does")
         # The refusal is in the constructor, and asks for this option.
         refused = args if is_sharded_at_load(model) and args is not None and not args.save_only_model else None
         if refused is not None:

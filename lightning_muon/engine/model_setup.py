@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -24,9 +24,11 @@ SUPPORTED = ("32-true", "bf16-true", "bf16-mixed")
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def of_float16(precision: str) -> str:
-    """Text after "is not supported" for a refused precision; empty if it has no float16."""
-    return " (float16 needs loss scaling)" if "16" in precision and "bf16" not in precision else ""
+def require_precision(precision: str, said: str, known: Sequence[str] = SUPPORTED) -> None:
+    """Raise ``ValueError`` unless ``precision``, which the user has ``said``, is one of the ``known`` ones; local."""
+    if precision not in known:
+        reason = " (float16 needs loss scaling)" if "16" in said and "bf16" not in said else ""
+        raise ValueError(f"{said} is not supported{reason}; use one of {tuple(known)}")
 
 
 def mixed_precision_policy(precision: str, module: nn.Module) -> MixedPrecisionPolicy:

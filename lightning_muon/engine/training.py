@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -80,6 +80,7 @@ class TrainingEngine:
         warn: Callable[[str], None],
         saves: BackgroundSaves | None = None,  # The background saves of this training, if any.
         watchdog: Watchdog | None = None,  # A watchdog that runs already; the engine closes it.
+        tokens: TokenCount | None = None,  # The count of other models, for `loss_scaling="tokens"`.
         sharding: Sharding | None = None,  # Replaces `options.sharding`.
         is_only_module: bool = True,  # Whether every backward pass of the program goes through this module.
         is_loop_of_user: bool = True,  # Whether the user calls backward and step, maybe on the optimizers he has made.
@@ -93,8 +94,9 @@ class TrainingEngine:
             mode_options = self.pipeline.mode_options(mode_options)
         self.mode = make_mode(sharding or options.sharding, self.mesh, mode_options)
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.tokens: TokenCount | None = None
-        self.is_sharded = False
+        self.tokens = tokens
+        if options.loss_scaling == "tokens" and tokens is None:
+            self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         self._is_guarded = False
         self._is_attached = False
         self.has_run = False  # Whether the module has run since the last step, so that there may be gradients.
@@ -137,7 +139,6 @@ class TrainingEngine:
         for parameter in module.parameters():
             self._replaced.pop(parameter, None)  # Module.to fails on a parameter with a weak reference.
         module.to(device)
-        self.is_sharded = True
         if self.divides_weights:
             refuse_parts_of_weights(module)
         if self.pipeline is not None:
@@ -152,13 +153,14 @@ class TrainingEngine:
         source: str,
         is_default: bool = False,
     ) -> list[torch.optim.Optimizer]:
-        """Train with these optimizers, and return those that replace them; schedulers follow them.
+        """Train with these optimizers, too, and return those that replace them.
 
-        ``given`` are all optimizers that will step the module, also those that were attached before, with the
-        parameters that the module has, or had before :meth:`shard`. ``source`` says in errors where they are from,
-        ``is_default`` that the user did not make them.
+        They have the parameters that the module has, or had before :meth:`shard`. ``schedulers`` of a framework, which
+        looks for their optimizers, follow them. ``source`` says in errors where they are from, ``is_default`` that the
+        user did not make them.
         """
-        module, options = self.module, self.options
+        module, options, before = self.module, self.options, self.optimizers
+        given = [*before, *given]
         forget_own(given)
         self.rebind(given)
         if self.pipeline is not None:
@@ -167,13 +169,13 @@ class TrainingEngine:
         conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
         kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
         require_equal(kinds, None, source)
-        before, self.optimizers = self.optimizers, [conversion.optimizer for conversion in conversions]
+        self.optimizers = [conversion.optimizer for conversion in conversions]
         for old, new in zip(given, self.optimizers, strict=True):
             if new is not old:
-                repoint_schedulers(schedulers, old, new)
-                if self._is_loop_of_user:  # The loop holds the given one, and may make schedulers for it.
+                if self._is_loop_of_user:  # The loop and its schedulers hold the given one.
                     self.proxies.append(OptimizerProxy(old, new))
                 else:
+                    repoint_schedulers(schedulers, old, new)
                     self._hooks.callback(hand_back, schedulers, new, old, choice)
 
         if before:
@@ -188,8 +190,6 @@ class TrainingEngine:
             raise
         self._is_attached = True
         self._names = {parameter: name for name, parameter in names_of(module).items()}
-        if options.loss_scaling == "tokens" and self.tokens is None:
-            self.tokens = TokenCount(axis_group(self.mesh, tuple(range(self.mesh.ndim))))
         if self.pipeline is not None:
             self.pipeline.attach(self.optimizers, self.tokens)
         self._switch_on_guards()
@@ -198,7 +198,7 @@ class TrainingEngine:
         self._info(describe_optimizers(fresh))
         for message in optimizer_warnings(fresh, module, choice, is_default=is_default):
             self._warn(message)
-        return list(self.optimizers)
+        return self.optimizers[len(before) :]
 
     def rebind(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Give optimizers the parameters that have replaced those from before :meth:`shard`; local."""
@@ -220,7 +220,8 @@ class TrainingEngine:
 
     def follow_forward(self) -> None:
         """Hook calls of the module, and backward passes from its outputs, for loops without a framework. Local."""
-        for handle in follow_calls(self.module, self.around_forward, self._backward_begins):
+        # `generate` calls the module for each token; its weights stay whole between them.
+        for handle in follow_calls(self.module, partial(self.around_forward, frees=False), self._backward_begins):
             self._hooks.enter_context(handle)
 
     def current(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
@@ -231,15 +232,21 @@ class TrainingEngine:
     # ---- micro-batches
 
     @contextmanager
-    def around_forward(self) -> Generator[None]:
-        """Context to enter around each forward pass of the module, and around each step of an evaluation."""
+    def around_forward(self, *, frees: bool = True) -> Generator[None]:
+        """Context to enter around each forward pass of the module, and around each step of an evaluation.
+
+        ``frees``: behind one without gradients, which no backward pass can follow, weights are shards again.
+        """
         self.mode.begin_forward()
-        if torch.is_grad_enabled():
+        has_grad = torch.is_grad_enabled()
+        if has_grad:
             self.has_run = True
             self._is_finished = False
         with self.guarded():
             try:
                 yield
+                if frees and not has_grad:
+                    free_unsharded(self.module)
             except BaseException as error:
                 if "mixed torch.Tensor and DTensor" in str(error):
                     error.add_note(_STILL_SHARDS)
@@ -327,30 +334,28 @@ class TrainingEngine:
         """Clip the gradients of ``parameters``, the same on all ranks, by one norm; return the norm before."""
         if float(norm_type) != 2.0:
             raise ValueError(f"clip by norm_type=2.0: only the 2-norm is computed over all shards, got {norm_type}")
-        self._require_reduced("clip_gradients (clip_grad_norm_)")
-        with self.guarded(), profiled("gradient_norm", "all"):
-            self.finish_gradients()
-            for guard in self._guards:
-                guard.clips()
-            norm = self.mode.clip_norm_(self._clipped(parameters), max_norm)
+        with profiled("gradient_norm", "all"), self._clipping(parameters) as clipped:
+            norm = self.mode.clip_norm_(clipped, max_norm)
             if self.pipeline is not None:
                 self.pipeline.skip_unless_finite(norm)
         return norm
 
     def clip_by_value(self, parameters: Sequence[Tensor], max_value: float) -> None:
         """Clip the gradients of parameters element by element."""
-        self._require_reduced("clip_gradients (clip_grad_value_)")
+        with self._clipping(parameters) as clipped:
+            clip_value_(clipped, max_value, layout=self.mode.layout)
+
+    @contextmanager
+    def _clipping(self, parameters: Sequence[Tensor]) -> Generator[Sequence[Tensor]]:
+        """Context in which whole gradients are clipped, of those parameters that it yields."""
+        self._require_reduced("clip_gradients (clip_grad_norm_, clip_grad_value_)")
         with self.guarded():
             self.finish_gradients()
             for guard in self._guards:
                 guard.clips()
-            clip_value_(self._clipped(parameters), max_value, layout=self.mode.layout)
-
-    def _clipped(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The ``parameters`` that are clipped; local."""
-        # Muon orthogonalizes, so the size of a gradient matters little to it.
-        is_all = self.options.clip_groups == "all"
-        return parameters if is_all else without_matrices(parameters, self.optimizers)
+            # Muon orthogonalizes, so the size of a gradient matters little to it.
+            is_all = self.options.clip_groups == "all"
+            yield parameters if is_all else without_matrices(parameters, self.optimizers)
 
     def step(
         self, optimizer: torch.optim.Optimizer, take_step: Callable[..., Any], closure: Callable[[], Any] | None = None
@@ -387,9 +392,15 @@ class TrainingEngine:
         free_unsharded(self.module)  # FSDP2 keeps those of its root after a forward that no backward has followed.
         self.mode.end_step()
 
-    def begin_evaluation(self) -> None:
-        """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common."""
-        self._show_common(for_good=False)
+    def begin_evaluation(self, *, for_good: bool = False) -> None:
+        """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common.
+
+        Each of them on the ranks that have the same modules; ``for_good`` if no training follows.
+        """
+        self.mode.finish_parameters()
+        broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
+        if show_common(self.optimizers, for_good=for_good):
+            self.weights_have_changed()
 
     def end_evaluation(self) -> None:
         """Switch back from averaged (DiLoCo) to this node's weights."""
@@ -411,14 +422,7 @@ class TrainingEngine:
             self._warn(
                 f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
             )
-        self._show_common(for_good=True)
-
-    def _show_common(self, *, for_good: bool) -> None:
-        """Make buffers equal on the ranks that have the same modules, and weights equal on all nodes."""
-        self.mode.finish_parameters()
-        broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
-        if show_common(self.optimizers, for_good=for_good):
-            self.weights_have_changed()
+        self.begin_evaluation(for_good=True)
 
     def _compare_last_batch(self) -> None:
         if self.pipeline is not None:
@@ -495,6 +499,7 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Remove all hooks; the module stays sharded, and can be saved. Local."""
+        self.show_own_weights()
         self._hooks.close()
         try:
             self._stop()
@@ -585,11 +590,3 @@ class TrainingEngine:
         if skips_step(optimizer, found, most_in_a_row=self.options.config.max_skipped_steps):
             for parameter in parameters:
                 parameter.grad = None
-
-
-def close_all(engines: list[TrainingEngine], *, is_end: bool = False) -> None:
-    """Close the engines, and empty the list; with ``is_end`` other ranks hear of an exception first. Local."""
-    for engine in engines if is_end else ():
-        engine.program_ends()
-    while engines:
-        engines.pop().close()

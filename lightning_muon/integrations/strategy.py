@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import mixed_precision_policy
 from lightning_muon.engine.options import Options, StrategyOptions
+from lightning_muon.engine.session import Session
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
-from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 
 
 class MuonStrategy:
@@ -41,9 +39,8 @@ class MuonStrategy:
 
     def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         self.options = Options(**options)
-        self._meshes: Meshes | None = None
-        self._saves: BackgroundSaves | None = None
-        self._watchdog: Watchdog | None = None  # Until the first engine has it.
+        log = self.package.fabric("utilities.rank_zero")
+        self._session = Session(self.options, info=log.rank_zero_info, warn=log.rank_zero_warn)
         self._begin(process_group_backend=self.options.process_group_backend, timeout=self.options.timeout)
 
     def _begin(self, **arguments: Any) -> None:
@@ -59,26 +56,20 @@ class MuonStrategy:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Replicas and shards have samples of their own; context and tensor ranks share them."""
-        if self._meshes is None:
+        meshes = self._session.meshes
+        if meshes is None:
             return {"num_replicas": self.world_size, "rank": self.global_rank}
-        return {"num_replicas": self._meshes.num_data_ranks, "rank": self._meshes.data_rank}
+        return {"num_replicas": meshes.num_data_ranks, "rank": meshes.data_rank}
 
     def _start_processes(self) -> Meshes:
         """Start the process group and make the meshes. Collective over all ranks."""
-        layout = {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
         store = None
         if is_in_shared_store() and not dist.is_initialized():
             environment = self.cluster_environment
             store = store_of_attempt(environment.global_rank(), environment.world_size(), self.options.timeout)
         start_process_group(self, self.package, store)
-        if self._meshes is None:  # A second run of the program keeps its process groups.
-            by_nodes = self.options.has_nodes
-            self._meshes = self.options.make(self.root_device.type, by_nodes=by_nodes, **layout)
-            if self.options.async_save:
-                self._saves = BackgroundSaves(own_gloo_group_of_all())
-        if self._watchdog is None:
-            self._watchdog = watch_setup(self, silence=self.options.max_silence)
-        return self._meshes
+        options, layout = self.options, {"num_nodes": self.num_nodes, "num_processes": self.num_processes}
+        return self._session.begin(lambda: options.make(self.root_device.type, by_nodes=options.has_nodes, **layout))
 
     def finish_saving(self) -> None:
         """Wait until what ``async_save=True`` writes is written. Collective over all ranks.
@@ -86,32 +77,19 @@ class MuonStrategy:
         The end of ``Trainer.fit`` does it. In a Fabric program call it before anything reads the checkpoint, before a
         save that came earlier is removed, and at the end, where it raises if the last save has failed.
         """
-        if self._saves is not None:
-            self._saves.finish()
+        self._session.finish_saving()
 
-    def _make_engine(
-        self, module: nn.Module, precision: str, *, wait_for_parameters: bool, shard_root: bool = True, **arguments: Any
+    def _shard(
+        self, module: nn.Module, plugin: Any, *, wait_for_parameters: bool, shard_root: bool = True, **of_loop: Any
     ) -> TrainingEngine:
-        assert self._meshes is not None, "setup_environment (fabric.launch) comes first"
-        rank_zero = self.package.fabric("utilities.rank_zero")
+        """Shard a module that computes with this precision plugin. Collective over all ranks."""
         mode_options = replace(
             self.options.mode_options,
-            mp_policy=mixed_precision_policy(precision, module),
+            mp_policy=mixed_precision_policy(plugin.precision, module),
             shard_root=shard_root,
             wait_for_parameters=wait_for_parameters,
         )
-        watchdog, self._watchdog = self._watchdog, None
-        return TrainingEngine(
-            module,
-            self.options,
-            self._meshes,
-            mode_options=mode_options,
-            saves=self._saves,
-            watchdog=watchdog,
-            info=rank_zero.rank_zero_info,
-            warn=rank_zero.rank_zero_warn,
-            **arguments,
-        )
+        return self._session.shard(module, self.root_device, mode_options=mode_options, **of_loop)
 
 
 # The agent of torchrun keeps one store through all attempts (unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), so a process

@@ -20,6 +20,11 @@ _MOST_FLOPS = 15 * 10**11
 _MOST_GRAPHS = 64
 
 
+def can_record(device: torch.device) -> bool:
+    """Whether launches become a graph: not on a host that waits for each kernel, to find the one that fails."""
+    return device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
+
+
 class NewtonSchulzGraph:
     """Matrices of one shape (batch, rows, cols): fill ``matrices``, then :meth:`replay`. The bits are the same.
 
@@ -46,9 +51,7 @@ class NewtonSchulzGraphs:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        # A host that waits for each kernel (to find the one that fails) cannot record them.
-        is_recorded = device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
-        self._pool = torch.cuda.graph_pool_handle() if is_recorded else None
+        self._pool = torch.cuda.graph_pool_handle()
         self._graphs: dict[tuple[object, ...], NewtonSchulzGraph] = {}
         self._taken = Counter[tuple[object, ...]]()
 
@@ -59,7 +62,7 @@ class NewtonSchulzGraphs:
     def take(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, *, eps: float) -> NewtonSchulzGraph | None:
         """A graph that was not taken since :meth:`begin`; ``None`` if launches one by one are as good."""
         num, rows, cols = shape
-        if self._pool is None or num * newton_schulz.flops(rows, cols) > _MOST_FLOPS:
+        if num * newton_schulz.flops(rows, cols) > _MOST_FLOPS:
             return None
         key = (shape, newton_schulz, eps)
         self._taken[key] += 1

@@ -18,7 +18,7 @@ from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions,
 from lightning_muon.math.normuon import normalize_neurons_
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
 from lightning_muon.optim.executor import make_executor
-from lightning_muon.optim.graphs import NewtonSchulzGraphs
+from lightning_muon.optim.graphs import NewtonSchulzGraphs, can_record
 from lightning_muon.optim.moments import SecondMoments
 from lightning_muon.optim.parameters import MOMENTUM, Gradients, States
 from lightning_muon.optim.step_plan import StepPlan
@@ -53,7 +53,7 @@ class MatrixStep:
         self.moments = SecondMoments(plan, states)
         self.plan, self._elementwise, self._has_momentum = plan, elementwise, has_momentum
         self._pool = BufferPool(wire_dtype, plan.device)
-        self._graphs = NewtonSchulzGraphs(wire_dtype, plan.device)
+        self._graphs = NewtonSchulzGraphs(wire_dtype, plan.device) if can_record(plan.device) else None
         # Rolling buffers, on the way to the owners and back.
         look_ahead = plan.options.issued_ahead
         self._slots = {
@@ -138,7 +138,8 @@ class MatrixStep:
     def _newton_schulz(self, op: Op) -> Sequence[dist.Work]:
         """Orthogonalize the owned matrices; small ones of equal shape as one batch."""
         transfer = self._transfers[op.key]
-        self._graphs.begin()
+        if self._graphs is not None:
+            self._graphs.begin()
         batches = [(batch, *self._prepared(batch)) for batch in _batches(transfer.owned, self._pool.device.type)]
         transfer.unpack(
             {
@@ -160,9 +161,10 @@ class MatrixStep:
         """Memory for matrices of one shape (batch, rows, cols), and what makes their updates once they are there."""
         newton_schulz, group = batch[0].newton_schulz(self.plan.options.arithmetic), batch[0].parameter.group
         function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
-        graph = None if callable(function) else self._graphs.take(shape, newton_schulz, eps=eps)
-        if graph is not None:
-            return graph.matrices, graph.replay
+        if self._graphs is not None and not callable(function):
+            graph = self._graphs.take(shape, newton_schulz, eps=eps)
+            if graph is not None:
+                return graph.matrices, graph.replay
         matrices = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
         if not callable(function):
             return matrices, partial(newton_schulz.orthogonalize, matrices, eps=eps)

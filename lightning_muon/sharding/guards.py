@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_muon.compat.torch import (
+    forget_forward,
     has_unfinished_backward,
     has_unfinished_forward,
     is_in_backward,
@@ -64,7 +65,11 @@ class FailedPasses(Guard):
 
     @override
     def leaves(self, unit: FSDPModule) -> None:
-        if has_unfinished_forward(unit):
+        if not has_unfinished_forward(unit):
+            return
+        if is_in_backward():  # Checkpointing stops a unit that it computes again with an exception of its own.
+            forget_forward(unit)
+        else:
             self._mode.pass_failed()
 
     @override

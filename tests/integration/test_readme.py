@@ -87,6 +87,8 @@ def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
     script.write_text(snippet.text)
     ranks = re.fullmatch(r"ranks: (\d+)", snippet.note)
     output = run_program(script, directory=tmp_path, num_ranks=int(ranks[1]) if ranks else 2)
+    # torch 2.11 says so wherever a profiler has a schedule.
+    output = output.replace("UserWarning: Warning: Profiler clears events at the end of each cycle.", "")
     assert "UserWarning" not in output and "returned a view tensor" not in output, output
     assert all(text in output for word, text in _PRINTED.items() if word in snippet.text), output
 

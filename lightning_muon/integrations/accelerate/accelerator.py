@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,18 +25,18 @@ from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
 from lightning_muon.config import join_names
-from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.training import TrainingEngine, close_all
-from lightning_muon.integrations.accelerate.checkpoints import load_state, prepare_for_reading, save_state
+from lightning_muon.engine.session import Session
+from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.integrations.accelerate.checkpoints import load_state, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
     make_meshes,
     read_options,
+    session_for,
     shard,
     sharding_of,
 )
-from lightning_muon.monitor.watchdog import Watchdog, watch_setup
 from lightning_muon.optim.gradients import skipped_steps
 
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
@@ -90,7 +89,7 @@ class Accelerator(accelerate.Accelerator):
     """
 
     options: Options
-    _meshes: Meshes | None = None
+    _session: Session
 
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
         stock = super().__init__
@@ -110,12 +109,9 @@ class Accelerator(accelerate.Accelerator):
                 "lightning_muon averages gradients itself, and finds unused parameters",
                 stacklevel=2,
             )
-        self._engines: list[TrainingEngine] = []
-        self._watchdog: Watchdog | None = None  # Until the first engine has it.
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._watchdog = watch_setup(self, silence=self.options.max_silence)
-        # An Accelerator has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, close_all, self._engines, is_end=True)
+        self._session = session_for(self.options)
+        if dist.is_initialized():
+            self._session.watch()
 
     def _checked(self, options: Options) -> Options:
         check_state(self.state, options)
@@ -124,9 +120,9 @@ class Accelerator(accelerate.Accelerator):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh of the run, with the axes ``("replicate", "shard")``; there is none before ``prepare``."""
-        if self._meshes is None:
+        if self._session.meshes is None:
             raise RuntimeError("there is no device mesh before accelerator.prepare(model, optimizer)")
-        return self._meshes.user
+        return self._session.meshes.user
 
     @override
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
@@ -137,28 +133,25 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
-        schedulers = [value for value in args if isinstance(value, torch.optim.lr_scheduler.LRScheduler)]
         ready: dict[int, Any] = {}
-        if (models or optimizers) and len(models) + len(self._engines) != 1:
-            after = " after another one" if self._engines else ""
+        if (models or optimizers) and len(models) + len(self._session.engines) != 1:
+            after = " after another one" if self._engine is not None else ""
             raise ValueError(
                 f"prepare was given {len(models)} models{after}; an Accelerator shards one, with its optimizers or "
                 "before them, until accelerator.free_memory(). Put networks that train together into one nn.Module, "
                 "and prepare one that only evaluates with accelerator.prepare_model(model, evaluation_mode=True)"
             )
         if models:
-            self._meshes = self._meshes or make_meshes(self.state, self.options)
-            module = self.unwrap_model(models[0], keep_torch_compile=False)
-            watchdog, self._watchdog = self._watchdog, None
-            self._engines.append(shard(self, module, self._meshes, watchdog))
+            self._session.begin(lambda: make_meshes(self.state, self.options))
+            shard(self, self._session, self.unwrap_model(models[0], keep_torch_compile=False))
         if optimizers:
-            engine = self._engines[0]
+            engine = self._session.engines[0]
             if engine.optimizers:
                 raise ValueError(
                     f"prepare was given {type(optimizers[0]).__name__} after other optimizers; give all in one call"
                 )
             plain = [getattr(each, "optimizer", each) if is_prepared(each) else each for each in optimizers]
-            used = engine.attach(plain, schedulers, source="what was given to prepare")
+            used = engine.attach(plain, source="what was given to prepare")
             for given, optimizer in zip(optimizers, used, strict=True):
                 ready[id(given)] = sharded = ShardedOptimizer(optimizer, engine)
                 mark_prepared(self, sharded)
@@ -192,13 +185,7 @@ class Accelerator(accelerate.Accelerator):
     @override
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Collective over all ranks, except inside of ``no_sync``."""
-        engine = self._engine
-        if engine is None:
-            super().backward(loss, **kwargs)
-            return
-        if engine.tokens is not None:
-            engine.tokens.begin_backward()
-        with engine.around_backward(loss_divided_by=self.gradient_accumulation_steps):
+        with self._session.around_backward(loss_divided_by=self.gradient_accumulation_steps):
             super().backward(loss, **kwargs)
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
@@ -207,12 +194,7 @@ class Accelerator(accelerate.Accelerator):
         With ``loss_scaling="tokens"`` every rank calls it once before each ``backward``, with losses that are sums:
         gradients are divided by the number of tokens of all ranks and all micro-batches of the step.
         """
-        tokens = None if self._engine is None else self._engine.tokens
-        if tokens is None:
-            raise RuntimeError(
-                "report_tokens needs the option loss_scaling='tokens', and comes after prepare(model, optimizer)"
-            )
-        tokens.report_before_backward(num_tokens)
+        self._session.report_tokens(num_tokens)
 
     @override
     @contextmanager
@@ -266,7 +248,7 @@ class Accelerator(accelerate.Accelerator):
         """
         local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]
-        return stock() if self._engine is None else save_state(self, self._engine, stock)
+        return stock() if self._engine is None else save_state(self, self._session, stock)
 
     @override
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -276,7 +258,7 @@ class Accelerator(accelerate.Accelerator):
         if self._engine is None:
             stock()
         else:
-            load_state(self, self._engine, stock, input_dir)
+            load_state(self, self._session, stock, input_dir)
 
     @override
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -287,7 +269,6 @@ class Accelerator(accelerate.Accelerator):
         engine = self._engine
         if engine is None or self.unwrap_model(model, keep_torch_compile=False) is not engine.module:
             return super().get_state_dict(model, unwrap)
-        prepare_for_reading(engine)
         if not engine.divides_weights:
             return super().get_state_dict(model, unwrap)
         return collect(engine.weights, engine.format(whole=True))
@@ -295,12 +276,12 @@ class Accelerator(accelerate.Accelerator):
     @override
     def free_memory(self, *objects: Any) -> Any:
         """Hooks on the model are removed, it stays sharded."""
-        close_all(self._engines)
+        self._session.close()
         return super().free_memory(*objects)
 
     @property
     def _engine(self) -> TrainingEngine | None:
-        return self._engines[0] if self._engines else None
+        return next(iter(self._session.engines), None)
 
 
 class TrainerAccelerator(Accelerator):

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import StateDictType
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.manifest import require_one_save
 from lightning_muon.checkpoint.newest import time_of
-from lightning_muon.checkpoint.saving import OptimizerState, save
+from lightning_muon.checkpoint.saving import OptimizerState, Weights
 from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.comm.agreement import (
     fail_together,
@@ -25,30 +25,27 @@ from lightning_muon.comm.agreement import (
     warn_on_first_rank,
 )
 from lightning_muon.compat.accelerate import in_place_of_states, prepared_models
-from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.engine.session import Session
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.params.uses import parameter_uses
 
-# The names that Accelerate gives to models and optimizers of FSDP2, and the keys inside of their directories.
-_MODEL, _MODEL_KEY = "pytorch_model_fsdp", "model"
-_OPTIMIZER, _OPTIMIZER_KEY = "optimizer", "optimizer"
 _STOCK = "model.safetensors", "pytorch_model.bin"  # What Accelerate calls a model that it has not sharded.
 
 
-def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any]) -> Any:
+def save_state(accelerator: Any, session: Session, stock: Callable[[], Any]) -> Any:
     """Call ``stock``, Accelerate's ``save_state``; we write models and optimizers. Collective over all ranks."""
     if not accelerator.sync_gradients:
         text = "save_state inside of an accumulated batch: the gradients of its micro-batches are in no checkpoint; "
         warn_on_first_rank(f"{text}call it where accelerator.sync_gradients is true", stacklevel=3)
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    engine, plugin = session.engines[0], getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
-        whole = whole or engine.saves_one_file
+        whole = whole or session.saves_one_file
 
     def write(directory: str, with_model: bool) -> None:
         chosen = [with_model]
         dist.broadcast_object_list(chosen, src=0)  # Hooks write, and take what they have written, on rank 0 only.
-        write_states(engine, Path(directory), whole=whole, with_model=chosen[0])
+        write_states(session, Path(directory), whole=whole, with_model=chosen[0])
 
     def weights() -> Sequence[Any]:
         return () if engine.divides_weights else [accelerator.get_state_dict(engine.module)]
@@ -56,24 +53,25 @@ def save_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     return _among_hooks(accelerator, "save", stock, write, weights)
 
 
-def write_states(engine: TrainingEngine, directory: Path, *, whole: bool, with_model: bool) -> None:
+def _states(engine: TrainingEngine, *, with_model: bool) -> list[tuple[str, int, str, Weights | OptimizerState]]:
+    """Each state: Accelerate's name and number of it with FSDP2, its key in a directory, and what it is of; local."""
+    model = [("pytorch_model_fsdp", 0, "model", engine.weights)] if with_model else []
+    states = [OptimizerState(engine.module, optimizer, is_by_name=True) for optimizer in engine.optimizers]
+    return [*model, *(("optimizer", index, "optimizer", state) for index, state in enumerate(states))]
+
+
+def write_states(session: Session, directory: Path, *, whole: bool, with_model: bool) -> None:
     """Write them in the places of what is there. Collective over all ranks."""
-    prepare_for_reading(engine)
-    keys = ("", "") if whole else (_OPTIMIZER_KEY, _MODEL_KEY)
     places, others = dict[Path, dict[str, Any]](), list[Path]()
-    for index, optimizer in enumerate(engine.optimizers):
-        both = _paths(directory, _OPTIMIZER, index)
-        places[both[whole]] = {keys[0]: OptimizerState(engine.module, optimizer, is_by_name=True)}
+    for name, index, key, part in _states(session.engines[0], with_model=with_model):
+        both = _paths(directory, name, index)
+        places[both[whole]] = {"" if whole else key: part}
         others.append(both[not whole])
-    if with_model:
-        both = _paths(directory, _MODEL, 0)
-        places[both[whole]] = {keys[1]: engine.weights}
-        others.append(both[not whole])
-    save(places, engine.format(whole=whole))
+    session.save(places, whole=whole)
     on_first_rank(lambda: [discard(path) for path in others])  # What was saved in the other format.
 
 
-def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any], directory: Any) -> None:
+def load_state(accelerator: Any, session: Session, stock: Callable[[], Any], directory: Any) -> None:
     """Call ``stock``, Accelerate's ``load_state``; we load models and optimizers. Collective over all ranks."""
     require_equal([("input_dir", str(directory))], None, "what load_state is to load")
     missing = directory is not None and not Path(directory).expanduser().is_dir()
@@ -81,9 +79,9 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
 
     def load(found: str, with_model: bool) -> None:
         require_equal([("the model", str(with_model))], None, "what hooks of load_state leave to be loaded")
-        read_states(engine, Path(found), with_model=with_model)
+        read_states(session, Path(found), with_model=with_model)
 
-    models = [] if engine.divides_weights else prepared_models(accelerator)
+    models = [] if session.engines[0].divides_weights else prepared_models(accelerator)
     _among_hooks(accelerator, "load", stock, load, lambda: models)
     # It is in a file of each rank, which new ranks do not have; all must be at the same micro-batch.
     step = [accelerator.step]
@@ -91,28 +89,21 @@ def load_state(accelerator: Any, engine: TrainingEngine, stock: Callable[[], Any
     accelerator.step = step[0]
 
 
-def read_states(engine: TrainingEngine, directory: Path, *, with_model: bool) -> None:
+def read_states(session: Session, directory: Path, *, with_model: bool) -> None:
     """Load what :func:`write_states` has written. Collective over all ranks."""
-    prepare_for_reading(engine)
-    parts = [_find(directory, _OPTIMIZER, index, _OPTIMIZER_KEY) for index in range(len(engine.optimizers))]
-    parts += [_find(directory, _MODEL, 0, _MODEL_KEY, *_STOCK)] if with_model else []
-    together(lambda: require_one_save([part.path for part in parts]))
-    if with_model:
-        weights = parts.pop()
-        content = weights.content.get(_MODEL_KEY, {})
-        for uses in parameter_uses(engine.module):  # Safetensors has tied weights under one of their names.
+    states = _states(session.engines[0], with_model=with_model)
+    found = [
+        _find(directory, name, index, key, *(_STOCK if isinstance(part, Weights) else ()))
+        for name, index, key, part in states
+    ]
+    together(lambda: require_one_save([checkpoint.path for checkpoint in found]))
+    for checkpoint, (_, _, key, part) in zip(found, states, strict=True):
+        content = checkpoint.content.get(key, {})
+        # Safetensors has tied weights under one of their names.
+        for uses in parameter_uses(part.module) if isinstance(part, Weights) else ():
             known = [content[use.name] for use in uses if use.name in content]
             content |= {use.name: value for value in known[:1] for use in uses}
-        weights.load_weights(_MODEL_KEY, engine.module, strict=True)
-    for part, optimizer in zip(parts, engine.optimizers, strict=True):
-        part.load_optimizer(_OPTIMIZER_KEY, engine.module, optimizer)
-    engine.weights_have_changed()
-
-
-def prepare_for_reading(engine: TrainingEngine) -> None:
-    """Let weights have their new values, and be shards; local."""
-    engine.mode.finish_parameters()
-    free_unsharded(engine.module)  # An evaluation leaves the root whole.
+        session.load(checkpoint, {key: part}, {}, strict=True)
 
 
 def _among_hooks(

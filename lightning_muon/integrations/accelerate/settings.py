@@ -21,10 +21,9 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.conversion import tell
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.engine.model_setup import mixed_precision_policy, of_float16
+from lightning_muon.engine.model_setup import mixed_precision_policy, require_precision
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.training import TrainingEngine
-from lightning_muon.monitor.watchdog import Watchdog
+from lightning_muon.engine.session import Session
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.units import WrapPolicy
@@ -57,8 +56,7 @@ def check_kind(state: Any) -> None:
     if kind == DistributedType.FSDP and not state.is_fsdp2:
         raise ValueError("FSDP1 flattens parameters, so that no matrix is left for Muon; set fsdp_version: 2")
     precision = state.mixed_precision
-    if precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision: {precision} is not supported{of_float16(precision)}; use bf16 or no")
+    require_precision(precision, f"mixed_precision: {precision}", ("no", "bf16"))
 
 
 def check_state(state: Any, options: Options) -> None:
@@ -179,11 +177,14 @@ def make_meshes(state: Any, options: Options) -> Meshes:
     return sizes.make(state.device.type, by_nodes=options.has_nodes, **launched)
 
 
-def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdog | None) -> TrainingEngine:
-    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks."""
-    options: Options = accelerator.options
-    state = accelerator.state
+def session_for(options: Options) -> Session:
+    """A session that logs as Accelerate does."""
+    return Session(options, info=partial(tell, _log), warn=_log.warning)
 
+
+def shard(accelerator: Any, session: Session, module: nn.Module) -> None:
+    """Give all ranks the weights of the first one, and shard the model. Collective over all ranks."""
+    options, state = session.options, accelerator.state
     _give_memory(module)
     free_unsharded(module)  # It may have been sharded and evaluated before.
     if accelerator.mixed_precision != "no":
@@ -194,20 +195,9 @@ def shard(accelerator: Any, module: nn.Module, meshes: Meshes, watchdog: Watchdo
     if plugin is not None and plugin.activation_checkpointing:
         plugin.set_auto_wrap_policy(module)
         fsdp2_apply_ac(accelerator, module)
-    engine = TrainingEngine(
-        module,
-        options,
-        meshes,
-        sharding=sharding_of(state, options),
-        mode_options=mode_options(state, options, module),
-        watchdog=watchdog,
-        info=partial(tell, _log),
-        warn=_log.warning,
-    )
-    engine.shard(accelerator.device)
-    engine.follow_forward()
+    chosen, kind = mode_options(state, options, module), sharding_of(state, options)
+    session.shard(module, accelerator.device, mode_options=chosen, sharding=kind).follow_forward()
     register_steps(module)
-    return engine
 
 
 def _give_memory(module: nn.Module) -> None:

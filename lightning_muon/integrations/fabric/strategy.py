@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.saving import Filters, Format, OptimizerState, Weights, save
+from lightning_muon.checkpoint.saving import Filters, OptimizerState, Weights
 from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
-from lightning_muon.engine.model_setup import SUPPORTED, of_float16
+from lightning_muon.engine.model_setup import SUPPORTED, require_precision
 from lightning_muon.engine.options import IN_PYTHON, Options
-from lightning_muon.engine.training import TrainingEngine, close_all
+from lightning_muon.engine.session import Session
+from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
-from lightning_muon.sharding.tokens import TokenCount
 
 
 @takes_options(Options, IN_PYTHON)
@@ -32,8 +30,7 @@ class FabricStrategy(MuonStrategy):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one package of Fabric: launcher, process group and
-    collectives are Fabric's. Each module that is set up has a
-    :class:`~lightning_muon.engine.training.TrainingEngine` of its own.
+    collectives are Fabric's.
 
     Example::
 
@@ -48,12 +45,8 @@ class FabricStrategy(MuonStrategy):
     broadcast: Callable[..., Any]
 
     def _begin(self, **arguments: Any) -> None:
-        self._engines: list[TrainingEngine] = []
-        self._tokens: TokenCount | None = None
         super()._begin(parallelize_fn=lambda module, _: module, **arguments)
         set_no_backward_sync(self, self._no_backward_sync)
-        # Fabric has no end; the other ranks should know when this one has come to it.
-        weakref.finalize(self, close_all, self._engines, is_end=True)
 
     @property
     def precision(self) -> Any:
@@ -63,16 +56,15 @@ class FabricStrategy(MuonStrategy):
     @precision.setter
     def precision(self, plugin: Any) -> None:
         name = str(getattr(plugin, "precision", SUPPORTED[0]))
-        if name not in SUPPORTED:
-            raise ValueError(f"Fabric(precision={name!r}) is not supported{of_float16(name)}; use one of {SUPPORTED}")
+        require_precision(name, f"Fabric(precision={name!r})")
         super(FabricStrategy, type(self)).precision.fset(self, plugin)  # type: ignore[attr-defined]
 
     @property
     def device_mesh(self) -> DeviceMesh:
         """Axes ``("replicate", "shard")``, then ``"context"`` and ``"tensor"`` where they are larger than 1."""
-        if self._meshes is None:
+        if self._session.meshes is None:
             raise RuntimeError("there is no device mesh before fabric.launch()")
-        return self._meshes.user
+        return self._session.meshes.user
 
     def setup_environment(self) -> None:
         """Start the process group and make the mesh. Collective over all ranks."""
@@ -81,32 +73,21 @@ class FabricStrategy(MuonStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module. Collective over all ranks."""
-        if (before := _engine_with(self._engines, module)) is not None:  # It is set up again.
-            before.close()
-            self._engines.remove(before)
-        for engine in self._engines:
-            if engine.optimizers and not set(module.parameters()).isdisjoint(engine.module.parameters()):
-                raise ValueError(
-                    f"{type(module).__name__} shares parameters with {type(engine.module).__name__}, which has been "
-                    "set up with optimizers of its own; set up one module that holds all parameters they share"
-                )
         # The loop is the user's, and may read weights right after a step.
-        engine = self._make_engine(module, self.precision.precision, wait_for_parameters=True, is_only_module=False)
-        engine.shard(self.root_device)
+        engine = self._shard(module, self.precision, wait_for_parameters=True, is_only_module=False)
         if engine.pipeline is not None:
             engine.pipeline.forward_context = self.precision.forward_context
         # ``generate`` of models inside of the module; a method of the module itself goes through Entry.
         for child in module.children():
             register_steps(child)
-        self._engines.append(engine)
-        return Entry(module, self._engines)
+        return Entry(module, self._session)
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return what becomes of it. Collective over all ranks."""
-        for engine in self._engines:
+        for engine in self._session.engines:
             engine.rebind([optimizer])
         parameters = parameters_of(optimizer)
-        owners = [each for each in self._engines if not set(each.module.parameters()).isdisjoint(parameters)]
+        owners = [each for each in self._session.engines if not set(each.module.parameters()).isdisjoint(parameters)]
         if len(owners) != 1:
             names = " and ".join(type(engine.module).__name__ for engine in owners) or "no module"
             raise ValueError(
@@ -119,8 +100,7 @@ class FabricStrategy(MuonStrategy):
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        used = self._attach(self._engines[-1], optimizers, [] if scheduler is None else [scheduler])
-        return entry, used, scheduler
+        return entry, self._attach(self._session.engines[-1], optimizers), scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -128,30 +108,16 @@ class FabricStrategy(MuonStrategy):
         With ``loss_scaling="tokens"`` every rank calls it before each backward pass, with losses that are sums:
         gradients are divided by the number of tokens of all ranks and all micro-batches of the step.
         """
-        if self._tokens is None:
-            raise RuntimeError(
-                "report_tokens takes the option loss_scaling='tokens', and comes after fabric.setup(module, optimizer)"
-            )
-        self._tokens.report_before_backward(num_tokens)
+        self._session.report_tokens(num_tokens)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward. Collective over all ranks, except inside of ``no_backward_sync``."""
-        if self._tokens is not None:
-            self._tokens.begin_backward()
-            last = [engine for engine in self._engines if engine.is_last_micro_batch]
-            if last and any(engine.is_accumulating for engine in self._engines):
-                raise RuntimeError(
-                    f"no_backward_sync of some models, but not of {type(last[0].module).__name__}: tokens "
-                    "(loss_scaling='tokens') are counted for all models together; enter that of each of them"
-                )
-        with ExitStack() as stack:
-            for engine in self._engines:
-                stack.enter_context(engine.around_backward())
+        with self._session.around_backward():
             super().backward(tensor, module, *args, **kwargs)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, **kwargs: Any) -> Any:
         """Step. Collective over all ranks."""
-        engine, current = self._engine_of(optimizer)
+        engine, current = self._session.engine_of(optimizer)
         return engine.step(current, self.precision.optimizer_step, **kwargs)
 
     def clip_gradients_norm(
@@ -163,7 +129,7 @@ class FabricStrategy(MuonStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip by one norm, and return the norm before. Collective over all ranks."""
-        engine, current = self._engine_of(optimizer)
+        engine, current = self._session.engine_of(optimizer)
         norm = engine.clip_by_norm(parameters_of(current), max_norm, norm_type)
         if error_if_nonfinite and not bool(norm.isfinite()):
             raise RuntimeError(
@@ -173,7 +139,7 @@ class FabricStrategy(MuonStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element. Collective over all ranks."""
-        engine, current = self._engine_of(optimizer)
+        engine, current = self._session.engine_of(optimizer)
         engine.clip_by_value(parameters_of(current), clip_val)
 
     def save_checkpoint(
@@ -186,13 +152,9 @@ class FabricStrategy(MuonStrategy):
         """Save as ``ModelParallelStrategy`` does. Collective over all ranks."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} has no CheckpointIO that could take storage_options")
-        are_small = [engine.saves_one_file for engine in self._engines]
-        is_file = self.options.save_distributed_checkpoint is not True and all(are_small)
-        metadata_name = None if is_file else metadata_filename(self.package)
-        target = local_path(self.broadcast(path))
-        about = {key: value for engine in self._engines for key, value in engine.description().items()}
-        how = Format(whole=is_file, metadata_name=metadata_name, about=about, saves=self._saves)
-        save({target: self._parts(state)}, how, filter)
+        whole, target = self._session.saves_one_file, local_path(self.broadcast(path))
+        metadata_name = metadata_filename(self.package)
+        self._session.save({target: self._parts(state)}, whole=whole, metadata_name=metadata_name, filters=filter)
 
     def load_checkpoint(
         self,
@@ -211,68 +173,45 @@ class FabricStrategy(MuonStrategy):
             weights_only=weights_only,
         )
         if isinstance(state, dict):
-            remainder = checkpoint.load(self._parts(state), state, strict=strict)
-        elif checkpoint.is_sharded:
+            return self._session.load(checkpoint, self._parts(state), state, strict=strict)
+        if checkpoint.is_sharded:
             raise ValueError(
                 f"{checkpoint.path} is a directory of shards: fabric.load(path, state), with the keys of fabric.save"
             )
-        else:  # A file that is the state dict of one object.
-            checkpoint.content = {"": checkpoint.content}
-            remainder = checkpoint.load(self._parts({"": state}), {}, strict=strict)
-        for engine in self._engines:
-            engine.weights_have_changed()
-        return remainder
+        checkpoint.content = {"": checkpoint.content}  # A file that is the state dict of one object.
+        return self._session.load(checkpoint, self._parts({"": state}), {}, strict=strict)
 
     def teardown(self) -> None:
         """Remove all hooks; modules stay sharded."""
-        self.finish_saving()
-        close_all(self._engines)
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        self._session.close()
         self.precision.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()
 
-    def _attach(
-        self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any] = ()
-    ) -> list[torch.optim.Optimizer]:
-        engine.tokens = self._tokens  # One count for all modules.
-        every = [*engine.optimizers, *given]
-        used = engine.attach(every, schedulers, source="the optimizers that were set up")
-        self._tokens = engine.tokens
-        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._engines) > 1:
+    def _attach(self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        used = engine.attach(given, source="the optimizers that were set up")
+        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._session.engines) > 1:
             self.package.fabric("utilities.rank_zero").rank_zero_warn(
                 "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
                 "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
             )
-        return used[len(every) - len(given) :]
-
-    def _engine_of(self, optimizer: torch.optim.Optimizer) -> tuple[TrainingEngine, torch.optim.Optimizer]:
-        for engine in self._engines:
-            current = engine.current(optimizer)
-            if current is not None:
-                return engine, current
-        raise ValueError(
-            f"this {type(optimizer).__name__} was not set up; use what fabric.setup or setup_optimizers has returned"
-        )
+        return used
 
     def _parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {key: self._part(value) for key, value in state.items()}
 
     def _part(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            assert self._meshes is not None, "fabric.launch() comes first"
-            engine = _engine_with(self._engines, value)
-            own = value.module if isinstance(value, Entry) else value
-            return Weights(own, self._meshes.data) if engine is None else engine.weights
+            assert self._session.meshes is not None, "fabric.launch() comes first"
+            engine = self._session.engine_with(own := _own(value))
+            return Weights(own, self._session.meshes.data) if engine is None else engine.weights
         if isinstance(value, torch.optim.Optimizer):
-            engine, current = self._engine_of(value)
+            engine, current = self._session.engine_of(value)
             return OptimizerState(engine.module, current)
         return value
 
     def _no_backward_sync(self, module: nn.Module) -> AbstractContextManager[None]:
-        engine = _engine_with(self._engines, module)
+        engine = self._session.engine_with(_own(module))
         if engine is None:
             raise ValueError(
                 f"no_backward_sync of a {type(module).__name__} that this Fabric does not train (any more)"
@@ -280,9 +219,8 @@ class FabricStrategy(MuonStrategy):
         return engine.no_sync()
 
 
-def _engine_with(engines: Sequence[TrainingEngine], module: nn.Module) -> TrainingEngine | None:
-    own = module.module if isinstance(module, Entry) else module
-    return next((engine for engine in engines if engine.module is own), None)
+def _own(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, Entry) else module
 
 
 class Entry(nn.Module):
@@ -291,14 +229,14 @@ class Entry(nn.Module):
     Calling a method on the module itself would find shards where FSDP2 has not gathered the weights.
     """
 
-    def __init__(self, module: nn.Module, engines: Sequence[TrainingEngine]) -> None:
+    def __init__(self, module: nn.Module, session: Session) -> None:
         super().__init__()
         self.module = module
-        self._engines = engines
+        self._session = session
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. After a call that no backward pass can follow, as in an evaluation, weights are shards."""
-        engine = _engine_with(self._engines, self.module)  # The module may have been set up again.
+        """Call the module."""
+        engine = self._session.engine_with(self.module)  # The module may have been set up again.
         has_grad = torch.is_grad_enabled()
         with (
             nullcontext() if engine is None else engine.around_forward(),
@@ -306,7 +244,4 @@ class Entry(nn.Module):
             torch.inference_mode(False),
             torch.set_grad_enabled(has_grad),
         ):
-            output = self.module(*args, **kwargs)
-        if not has_grad:
-            free_unsharded(self.module)
-        return output
+            return self.module(*args, **kwargs)

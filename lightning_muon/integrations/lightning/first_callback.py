@@ -30,20 +30,17 @@ _SETTINGS = (
 
 
 class FirstCallback:
-    """Comes before all other callbacks: ``finish`` runs wherever a step may have been the last one for a while.
+    """Comes before all other callbacks: the weights are there wherever a step may have been the last one for a while.
 
-    ``compare`` runs at the start of the training, and at both ends of its epochs. From its first hook on all ranks run
-    Lightning's handlers of signals together, between two batches. After SIGTERM or Ctrl-C they save, and end with the
-    exit code of a process that the signal ends. Other ranks are told of an exception before callbacks of the user
-    answer it, which may communicate. Its base classes are this one, and the ``Callback`` of one Lightning package.
+    At the start of the training, and at both ends of its epochs, the ranks compare their runs. From its first hook on
+    they run Lightning's handlers of signals together, between two batches. After SIGTERM or Ctrl-C they save, and end
+    with the exit code of a process that the signal ends. Other ranks are told of an exception before callbacks of the
+    user answer it, which may communicate. Its base classes are this one, and the ``Callback`` of one Lightning package.
     """
 
     package: LightningPackage
 
-    def __init__(
-        self, finish: Callable[[], None], *, compare: Callable[[], None], tell_others: Callable[[BaseException], None]
-    ) -> None:
-        self._finish, self._compare, self._tell_others = finish, compare, tell_others
+    def __init__(self) -> None:
         self._signals: SharedSignals | None = None
         self._received = signal.SIGTERM
 
@@ -62,25 +59,24 @@ class FirstCallback:
         self._received = signal.SIGINT
         end(signal.SIGTERM, frame)
 
-    def on_train_start(self, *_: Any) -> None:  # noqa: D102
+    def on_train_start(self, trainer: Any, *_: Any) -> None:  # noqa: D102
         self.on_sanity_check_start()
-        self._compare()
+        _compare(trainer)
 
-    def on_validation_start(self, *_: Any) -> None:  # noqa: D102
+    def on_validation_start(self, trainer: Any, *_: Any) -> None:  # noqa: D102
         self.on_sanity_check_start()
-        self._finish()
+        trainer.strategy.finish_parameters()
 
-    def on_train_epoch_start(self, *_: Any) -> None:  # noqa: D102
-        self._finish()
-        self._compare()
+    def on_train_epoch_start(self, trainer: Any, *_: Any) -> None:  # noqa: D102
+        trainer.strategy.finish_parameters()
+        _compare(trainer)
 
-    def on_train_epoch_end(self, *_: Any) -> None:  # noqa: D102
-        self._finish()
-        self._compare()
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:  # noqa: D102
+        self.on_train_epoch_start(trainer)
         self._answer()  # For a signal that came during the last validation of an epoch.
 
-    def on_train_end(self, *_: Any) -> None:  # noqa: D102
-        self._finish()
+    def on_train_end(self, trainer: Any, *_: Any) -> None:  # noqa: D102
+        trainer.strategy.finish_parameters()
 
     on_validation_epoch_start = on_fit_end = on_train_end
 
@@ -106,7 +102,7 @@ class FirstCallback:
             exception.code = 128 + self._received
             save_last(trainer, self.package)
         else:
-            self._tell_others(exception)
+            trainer.strategy.on_exception(exception)
 
 
 def save_last(trainer: Any, package: LightningPackage) -> None:
@@ -159,8 +155,8 @@ def _ignore_sigterm(*_: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def describe_run(trainer: Any) -> list[tuple[str, str]]:
-    """What the ranks of a Trainer must have in common at the start and at the end of an epoch."""
+def _compare(trainer: Any) -> None:
+    """Raise unless the ranks have the same run at the start, and at the end of an epoch. Collective over all ranks."""
     loop = trainer.fit_loop.epoch_loop
     num_batches = trainer.num_training_batches
     if trainer.max_steps > 0:  # The batches beyond are not reached.
@@ -173,4 +169,5 @@ def describe_run(trainer: Any) -> list[tuple[str, str]]:
         "batches so far": loop.batch_progress.current.ready,
         "batches until the validation": trainer.val_check_batch,
     }
-    return [*settings, *((name, str(value)) for name, value in progress.items())]
+    lines = [*settings, *((name, str(value)) for name, value in progress.items())]
+    trainer.precision_plugin.engine.require_equal(lines, "the run of the Trainer")

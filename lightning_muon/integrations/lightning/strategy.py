@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
     share_metrics,
 )
-from lightning_muon.integrations.lightning.first_callback import describe_run, require_all_ranks
+from lightning_muon.integrations.lightning.first_callback import require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -103,7 +103,10 @@ class TrainerStrategy(MuonStrategy):
         """Start the process group and make the mesh. Collective over all ranks."""
         check_run(self.lightning_module, self.options, self.package)
         set_device_mesh(self, self._start_processes().user)
-        order(self.lightning_module.trainer.callbacks)
+        callbacks = self.lightning_module.trainer.callbacks
+        order(callbacks)
+        self._first_callback = make("FirstCallback", self.package.name)()
+        callbacks.insert(0, self._first_callback)
 
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks."""
@@ -122,24 +125,16 @@ class TrainerStrategy(MuonStrategy):
         module: Any = self.lightning_module
         apply_layer_sync(self, module)
 
-        self._engine = engine = self._make_engine(
+        self.model = self.precision_plugin.convert_module(module)
+        self._engine = engine = self._shard(
             module,
-            self.precision_plugin.precision,
+            self.precision_plugin,
             # A step that runs several backward passes needs each child to gather its own weights anew.
             shard_root=module.automatic_optimization,
             wait_for_parameters=reads_weights_between_steps(trainer, self.options, self.package),
             is_loop_of_user=False,
             sees_every_backward=module.automatic_optimization,
         )
-        what = "the run of the Trainer"
-        self._first_callback = make("FirstCallback", self.package.name)(
-            self.finish_parameters,
-            compare=lambda: engine.require_equal(describe_run(trainer), what),
-            tell_others=self.on_exception,
-        )
-        trainer.callbacks.insert(0, self._first_callback)
-        self.model = self.precision_plugin.convert_module(module)
-        engine.shard(self.root_device)
         if engine.pipeline is not None:
             engine.pipeline.forward_context = self.precision_plugin.compute_context
             # Lightning would call it behind the training step, in which backward has run.
@@ -212,14 +207,9 @@ class TrainerStrategy(MuonStrategy):
 
         ``num_tokens`` is 0 or more; a tensor on the device is not waited for.
         """
-        if self.options.loss_scaling != "tokens":
-            raise RuntimeError(
-                "report_tokens has no meaning where training_step returns a mean; set loss_scaling='tokens'"
-            )
-        tokens = None if self._engine is None else self._engine.tokens
         # A step that is shared with validation reports there too.
-        if tokens is not None and self.lightning_module.trainer.training:
-            tokens.report(num_tokens)
+        if self.options.loss_scaling != "tokens" or self.lightning_module.trainer.training:
+            self._session.report_tokens(num_tokens, in_step=True)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step; one that has done its own backward passes, or none, leaves no whole weights behind."""
@@ -237,18 +227,6 @@ class TrainerStrategy(MuonStrategy):
             free_unsharded(self.lightning_module)
         return output
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step."""
-        return self._run_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step."""
-        return self._run_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step."""
-        return self._run_step("predict_step", *args, **kwargs)
-
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         try:
             return getattr(super(), name)(*args, **kwargs)
@@ -257,6 +235,10 @@ class TrainerStrategy(MuonStrategy):
                 raise  # Its iterator has come to its end.
             # Lightning would take it for the end of the data, on this rank only.
             raise RuntimeError(f"{name} raised StopIteration: {error}") from error
+
+    validation_step = partialmethod(_run_step, "validation_step")
+    test_step = partialmethod(_run_step, "test_step")
+    predict_step = partialmethod(_run_step, "predict_step")
 
     def block_backward_sync(self) -> Any:
         """Leave gradients unreduced: all but the last micro-batch of an accumulated one."""
@@ -317,12 +299,10 @@ class TrainerStrategy(MuonStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain, and wait for what is being saved; local."""
         told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
-        if self._engine is not None and not isinstance(exception, told_to_end):
-            self._engine.failed(exception)
-        if self._watchdog is not None:  # Setup has failed.
-            self._watchdog.failed(exception)
-        if self._saves is not None:  # The others, who know by now, let it end.
-            self._saves.give_up()
+        if not isinstance(exception, told_to_end):
+            self._session.failed(exception)
+        if self._session.saves is not None:  # The others, who know by now, let it end.
+            self._session.saves.give_up()
         super().on_exception(exception)  # type: ignore[misc]
 
     def teardown(self) -> None:
@@ -336,12 +316,7 @@ class TrainerStrategy(MuonStrategy):
             vars(each).pop(MONITOR_CANDIDATES, None)
         if self._first_callback in callbacks:
             callbacks.remove(self._first_callback)
-        if self._engine is not None:
-            self._engine.show_own_weights()
-            self._engine.close()
-        if self._watchdog is not None:
-            self._watchdog.close()
-            self._watchdog = None
+        self._session.close()
         self._data.release()
         self._first_callback = self.precision_plugin.engine = None
         super().teardown()  # type: ignore[misc]
@@ -391,8 +366,9 @@ class TrainerStrategy(MuonStrategy):
         how = self._running_engine.format(whole=whole, metadata_name=metadata_name, **about)
         write({target: (content, rest)}, how)
         # Behind a fit the program may end; SLURM ends it once Lightning has saved for a requeue.
-        if self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE):
-            self.finish_saving()
+        is_last = self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE)
+        if is_last and how.saves is not None:
+            how.saves.finish()
 
     def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
         """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""
@@ -410,7 +386,8 @@ class TrainerStrategy(MuonStrategy):
         """Remove a checkpoint; local, done by rank 0."""
         if self.is_global_zero:  # type: ignore[attr-defined]
             remove = partial(discard, Path(filepath))
-            remove() if self._saves is None else self._saves.after_commit(remove)
+            saves = self._session.saves
+            remove() if saves is None else saves.after_commit(remove)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Open a checkpoint; everything but tensors. Collective over all ranks."""
@@ -437,7 +414,7 @@ class TrainerStrategy(MuonStrategy):
         """Load the weights once the model is sharded: now or in :meth:`setup`."""
         assert self._checkpoint is not None
         self._is_strict, self._checkpoint.content["state_dict"] = strict, checkpoint.get("state_dict", {})
-        if self._engine is not None and self._engine.is_sharded and self._engine.module is self.lightning_module:
+        if self._engine is not None and self._engine.module is self.lightning_module:
             self._load_pending_weights()
 
     def _load_pending_weights(self) -> None:

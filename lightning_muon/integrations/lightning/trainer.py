@@ -14,9 +14,8 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
 from lightning_muon.compat.lightning import LightningPackage
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import MuonConfig
-from lightning_muon.engine.model_setup import SUPPORTED, of_float16
+from lightning_muon.engine.model_setup import require_precision
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.flexdemo.config import FlexDeMoConfig
@@ -176,12 +175,9 @@ class EnginePlugin:
 
     @contextmanager
     def forward_context(self) -> Generator[None]:
-        """Enter it around each of the user's steps; after those of an evaluation parameters are shards again."""
-        is_evaluation = not torch.is_grad_enabled()
+        """Enter it around each of the user's steps."""
         with nullcontext() if self.engine is None else self.engine.around_forward(), super().forward_context():  # type: ignore[misc]
             yield
-        if is_evaluation and self.engine is not None:
-            free_unsharded(self.engine.module)
 
     def compute_context(self) -> AbstractContextManager[None]:
         """The context of Lightning's plugin for forward passes: autocast, a default dtype; local."""
@@ -211,12 +207,9 @@ def sharded_plugin(plugin: Any, package: LightningPackage) -> Any:
         return plugin
     plugins, kind = package.module("plugins.precision"), type(plugin)
     precision = str(getattr(plugin, "precision", kind.__name__))
-    supported = ((plugins.MixedPrecision, "bf16-mixed"), (plugins.HalfPrecision, "bf16-true"))
-    if kind is not plugins.Precision and (kind, precision) not in supported:
-        raise ValueError(
-            f"precision={precision!r} ({kind.__name__}) is not supported{of_float16(precision)}; set Trainer("
-            f"precision=...) to one of {SUPPORTED}, and pass no precision plugin"
-        )
+    is_known = kind in (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision)
+    said = f"Trainer(precision={precision!r}) by {kind.__name__}"
+    require_precision(precision if is_known else kind.__name__, said)
     # A subclass, so that Lightning's checks by class (ThroughputMonitor) go on working.
     ours = copy.copy(plugin)
     ours.__class__ = type(f"Sharded{kind.__name__}", (EnginePlugin, kind), {})

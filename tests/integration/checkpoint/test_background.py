@@ -169,7 +169,7 @@ def _end(directory: str, is_signal: bool) -> None:
                 # After an exception the other rank would end its process before the save has ended.
                 threading.Timer(2.0 if is_signal else 7.0, gate.is_open.set).start()
             if trainer.global_step == 3 and trainer.global_rank == 1:
-                assert trainer.strategy._saves._thread.is_alive()
+                assert trainer.strategy._session.saves._thread.is_alive()
                 if not is_signal:
                     raise ValueError("the user's")
                 os.kill(os.getpid(), signal.SIGTERM)

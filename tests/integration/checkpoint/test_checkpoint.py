@@ -104,7 +104,7 @@ def test_a_resumed_run_is_bit_equal(
 def _saved_by_size(path: str, **options: Any) -> tuple[int, list[bool]]:
     run = _Run(save_distributed_checkpoint="auto", **options)
     run.train(1)
-    engine, are_directories = run.fabric.strategy._engines[0], list[bool]()
+    engine, are_directories = run.fabric.strategy._session.engines[0], list[bool]()
     num_bytes = bytes_to_save(engine.module, engine.optimizers)
     for most in (num_bytes, num_bytes + 1):
         vars(engine).pop("saves_one_file", None)

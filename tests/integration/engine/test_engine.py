@@ -1,99 +1,21 @@
-"""Between backward and step: a wrong order, closures, NaN, forward passes, gradients thrown away."""
+"""Between backward and step: closures, NaN, forward passes, gradients thrown away."""
 
 import contextlib
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_muon import Options
-from lightning_muon.engine.training import TrainingEngine
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop
-from tests.integration.integrations.fabric.loop import adamw, micro_batch, network
 from tests.integration.training import (
-    EXACT,
     full_weights,
     loss_of,
     max_difference,
 )
 from tests.support.processes import ProcessPool
-
-_CPU = torch.device("cpu")
-
-
-def _engine(module: nn.Module, messages: list[str], **options: Any) -> TrainingEngine:
-    chosen = Options(optimizer=EXACT, **options)
-    meshes = chosen.make("cpu", num_nodes=1, num_processes=dist.get_world_size())
-    engine = TrainingEngine(
-        module,
-        chosen,
-        meshes,
-        mode_options=replace(chosen.mode_options, wait_for_parameters=True),
-        info=messages.append,
-        warn=messages.append,
-    )
-    engine.shard(_CPU)
-    return engine
-
-
-def _rows(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(part[dist.get_rank() :: dist.get_world_size()] for part in batch)
-
-
-def _micro_batch(engine: TrainingEngine, step: int, index: int) -> None:
-    tokens, targets = _rows(micro_batch(step, index))
-    with engine.around_forward():
-        loss = loss_of(engine.module(tokens), targets)
-    with engine.around_backward():
-        (loss / 2).backward()
-
-
-def _step_too_early() -> None:
-    module = network()
-    engine = _engine(module, [])
-    engine.attach([adamw(module)], source="the test")
-    with engine.no_sync():
-        _micro_batch(engine, 0, 0)
-    engine.step(engine.optimizers[0], lambda each: each.step())
-
-
-def _different_optimizers() -> None:
-    module = network()
-    engine = _engine(module, [])
-    kind = torch.optim.AdamW if dist.get_rank() else torch.optim.SGD
-    engine.attach([kind(module.parameters(), lr=0.1)], source="what the test gave")
-
-
-def _clip_without_optimizer() -> None:
-    engine = _engine(network(), [])
-    engine.clip_by_norm(list(engine.module.parameters()), 1.0)
-
-
-def _state_of_before() -> None:
-    module = network()
-    given = adamw(module)
-    loss_of(module(micro_batch(0, 0)[0]), micro_batch(0, 0)[1]).backward()
-    given.step()
-    _engine(module, []).attach([given], source="the test")
-
-
-@pytest.mark.parametrize(
-    ("program", "exception", "match"),
-    [
-        (_step_too_early, RuntimeError, "optimizer.step after micro-batches that were all inside of no_backward_sync"),
-        (_different_optimizers, RuntimeError, "what the test gave differs between ranks"),
-        (_clip_without_optimizer, RuntimeError, "a module that no optimizer was set up for"),
-        (_state_of_before, ValueError, r"AdamW has state for \w+\.\S+, which was sharded since"),
-    ],
-)
-def test_a_wrong_order_is_an_error_on_all_ranks(
-    gloo: ProcessPool, program: Any, exception: type[Exception], match: str
-) -> None:
-    gloo.expect_error_on_all_ranks(program, world_size=2, exception=exception, match=match)
 
 
 def _with_closure() -> dict[str, Tensor]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
+from importlib.metadata import PackageNotFoundError
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ import torch
 from lightning_muon.cli import doctor
 from lightning_muon.cli import main as command
 from tests.support.processes import ProcessPool
-from tests.support.programs import run_program
+from tests.support.programs import ROOT, run_program
+
+# As where the package is installed.
+_REQUIRED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 def _links(replicate_size: int, broken: bool = False) -> list[tuple[Any, ...]]:
@@ -59,15 +65,22 @@ def _doctor(*words: str) -> Any:
     return 0
 
 
-def test_packages_devices_and_network_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("is_installed", [True, False])
+def test_packages_devices_and_network_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool
+) -> None:
+    monkeypatch.setattr(doctor, "requires", mock.Mock(side_effect=None if is_installed else PackageNotFoundError))
+    doctor.requires.return_value = _REQUIRED
     assert _doctor() == 0
     text = capsys.readouterr().out
+    assert ("to know: lightning-muon is not installed" in text) != is_installed
     assert f"torch {torch.__version__.partition('+')[0]}" in " ".join(text.split())
     assert all(word in text for word in ("cores", "gloo", "interfaces", "no exchange was tried", "Nothing is broken."))
 
 
 def test_what_is_broken_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     known = doctor.version
+    monkeypatch.setattr(doctor, "requires", lambda _: _REQUIRED)
     monkeypatch.setattr(doctor, "version", lambda name: "2.9.1" if name == "torch" else known(name))
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "nowhere"}.items():
         monkeypatch.setenv(name, value)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from lightning_muon.compat import torch as compat
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
+    forget_forward,
     has_unfinished_backward,
     has_unfinished_forward,
     inherit_timeout,
@@ -98,6 +99,15 @@ def test_gathered_weights_that_were_written_to_are_named(mesh: DeviceMesh, param
     assert overwritten_weights(unit) == ["weight"]
     unit.reshard()
     assert overwritten_weights(unit) == []
+
+
+def test_a_forward_that_was_stopped_is_forgotten(mesh: DeviceMesh) -> None:
+    unit = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        unit(torch.ones(1, 3))
+    assert has_unfinished_forward(unit)
+    forget_forward(unit)
+    assert not has_unfinished_forward(unit)
 
 
 @pytest.mark.parametrize("reset", [reset_fsdp, reset_fsdp_by_hand])

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows, run_steps
-from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network, reference
-from tests.integration.training import EXACT, Block, loss_of, max_difference
+from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
+from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, network, reference
+from tests.integration.training import EXACT, Block, max_difference
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -124,7 +124,7 @@ def test_an_evaluation_sees_each_row_once_and_changes_nothing(gloo: ProcessPool)
 
 def _wrong(what: str) -> None:
     options = {"wrap_policy": [["Block"], ["Linear"]][dist.get_rank()]} if what == "ranks" else {}
-    with fsdp2_on_cpu(mixed_precision="fp16" if what == "fp16" else "no"):
+    with fsdp2_on_cpu():
         accelerator = lightning_muon.accelerate.Accelerator(options=options)
         model: Any = network()
         optimizer = adamw(model)
@@ -144,7 +144,6 @@ def _wrong(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "exception", "match"),
     [
-        ("fp16", ValueError, "float16 needs loss scaling"),
         ("ranks", RuntimeError, "the options of lightning_muon differs between ranks"),
         ("meta", ValueError, r"(head|table).weight .* is on the meta device on rank 0, too"),
         ("again", ValueError, "1 models after another one"),
@@ -157,43 +156,6 @@ def test_what_cannot_work_is_an_error_on_all_ranks(
     gloo: ProcessPool, what: str, exception: type[Exception], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_wrong, what, exception=exception, match=match, world_size=2)
-
-
-def _clip(what: str, clip: Any, module: Any, parameters: Any) -> float:
-    """The norm before clipping, where there is one; ``clip`` has the functions of torch."""
-    if what == "value":
-        clip.clip_grad_value_(parameters, 1e-3)
-        return 0.0
-    return float(clip.clip_grad_norm_(module.head.weight if what == "one" else parameters, 0.1))
-
-
-def _clipped(what: str, clip_groups: str) -> tuple[float, dict[str, Tensor]]:
-    """The norm before clipping, and the gradients after it, on rank 0; matrices and the rest have own optimizers."""
-    with accelerator_on_cpu(accumulate=1, clip_groups=clip_groups) as accelerator:
-        model: Any = network()
-        named = dict(model.named_parameters())
-        groups = [[named[name] for name in MATRICES], [value for name, value in named.items() if name not in MATRICES]]
-        model, *_ = accelerator.prepare(model, *(torch.optim.AdamW(group, **HYPER) for group in groups))
-        tokens, targets = own_rows(accelerator, micro_batch(0, 0))
-        accelerator.backward(loss_of(model(tokens), targets))
-        norm = _clip(what, accelerator, model, list(model.parameters()))
-        return norm, {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize(
-    ("what", "clip_groups"), [("norm", "all"), ("one", "all"), ("value", "elementwise"), ("norm", "elementwise")]
-)
-def test_gradients_are_clipped_as_in_one_process(gloo: ProcessPool, what: str, clip_groups: str) -> None:
-    module = network()
-    tokens, targets = micro_batch(0, 0)
-    loss_of(module(tokens), targets).backward()
-    left_out = MATRICES if clip_groups == "elementwise" else ()
-    clipped = [parameter for name, parameter in module.named_parameters() if name not in left_out]
-    expected_norm = _clip(what, torch.nn.utils, module, clipped)
-    norm, gradients = gloo.run(_clipped, what, clip_groups, world_size=2)[0]
-    assert norm == pytest.approx(expected_norm, rel=1e-5)
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-4, atol=1e-8)
 
 
 class _Own(Accelerator):

@@ -68,22 +68,20 @@ def test_backward_passes_of_both_kinds_go_into_one_step(gloo: ProcessPool, shard
     assert max_difference(found, reference(steps=2)) <= 1e-6
 
 
-def _unreduced(*, raw: bool) -> None:
+def _unreduced() -> None:
     with training_on_cpu(accumulate=1) as (accelerator, model, optimizer):
         for is_last in (False, True):  # A step that was reduced does not hide the next one.
             tokens, targets = own_rows(accelerator, micro_batch(0, 0))
             with accelerator.no_sync(model) if is_last else nullcontext():
-                loss = loss_of(model(tokens), targets)
-                loss.backward() if raw else accelerator.backward(loss)
+                loss_of(model(tokens), targets).backward()
                 optimizer.step()
             assert not is_last, "the step has used gradients of this rank alone"
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("raw", [False, True])
-def test_a_step_after_unreduced_gradients_is_an_error(gloo: ProcessPool, raw: bool) -> None:
+def test_a_step_after_unreduced_gradients_is_an_error(gloo: ProcessPool) -> None:
     match = "optimizer.step after micro-batches that were all inside"
-    gloo.expect_error_on_all_ranks(_unreduced, raw=raw, exception=RuntimeError, match=match, world_size=2)
+    gloo.expect_error_on_all_ranks(_unreduced, exception=RuntimeError, match=match, world_size=2)
 
 
 def _through_another_method() -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_muon import ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
@@ -78,10 +79,7 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
     given = optimizer = loop.adamw(model)
     make = torch.optim.lr_scheduler.LambdaLR
     scheduler: Any = None if when == "after" else make(given, lambda step: 1.0 / (1 + step))
-    if when == "given":
-        model, optimizer, scheduler = fabric.setup(model, given, scheduler=scheduler)
-    else:
-        model, optimizer = fabric.setup(model, given)
+    model, optimizer = fabric.setup(model, given)
     scheduler = scheduler or make(optimizer, lambda step: 1.0 / (1 + step))
     with warnings.catch_warnings():
         # Schedulers warn if nobody steps their optimizer.
@@ -95,7 +93,7 @@ def _scheduled(*, when: str) -> dict[str, Tensor]:
 
 def test_schedulers_follow_whenever_they_were_made(gloo: ProcessPool) -> None:
     expected = loop.reference(rate=lambda step: 1.0 / (1 + step))
-    for when in ("before", "given", "after"):
+    for when in ("before", "after"):
         assert max_difference(gloo.run(_scheduled, when=when, world_size=2)[0], expected) <= _TOLERANCE, when
 
 
@@ -149,6 +147,41 @@ def _two_modules(sharding: str) -> list[dict[str, Tensor]]:
     return result
 
 
+class _Recomputing(Network):
+    """Checkpointing stops in the last block, whose output the loss does not use, before a backward pass enters it."""
+
+    def __init__(self, how: dict[str, bool]) -> None:
+        torch.manual_seed(0)
+        super().__init__(num_blocks=3)
+        self.how = how
+
+    def _two(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.blocks[1](x), self.blocks[2](x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for part in (self.blocks[0], self._two):
+            x = checkpoint(part, x, **self.how) if self.how else part(x)
+        return self.head(x[0])
+
+
+def _recompute(sharding: str) -> list[dict[str, Tensor]]:
+    """Weights without checkpointing and with each kind of it."""
+    found = []
+    for how in ({}, {"use_reentrant": False}, {"use_reentrant": False, "early_stop": False}, {"use_reentrant": True}):
+        fabric, module = loop.launch(sharding=sharding), _Recomputing(how)
+        model, optimizer = fabric.setup(module, loop.adamw(module))
+        loop.run_steps(fabric, model, optimizer)
+        found.append({name: value for name, value in loop.end(fabric, model).items() if "blocks.2" not in name})
+    return found
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", "zero2", "ddp"])
+def test_activation_checkpointing_changes_nothing(gloo: ProcessPool, sharding: str) -> None:
+    plain, *others = gloo.run(_recompute, sharding, world_size=2)[0]
+    assert plain and all(torch.equal(weights[name], plain[name]) for weights in others for name in plain)
+
+
 def _set_up_twice(*, calls_first: bool, **options: Any) -> dict[str, Tensor]:
     fabric = loop.launch(**options)
     module: Any = loop.network()
@@ -193,6 +226,11 @@ def _not_set_up(what: str) -> None:
     fabric = loop.launch()
     model: Any = loop.network()
     foreign = loop.adamw(Network())
+    if what == "state":
+        used = loop.adamw(model)
+        model(loop.micro_batch(0, 0)[0]).sum().backward()
+        used.step()
+        fabric.setup(model, used)
     if what == "ranks" and fabric.global_rank == 1:
         fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if what == "setup":
@@ -215,7 +253,8 @@ def _not_set_up(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "exception", "match"),
     [
-        ("ranks", RuntimeError, "differs between ranks"),
+        ("state", ValueError, r"AdamW has state for \w+\.\S+, which was sharded since"),
+        ("ranks", RuntimeError, "the optimizers that were set up differs between ranks"),
         ("setup", ValueError, "parameters of no module that was set up before it"),
         ("step", ValueError, "this AdamW was not set up"),
         ("shared", ValueError, r"Sequential shares parameters with \w*Network, which has been set up"),
