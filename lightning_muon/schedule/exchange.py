@@ -130,7 +130,7 @@ def plan_group(
     group.buckets = tuple(fill_buckets(sizes, sole_holders, num_owners=num_owners, bucket_bytes=bucket_bytes))
     loads = [(0, 0)] * num_ranks if loads is None else loads
     assign_owners(matrices, group.buckets, itemsize=itemsize, loads=loads, strategy=strategy)
-    group.program = {rank: [] for rank in ranks}
+    group.program, everyone = {rank: [] for rank in ranks}, tuple(range(num_ranks))
     for number, bucket in enumerate(group.buckets):
         moved = count_elements([matrices[index] for index in bucket], group.replica_of)
         owned: dict[int, list[int]] = {}
@@ -146,13 +146,14 @@ def plan_group(
                 cost=sum(matrices[index].flops for index in items),
                 items=items,
             )
-            group.program[rank] += _ops_of_bucket(work, bucket, moved, itemsize)
+            group.program[rank] += _ops_of_bucket(work, bucket, everyone, moved, itemsize)
 
 
-def _ops_of_bucket(work: Op, bucket: tuple[int, ...], moved: Traffic, itemsize: int) -> list[Op]:
+def _ops_of_bucket(
+    work: Op, bucket: tuple[int, ...], everyone: tuple[int, ...], moved: Traffic, itemsize: int
+) -> list[Op]:
     """All ops of a bucket on one rank, whose ``work`` is Newton-Schulz; a collective needs ranks without work, too."""
     key, rank = work.key, work.rank
-    group = tuple(range(len(moved.held)))
 
     def transfer(kind: str, *moves: tuple[int, int]) -> Op:
         """Op that sends ``moves``: elements sent and received, within the replica and between replicas."""
@@ -167,7 +168,7 @@ def _ops_of_bucket(work: Op, bucket: tuple[int, ...], moved: Traffic, itemsize: 
             axis_bytes=tuple(max(pair) * itemsize for pair in moves),
             memory=received,
             items=bucket,
-            group=group,
+            group=everyone,
         )
 
     held, packed = moved.held[rank], moved.gather_sent[rank] * itemsize
