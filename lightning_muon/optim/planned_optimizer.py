@@ -36,8 +36,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 # Keys of param groups of other optimizers, which would have no effect -> what is meant.
-_OTHER_WORDS = {"learning_rate": "lr", "lrr": "lr", "wd": "weight_decay", "muon_lr": "muon_lr_factor"}
-_OTHER_WORDS |= {"use_muon": "algorithm='muon' or 'adamw'"}
+_OTHER_WORDS = {
+    "learning_rate": "lr",
+    "lrr": "lr",
+    "wd": "weight_decay",
+    "muon_lr": "muon_lr_factor",
+    "use_muon": "algorithm='muon' or 'adamw'",
+}
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
