@@ -108,7 +108,8 @@ def _refuse_missing(parser: ArgumentParser, error: ModuleNotFoundError, extra: s
 
 def reporting(parser: Any) -> Any:
     """The parser, also one of jsonargparse, changed: its errors print no usage, but the nearest name, and the file."""
-    files, parse_path = list[str](), getattr(parser, "parse_path", None)
+    files = list[str]()
+    parse_path: Any = getattr(parser, "parse_path", None)
 
     def parse_file(path: Any, *args: Any, **kwargs: Any) -> Any:
         files.append(f"{path}: ")

@@ -20,8 +20,8 @@ from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.params.shapes import ParameterShape
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
-from lightning_muon.schedule.step import scatter_buffers_for
+from lightning_muon.schedule.exchange import ADAMW_TENSORS, STATE_ITEMSIZE
+from lightning_muon.schedule.program import scatter_buffers_for
 from lightning_muon.sharding.reducer import BUCKET_BYTES
 
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]

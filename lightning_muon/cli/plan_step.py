@@ -30,11 +30,15 @@ from lightning_muon.params.shapes import ModelShapes, ParameterShape
 from lightning_muon.schedule.assign import count_elements
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import rows_shown
-from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
-from lightning_muon.schedule.muon import ADAMW_TENSORS, STATE_ITEMSIZE
-from lightning_muon.schedule.program import Op, OpKind
+from lightning_muon.schedule.exchange import (
+    ADAMW_TENSORS,
+    STATE_ITEMSIZE,
+    ExchangeGroup,
+    PlanOptions,
+    plan_exchanges,
+)
+from lightning_muon.schedule.program import Op, OpKind, issue_ahead
 from lightning_muon.schedule.simulate import Timeline, simulate
-from lightning_muon.schedule.step import issue_ahead
 
 IN_REPLICAS, ON_ALL = "owners in each replica", "owners on all ranks"
 _MIB = 2**20

@@ -23,7 +23,7 @@ from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
 from lightning_muon.flexdemo.sync import InterNodeSync, MomentumSync, Trained
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import StateCompletion, as_saved
+from lightning_muon.optim.parameters import SECOND_MOMENT, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
@@ -91,8 +91,7 @@ class FlexDeMo(PlannedOptimizer):
                 "replicate_size and shard_size of the strategy to it"
             )
         self._mesh, self._sync = mesh, make_sync(self.config, mesh)
-        self._completion = self._own_completion()
-        self._layout = self._own_layout()
+        self._completion, self._layout = self._new_state_and_layout()
         if self.is_fresh:
             self._existing_state.clear()  # The state of a single process.
 
@@ -198,7 +197,7 @@ class FlexDeMo(PlannedOptimizer):
         sync.check_saved(state_dict["state"].values())
         state_dict = understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
-        extra = {*sync.loads, *sync.per_node}
+        extra = {*sync.loads, *sync.per_node, SECOND_MOMENT}
         others = {
             number: {key: value for key, value in state.items() if key not in extra}
             for number, state in state_dict["state"].items()
@@ -229,8 +228,8 @@ class FlexDeMo(PlannedOptimizer):
             state = state | {"_sync": make_sync(state["config"], state["_mesh"])}
         super().__setstate__(state)
 
-    def _own_layout(self) -> Layout:
-        return self._sync.layout
+    def _new_state_and_layout(self) -> tuple[StateCompletion, Layout]:
+        return self._sync, self._sync.layout
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
@@ -241,9 +240,6 @@ class FlexDeMo(PlannedOptimizer):
 
     def _trained(self) -> Trained:
         return Trained(parameters_of(self), self._existing_state)
-
-    def _own_completion(self) -> StateCompletion:
-        return self._sync
 
     def _can_make_state(self) -> bool:
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1

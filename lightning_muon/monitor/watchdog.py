@@ -311,9 +311,9 @@ class Watchdog(Guard):
                         self._warn(int(seconds))
             except RuntimeError:
                 reason = self._reason_without_store()
-            except Exception as problem:  # What a stranger has written into the store may be anything.
+            except Exception as error:  # What a stranger has written into the store may be anything.
                 reason = ""
-                self._passes_over("a position", problem)
+                self._passes_over("a position", error)
             if reason and is_stuck and not self._closed.is_set():
                 self._end(reason)
 
@@ -354,7 +354,7 @@ class Watchdog(Guard):
     def _read(self, rank: int) -> Position | None:
         return self._take(self._store, f"position{rank}", _position)
 
-    def _take(self, store: dist.Store, key: str, read: Callable[[bytes], T]) -> T | None:
+    def _take(self, store: Any, key: str, read: Callable[[bytes], T]) -> T | None:
         """What ``read`` makes of a value in the store; ``None``, too, if no watchdog has written it, which ends it."""
         value = store.get(key) if store.check([key]) else b""
         try:

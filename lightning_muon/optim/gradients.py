@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import Message, are_equal, both_signs, maxima_over
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.groups import axis_group
 from lightning_muon.config import join_names
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.math.norms import local_norms
@@ -194,13 +194,6 @@ def _is_unreduced(tensor: Tensor) -> bool:
     return isinstance(grad, DTensor) and isinstance(tensor, DTensor) and grad.placements != tensor.placements
 
 
-def _replicas(layout: Layout, tensor: Tensor) -> AxisGroup | None:
-    """The ranks with the same part of a parameter, if several. Collective over them the first time."""
-    mesh, placements = layout.mesh_and_placements(tensor)
-    axes = () if mesh is None else replicated_axes(mesh, placements)
-    return axis_group(mesh, axes) if mesh is not None and axes else None
-
-
 def _reduced(tensor: Tensor) -> Tensor:
     """The local gradient, reduced where the program has left a partial sum, as torch's own optimizers do.
 
@@ -214,8 +207,10 @@ def _fill_in(layout: Layout, tensor: Tensor, found: Gradients) -> None:
     """Put zeros for a missing gradient; then average over replicas. Collective over these."""
     if tensor not in found:
         found[tensor] = torch.zeros_like(layout.local(tensor))
-    replicas = _replicas(layout, tensor)
-    if replicas is not None:
+    mesh, placements = layout.mesh_and_placements(tensor)
+    axes = () if mesh is None else replicated_axes(mesh, placements)
+    if mesh is not None and axes:
+        replicas = axis_group(mesh, axes)
         found[tensor] = found[tensor].clone()
         start_all_reduce_sum(found[tensor], replicas).wait()
         found[tensor].div_(replicas.size)

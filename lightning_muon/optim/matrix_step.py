@@ -25,8 +25,7 @@ from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import scatter_buffers_for
+from lightning_muon.schedule.program import Op, OpKind, scatter_buffers_for
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -46,7 +45,6 @@ class MatrixStep:
         plan: StepPlan,
         states: States,
         *,
-        look_ahead: int,
         wire_dtype: torch.dtype,
         elementwise: Elementwise = adamw_step_,
         has_momentum: bool = True,
@@ -57,6 +55,7 @@ class MatrixStep:
         self._pool = BufferPool(wire_dtype, plan.device)
         self._graphs = NewtonSchulzGraphs(wire_dtype, plan.device) if can_record(plan.device) else None
         # Rolling buffers, on the way to the owners and back.
+        look_ahead = plan.options.issued_ahead
         self._slots = {
             key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
             for index, key in enumerate(plan.buckets)
@@ -160,7 +159,7 @@ class MatrixStep:
 
     def _prepared(self, batch: Sequence[Matrix]) -> tuple[Tensor, Callable[[], Tensor]]:
         """Memory for matrices of one shape (batch, rows, cols), and what makes their updates once they are there."""
-        newton_schulz, group = self.plan.newton_schulz(batch[0]), batch[0].parameter.group
+        newton_schulz, group = batch[0].newton_schulz(self.plan.options.arithmetic), batch[0].parameter.group
         function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
         if self._graphs is not None and not callable(function):
             graph = self._graphs.take(shape, newton_schulz, eps=eps)
@@ -232,7 +231,7 @@ class MatrixStep:
 
     def _normalized(self, matrix: Matrix, update: Tensor) -> Tensor:
         """The update of an owned matrix after NorMuon, if its param group has that."""
-        second_moments = self.moments.get(matrix)
+        second_moments = self.moments.of.get(matrix)
         if second_moments is None:
             return update
         beta2 = number(matrix.parameter.group["normuon_beta2"], self._agreed.numbers)

@@ -35,20 +35,17 @@ class SecondMoments:
             for each in matrices
         }
         whole = self._gathered(plan, states)
-        self._of: dict[Matrix, Tensor] = {}
+        # To be changed in place.
+        self.of: dict[Matrix, Tensor] = {}
         for axes, matrices in self._groups:
             for matrix in (each for each in matrices if axes.rank in each.owners):
                 values = whole[matrix.parameter.tensor][matrix.neuron_box.slices].reshape(-1)
                 # A process alone updates its state itself.
-                self._of[matrix] = values if axes.group is None else values.clone()
+                self.of[matrix] = values if axes.group is None else values.clone()
 
     def outdate(self) -> None:
         """Note that the states were loaded; local."""
         self.are_outdated = bool(self._shapes)
-
-    def get(self, matrix: Matrix) -> Tensor | None:
-        """Those of a matrix that this rank owns, to be changed in place; ``None`` without NorMuon."""
-        return self._of.get(matrix)
 
     def _gathered(self, plan: StepPlan, states: States) -> dict[Tensor, Tensor]:
         """The whole state of each parameter that has some. Collective over the meshes of the plan."""
@@ -75,7 +72,7 @@ class SecondMoments:
             parts = dict(zip(matrices, torch.split(values, sizes), strict=True))
             for matrix, part in parts.items():
                 if matrix.owners[0] == axes.rank:
-                    part.copy_(self._of[matrix])
+                    part.copy_(self.of[matrix])
             if axes.group is not None:
                 start_all_reduce_sum(values, axes).wait()
             for matrix, part in parts.items():

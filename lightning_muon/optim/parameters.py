@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
 from lightning_muon.math.newton_schulz import as_tuples
-from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter, divided_as
+from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter
 from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
 
@@ -44,21 +44,6 @@ _FAMILY = (
 # Those of which a loaded state cannot decide: which entries a state has, and code.
 _OF_PROGRAM = ("normuon", "orthogonalize")
 _SET_OPTIONS = "set others in optimizer.param_groups once the state is loaded (in on_train_start of a Trainer)"
-
-
-def state_keys(algorithm: str) -> frozenset[str]:
-    """Keys that the state of a parameter on ``algorithm`` must have."""
-    return ADAMW_STATE if algorithm == "adamw" else MUON_STATE
-
-
-def neuron_state_keys(algorithm: str, group: ParamGroup) -> frozenset[str]:
-    """Keys that the options of the param group add to :func:`state_keys`."""
-    return frozenset({SECOND_MOMENT} if algorithm != "adamw" and group.get("normuon", False) else ())
-
-
-def warn_of_new_second_moments() -> None:
-    """Warn on rank 0 that a loaded state has no second moments of neurons."""
-    warn_on_first_rank(f"the loaded state has no {SECOND_MOMENT}: second moments begin with zeros", stacklevel=3)
 
 
 class CheckedGroups:
@@ -102,7 +87,7 @@ def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
 
 def as_saved(group: Mapping[str, Any]) -> ParamGroup:
     """A copy of a param group, with the name of a function in place of it."""
-    return {key: name_of_function(value) if key == "orthogonalize" else value for key, value in group.items()}
+    return {key: name_of_function(value) if callable(value) else value for key, value in group.items()}
 
 
 def check_group_(group: ParamGroup) -> None:
@@ -198,10 +183,11 @@ class KnownRoutes:
         for param in [param for param in states if param not in current]:
             del states[param]
         for param in before.keys() & current.keys() & states.keys():
-            old, new = before[param][1], self[param]
-            for key in state_keys(old.algorithm) - state_keys(new.algorithm):
-                states[param].pop(key, None)
-            if old.algorithm != new.algorithm or neuron_shape_and_dims(param, old) != neuron_shape_and_dims(param, new):
+            shape, old, new = tuple(param.shape), before[param][1], self[param]
+            if (neuron_shape(shape, old), neuron_dims(shape, old)) != (
+                neuron_shape(shape, new),
+                neuron_dims(shape, new),
+            ):
                 states[param].pop(SECOND_MOMENT, None)
         return True
 
@@ -287,33 +273,26 @@ def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: boo
         )
 
 
-def neuron_shape_and_dims(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of a parameter's second moments of neurons, and the dimensions that they share with it."""
-    shape = tuple(parameter.shape)
-    return neuron_shape(shape, route), neuron_dims(shape, route)
+def state_keys(parameter: RoutedParameter) -> frozenset[str]:
+    """Keys of :func:`zero_state`."""
+    if parameter.route.algorithm == "adamw":
+        return ADAMW_STATE
+    return MUON_STATE | {SECOND_MOMENT} if parameter.group.get("normuon", False) else MUON_STATE
 
 
 def zero_state(parameter: RoutedParameter) -> dict[str, Any]:
     """State of a parameter before its first step, laid out like it; AdamW's has the keys of torch. Local."""
-    if parameter.route.algorithm != "adamw":
-        of_neurons = neuron_shape_and_dims(parameter.tensor, parameter.route)
-        return {MOMENTUM: parameter.layout.zeros_like(parameter.tensor)} | {
-            key: parameter.layout.zeros_of_neurons(parameter.tensor, *of_neurons)
-            for key in neuron_state_keys(parameter.route.algorithm, parameter.group)
-        }
-    moments = {key: parameter.layout.zeros_like(parameter.tensor) for key in ("exp_avg", "exp_avg_sq")}
-    return {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **moments}
-
-
-def divide_whole_(parameter: RoutedParameter, state: dict[str, Any]) -> None:
-    """Lay out whole tensors in the state of a sharded parameter as :func:`zero_state` does; local."""
-    tensor = parameter.tensor
-    whole = {key: each for key, each in state.items() if each.ndim and not isinstance(each, DTensor)}
-    if not (isinstance(tensor, DTensor) and whole):
-        return
-    zeros = zero_state(parameter)
-    for key, value in whole.items():
-        state[key] = divided_as(value, zeros.get(key, tensor))
+    tensor, route, layout = parameter.tensor, parameter.route, parameter.layout
+    state: dict[str, Any] = {}
+    for key in sorted(state_keys(parameter)):
+        if key == "step":
+            state[key] = torch.zeros((), dtype=torch.float32, device="cpu")
+        elif key == SECOND_MOMENT:
+            shape = tuple(tensor.shape)
+            state[key] = layout.zeros_of_neurons(tensor, neuron_shape(shape, route), neuron_dims(shape, route))
+        else:
+            state[key] = layout.zeros_like(tensor)
+    return state
 
 
 class StateCompletion:
@@ -322,13 +301,12 @@ class StateCompletion:
     def __init__(self) -> None:
         # Keys that the states of the plan's parameters must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
-        # Parameters for which zero state was made since the ranks last agreed.
-        self._made: set[Tensor] = set()
+        # Parameters for which zero state was made since the ranks last agreed, or since states were loaded.
+        self.made: set[Tensor] = set()
 
     def keys(self, parameter: RoutedParameter) -> frozenset[str]:
         """Keys that the state of a parameter must have."""
-        algorithm = parameter.route.algorithm
-        return state_keys(algorithm) | neuron_state_keys(algorithm, parameter.group)
+        return state_keys(parameter)
 
     def fill(self, parameter: RoutedParameter, state: dict[str, Any]) -> None:
         """Replace the state of a parameter by zeros; only the entries for its neurons if nothing else is missing.
@@ -338,7 +316,7 @@ class StateCompletion:
         zeros = zero_state(parameter)
         for key in (ADAMW_STATE | MUON_STATE | {SECOND_MOMENT}) - zeros.keys():
             state.pop(key, None)
-        if state.keys() >= state_keys(parameter.route.algorithm):
+        if state.keys() >= zeros.keys() - {SECOND_MOMENT}:
             zeros = {key: value for key, value in zeros.items() if key not in state}
         state.update(zeros)
 
@@ -347,22 +325,13 @@ class StateCompletion:
         for parameter in parameters:
             state = states[parameter.tensor]
             if not state.keys() >= self.keys(parameter):
-                self._made.add(parameter.tensor)
+                self.made.add(parameter.tensor)
                 self.fill(parameter, state)
-
-    @property
-    def made(self) -> Collection[Tensor]:
-        """Parameters for which zero state was made since the last :meth:`agree`."""
-        return self._made
-
-    def loaded(self) -> None:
-        """Note that the states were loaded from a checkpoint; local."""
-        self._made.clear()
 
     def is_complete(self, states: States) -> bool:
         """Whether nothing is missing or was made since the last :meth:`agree`; local."""
         nothing = dict[str, Any]()
-        return not self._made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
+        return not self.made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
     def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
         """Begin with zeros on all ranks where only some had to make state. Collective over the meshes."""
@@ -370,9 +339,9 @@ class StateCompletion:
         names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
         # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
         local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
-        has_made = {name: tensor in self._made for name, tensor in local.items()}
+        has_made = {name: tensor in self.made for name, tensor in local.items()}
         for members in meshes:
-            made = bytes(tensor in self._made for tensor in members.tensors)
+            made = bytes(tensor in self.made for tensor in members.tensors)
             everyone = gather((made, has_made), members.host)
             differs = [len(set(flags)) > 1 for flags in zip(*(of_mesh for of_mesh, _ in everyone), strict=True)]
             lost |= dict.fromkeys(compress(members.tensors, differs))
@@ -382,7 +351,7 @@ class StateCompletion:
         for tensor in lost:
             states.pop(tensor, None)
         self.complete(parameters, states)
-        self._made.clear()
+        self.made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
         if lost:
             warn_on_first_rank(
@@ -395,17 +364,18 @@ class StateCompletion:
 def check_shapes(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
-    shape_of: Callable[[Tensor, str], tuple[int, ...]],
+    placed: Callable[[Tensor, str, Tensor], PlacedState],
 ) -> None:
     """Raise ``ValueError`` for a saved state of another shape, outside of which fused kernels would write; local.
 
-    ``shape_of`` says of a parameter and a key of its state which shape it has.
+    ``placed`` says how the value of a parameter and a key of its state is laid out.
     """
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
             saved_keys = state_dict["state"].get(number, {}).keys()
             for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {SECOND_MOMENT}) & saved_keys):
-                shape, wanted = tuple(getattr(state_dict["state"][number][key], "shape", ())), shape_of(parameter, key)
+                value = state_dict["state"][number][key]
+                shape, wanted = tuple(getattr(value, "shape", ())), placed(parameter, key, value).shape
                 if shape != wanted:
                     others = ", another fused or fused_inputs" if key == SECOND_MOMENT else ""
                     name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
@@ -418,7 +388,7 @@ def check_shapes(
 def convert_(
     states: Sequence[tuple[Tensor, dict[str, Any]]],
     convert: Callable[[Sequence[PlacedState]], list[Tensor]],
-    shape_of: Callable[[Tensor, str], tuple[int, ...]],
+    placed: Callable[[Tensor, str, Tensor], PlacedState],
 ) -> None:
     """Replace each tensor of the states but ``step`` by what ``convert`` makes of it. Collective if ``convert`` is.
 
@@ -430,8 +400,6 @@ def convert_(
         for key, value in sorted(state.items())
         if isinstance(value, Tensor) and key != "step"
     ]
-    converted = convert(
-        [PlacedState(parameter, state[key], shape_of(parameter, key)) for parameter, state, key in places]
-    )
+    converted = convert([placed(parameter, key, state[key]) for parameter, state, key in places])
     for (_, state, key), value in zip(places, converted, strict=True):
         state[key] = value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Self
 
@@ -25,8 +25,15 @@ from lightning_muon.optim.gradients import GradientsAreNotFinite, agree_on_gradi
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
 from lightning_muon.optim.saved_states import understood, with_routes_of_now
 from lightning_muon.optim.step_plan import make_step_plan, require_equal_parameters
-from lightning_muon.params.layout import Layout, RoutedParameter, group_by_mesh, local_tensor, parameters_of
-from lightning_muon.params.matrices import neuron_shape
+from lightning_muon.params.layout import (
+    Layout,
+    PlacedState,
+    RoutedParameter,
+    group_by_mesh,
+    local_tensor,
+    parameters_of,
+)
+from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
 from lightning_muon.params.uses import clean_name
 from lightning_muon.removed import removed
@@ -36,8 +43,13 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 # Keys of param groups of other optimizers, which would have no effect -> what is meant.
-_OTHER_WORDS = {"learning_rate": "lr", "lrr": "lr", "wd": "weight_decay", "muon_lr": "muon_lr_factor"}
-_OTHER_WORDS |= {"use_muon": "algorithm='muon' or 'adamw'"}
+_OTHER_WORDS = {
+    "learning_rate": "lr",
+    "lrr": "lr",
+    "wd": "weight_decay",
+    "muon_lr": "muon_lr_factor",
+    "use_muon": "algorithm='muon' or 'adamw'",
+}
 
 
 class PlannedOptimizer(torch.optim.Optimizer):
@@ -69,8 +81,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: MatrixStep | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._checked_groups = parameters.CheckedGroups()
-        self._completion = self._own_completion()
-        self._layout = self._own_layout()
+        self._completion, self._layout = self._new_state_and_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
         # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
@@ -263,7 +274,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         given, layout = dict(enumerate(parameters_of(self))), self._layout
         states: dict[int, dict[str, Any]] = {number: dict(state) for number, state in packed["state"].items()}
         located = [(given[number], state) for number, state in states.items()]
-        parameters.convert_(located, layout.saved, self._shape_of_state)
+        parameters.convert_(located, layout.saved, self._placed)
         return packed | {"state": states, "param_groups": list(map(parameters.as_saved, packed["param_groups"]))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -279,46 +290,32 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
-        parameters.check_shapes(state_dict, self.param_groups, self._shape_of_state)
+        parameters.check_shapes(state_dict, self.param_groups, self._placed)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
-        self._completion.loaded()
+        self._completion.made.clear()
         if self._planned is not None:
             self._planned.moments.outdate()
-        self._take_second_moments(state_dict)
-        for parameter in self._routed_parameters():
-            parameters.divide_whole_(parameter, self._existing_state[parameter.tensor])
-        given, states = parameters_of(self), self._existing_state
-        located = [(each, states[each]) for each in given if each in states]
-        parameters.convert_(located, self._layout.loaded, self._shape_of_state)
-
-    def _take_second_moments(self, state_dict: Mapping[str, Any]) -> None:
-        """Load second moments in float32, as saved; torch rounds them to the dtype of the parameter. Local."""
-        key, is_missing = parameters.SECOND_MOMENT, False
+        given, states, key = parameters_of(self), self._existing_state, parameters.SECOND_MOMENT
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for number, parameter, group in zip(numbers, parameters_of(self), groups, strict=True):
-            saved = state_dict["state"].get(number, {})
-            algorithm = "muon" if parameters.MOMENTUM in saved else "adamw"
-            is_needed = key in parameters.neuron_state_keys(algorithm, group)
-            is_missing |= is_needed and key not in saved
-            if is_needed and key in saved:
-                self._existing_state[parameter][key] = saved[key].to(parameter.device, torch.float32)
-            elif parameter in self._existing_state:
-                self._existing_state[parameter].pop(key, None)
-        if is_missing:
-            parameters.warn_of_new_second_moments()
+        for number, parameter in zip(numbers, given, strict=True):
+            if key in (saved := state_dict["state"].get(number, {})):  # torch rounds it to the dtype of the parameter.
+                states[parameter][key] = saved[key].to(parameter.device, torch.float32)
+        located = [(each, states[each]) for each in given if each in states]
+        parameters.convert_(located, self._layout.loaded, self._placed)
 
-    def _shape_of_state(self, parameter: Tensor, key: str) -> tuple[int, ...]:
+    def _placed(self, parameter: Tensor, key: str, state: Tensor) -> PlacedState:
+        """How an entry of the state of a parameter is laid out; local."""
         shape = tuple(parameter.shape)
         if key != parameters.SECOND_MOMENT:
-            return shape
+            return PlacedState(parameter, state, shape)
         self._routed_parameters()
-        return neuron_shape(shape, self._routes[parameter])
+        route = self._routes[parameter]
+        return PlacedState(parameter, state, neuron_shape(shape, route), neuron_dims(shape, route))
 
-    def _own_layout(self) -> Layout:
-        """The layout of the parameters until :meth:`attach` gives another one."""
-        return Layout(self._mesh)
+    def _new_state_and_layout(self) -> tuple[parameters.StateCompletion, Layout]:
+        """What makes missing state, and the layout of the parameters until :meth:`attach` gives another one."""
+        return parameters.StateCompletion(), Layout(self._mesh)
 
     def _settings(self) -> str:
         """Further settings, as text, that must be the same on all ranks."""
@@ -361,10 +358,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _complete_state(self) -> None:
         self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
-
-    def _own_completion(self) -> parameters.StateCompletion:
-        """The object that makes missing state of parameters."""
-        return parameters.StateCompletion()
 
     @property
     def _elementwise(self) -> Elementwise:
@@ -424,7 +417,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned = MatrixStep(
             plan,
             self._existing_state,
-            look_ahead=0 if options.overlap == "off" else options.look_ahead,
             wire_dtype=wire_dtype,
             has_momentum=self.has_momentum,
             elementwise=self._elementwise,

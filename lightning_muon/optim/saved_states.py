@@ -92,32 +92,37 @@ def with_routes_of_now(
     """A saved state whose matrices have the entries of the algorithm that they run on now; local.
 
     ``parameters`` are those of the optimizer, with the keys that each one's state has. Rank 0 warns of matrices that
-    have moved. Parameters of which ``torch.optim`` has no state begin with zeros.
+    have moved, or have no second moments. Parameters of which ``torch.optim`` has no state begin with zeros.
 
     Raises:
         ValueError: Entries are missing, or are not known.
     """
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-    states, to_muon, to_adamw = dict(state_dict["state"]), list[str](), list[str]()
+    states, to_muon, to_adamw, begun = dict(state_dict["state"]), list[str](), list[str](), list[str]()
     is_complete = bool(states) and are_ours(state_dict["param_groups"])  # But for what was frozen.
     for number, (parameter, keys) in zip(numbers, parameters, strict=False):
-        needed, saved = keys - {SECOND_MOMENT}, states.get(number, {}).keys() - {SECOND_MOMENT}
+        state = {key: value for key, value in states.pop(number, {}).items() if key in keys or key != SECOND_MOMENT}
+        needed, saved = keys - {SECOND_MOMENT}, frozenset(state) - {SECOND_MOMENT}
         if saved == ADAMW_STATE and needed == MUON_STATE:
-            states[number] = {MOMENTUM: states[number]["exp_avg"]}
+            state = {MOMENTUM: state["exp_avg"]}
             to_muon.append(parameter.route.name)
         elif saved == MUON_STATE and needed == ADAMW_STATE:
-            del states[number]
+            state = {}
             to_adamw.append(parameter.route.name)
         elif saved != needed and (saved or (is_complete and parameter.tensor.requires_grad)):
             raise ValueError(
                 f"{parameter.route.name} has {sorted(needed)} here, but {sorted(saved)} in the checkpoint: only here "
                 f"{sorted(needed - saved) or 'nothing'}, only there {sorted(saved - needed) or 'nothing'}"
             )
+        if state:
+            states[number] = state
+            begun += [parameter.route.name] if SECOND_MOMENT in keys - state.keys() else []
     texts = {
-        "from AdamW to Muon: their first moments go on as momenta": to_muon,
-        "from Muon to AdamW: their moments begin with zeros": to_adamw,
+        "moved from AdamW to Muon: their first moments go on as momenta": to_muon,
+        "moved from Muon to AdamW: their moments begin with zeros": to_adamw,
+        f"have no {SECOND_MOMENT} in the loaded state: second moments begin with zeros": begun,
     }
     for text, names in texts.items():
         if names:
-            warn_on_first_rank(f"{len(names)} matrices ({names[0]}, ...) moved {text}", stacklevel=5)
+            warn_on_first_rank(f"{len(names)} matrices ({names[0]}, ...) {text}", stacklevel=5)
     return {**state_dict, "state": states}

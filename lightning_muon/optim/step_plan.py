@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
 from lightning_muon.optim.parameters import ParamGroup, compared
 from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.exchange import ExchangeGroup, PlanOptions, plan_exchanges
-from lightning_muon.schedule.muon import ADAMW_TENSORS
-from lightning_muon.schedule.program import Op, OpKind
-from lightning_muon.schedule.step import check_step, issue_ahead
+from lightning_muon.schedule.exchange import ADAMW_TENSORS, ExchangeGroup, PlanOptions, plan_exchanges
+from lightning_muon.schedule.graph import validate
+from lightning_muon.schedule.program import Op, OpKind, issue_ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +44,7 @@ class StepPlan:
     buckets: Mapping[str, MatrixBucket]
     elementwise: Sequence[tuple[ParamGroup, Sequence[Tensor]]]  # Other parameters, which op `adamw` updates.
     done: Mapping[str, Sequence[Tensor]]  # Name of an op -> parameters that have their new values after it.
-    arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
+    options: PlanOptions
     # All ops that this rank runs in a step, in this order; ranks are those of each op's own group. Made and checked in
     # this module, and changed nowhere.
     ops: tuple[Op, ...]
@@ -64,17 +62,12 @@ class StepPlan:
         """
         facts = [
             (
-                [(matrix.name, self.newton_schulz(matrix), matrix.owners) for matrix in group.matrices],
+                [(each.name, each.newton_schulz(self.options.arithmetic), each.owners) for each in group.matrices],
                 group.buckets,
             )
             for group in self.exchange_groups
         ]
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-
-    def newton_schulz(self, matrix: Matrix) -> NewtonSchulz:
-        """How a matrix is orthogonalized."""
-        options = NewtonSchulzOptions.of(matrix.parameter.group)
-        return options.choice(matrix.rows, matrix.cols, self.arithmetic)
 
     @cached_property
     def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:
@@ -119,13 +112,10 @@ def make_step_plan(
     # A parameter of several matrices is updated once the last of them is.
     last = {tensor: name for name, tensors in updates.items() for tensor in tensors}
     done = {name: [tensor for tensor in tensors if last[tensor] == name] for name, tensors in updates.items()}
-    look_ahead = 0 if options.overlap == "off" else options.look_ahead
-    (ops,) = issue_ahead({0: [*matrices, *adamw]}, look_ahead).values()
-    check_step({0: ops}, groups, is_whole=False)
+    (ops,) = issue_ahead({0: [*matrices, *adamw]}, options.issued_ahead).values()
+    validate({0: [replace(op, group=(), rank=0) for op in ops]})  # The order of messages is compared below.
     _require_equal_plans(groups, buckets, ops)
-    return StepPlan(
-        tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options.arithmetic, tuple(ops)
-    )
+    return StepPlan(tuple(parameters), meshes, layout, groups, buckets, elementwise, done, options, tuple(ops))
 
 
 def _require_equal_plans(

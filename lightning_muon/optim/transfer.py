@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_muon.comm.collectives import BufferPool, PeerSplits, start_all_to_all, start_messages
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.compat import foreach
-from lightning_muon.params.boxes import Box
+from lightning_muon.params.layout import Box
 from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.exchange import ExchangeGroup
 

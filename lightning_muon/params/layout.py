@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,8 +22,43 @@ from lightning_muon.compat.torch import (
     is_in_backward,
     local_shape_and_offset,
 )
-from lightning_muon.params.boxes import Box
 from lightning_muon.params.routing import Route
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: ``start[d] <= index < stop[d]`` in every dimension."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Size in every dimension."""
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Box) -> Box:
+        """Common part; an empty one has ``numel == 0``."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(max, start, map(min, self.stop, other.stop)))
+        return Box(start, stop)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of this box in the whole tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Index of this box in a tensor that holds just ``outer``."""
+        return tuple(
+            slice(start - origin, stop - origin)
+            for start, stop, origin in zip(self.start, self.stop, outer.start, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -47,6 +83,7 @@ class PlacedState(NamedTuple):
     parameter: Tensor
     state: Tensor
     shape: tuple[int, ...]  # Shape of the whole state.
+    of_neurons: tuple[int, ...] | None = None  # The dimensions of the parameter that it has, if it is like the neurons.
 
 
 class Layout:
@@ -121,13 +158,6 @@ class Layout:
         mesh, size, stride = parameter.device_mesh, torch.Size(shape), contiguous_stride(shape)
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
-    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
-        """The calling rank's ``part``, on any device, as state that is laid out like the parameter; shares memory."""
-        if not isinstance(parameter, DTensor):
-            return part
-        mesh, placements, stride = parameter.device_mesh, parameter.placements, parameter.stride()
-        return DTensor.from_local(part, mesh, placements, run_check=False, shape=parameter.shape, stride=stride)
-
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Return states as a checkpoint has them: DTensors or whole tensors.
 
@@ -137,7 +167,13 @@ class Layout:
 
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
         """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is."""
-        return [each.state for each in states]
+        result: list[Tensor] = []
+        for parameter, state, shape, of_neurons in states:
+            if isinstance(parameter, DTensor) and state.ndim and not isinstance(state, DTensor):
+                like: Any = parameter if of_neurons is None else self.zeros_of_neurons(parameter, shape, of_neurons)
+                state = divided_as(state, like)
+            result.append(state)
+        return result
 
 
 @dataclass(frozen=True, eq=False)

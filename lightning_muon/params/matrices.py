@@ -2,16 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, combinations, pairwise, product
 
 from torch import Tensor
 
-from lightning_muon.params.boxes import Box, Held, ShardBoxes, cut_of
-from lightning_muon.params.layout import RoutedParameter
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions
+from lightning_muon.params.layout import Box, RoutedParameter
 from lightning_muon.params.routing import Route
+
+Held = Mapping[int, Mapping[int, int]]
+"""Replica -> its ranks with elements of a matrix -> how many."""
+
+
+class ShardBoxes:
+    """The boxes of one tensor, of at least one dimension, on the ranks of a group; they may be empty or overlap.
+
+    The ranks of one replica hold the whole tensor together. By default all ranks are one replica.
+    """
+
+    def __init__(self, boxes: Sequence[Box], replica_of: Sequence[int] | None = None) -> None:
+        self.boxes = tuple(boxes)
+        self.replica_of = (0,) * len(boxes) if replica_of is None else tuple(replica_of)
+        filled = [(rank, box) for rank, box in enumerate(boxes) if box.numel]
+        # Along the dimension with most cuts, so that few boxes have to be looked at.
+        extents = [{(box.start[dim], box.stop[dim]) for _, box in filled} for dim in range(len(boxes[0].start))]
+        self._dim = max(range(len(extents)), key=lambda dim: len(extents[dim]))
+        self._uncut = {dim: next(iter(found)) for dim, found in enumerate(extents) if len(found) == 1}
+        self._filled = sorted(filled, key=lambda item: item[1].start[self._dim])
+        self._starts = [box.start[self._dim] for _, box in self._filled]
+        # The largest stop of each box and all before it.
+        self._last_stops = list(accumulate((box.stop[self._dim] for _, box in self._filled), max))
+        self._pieces: dict[Box, dict[int, Box]] = {}
+        self._held: dict[tuple[object, ...], Held] = {}
+
+    def pieces(self, box: Box) -> Mapping[int, Box]:
+        """Rank -> its part of ``box``, by rank; ranks without elements of it are left out."""
+        if box not in self._pieces:
+            first = bisect_right(self._last_stops, box.start[self._dim])
+            stop = bisect_left(self._starts, box.stop[self._dim])
+            found = {rank: held.intersect(box) for rank, held in self._filled[first:stop]}
+            self._pieces[box] = {rank: found[rank] for rank in sorted(found) if found[rank].numel}
+        return self._pieces[box]
+
+    def held(self, box: Box) -> Held:
+        """How many elements of ``box`` each rank holds; one object for all boxes that lie alike.
+
+        Raises a ``ValueError`` if they do not make up the box.
+        """
+        pattern = self._pattern(box)
+        if pattern not in self._held:
+            pieces, held = self.pieces(box), dict[int, dict[int, int]]()
+            for rank, piece in pieces.items():
+                held.setdefault(self.replica_of[rank], {})[rank] = piece.numel
+            replica = [pieces[rank] for rank in next(iter(held.values()), ())]
+            if not tile(replica, box):
+                raise ValueError(f"no contiguous parts that make up the whole: {replica[:4]}")
+            self._held[pattern] = held
+        return self._held[pattern]
+
+    def _pattern(self, box: Box) -> tuple[object, ...]:
+        """Key that is equal for boxes that lie alike on the ranks, such as experts of a stack that is cut by rows."""
+        places: list[object] = []
+        for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
+            first, last = self._uncut.get(dim, (stop, start))
+            places.append(stop - start if first <= start and stop <= last else (start, stop))
+        return tuple(places)
 
 
 @dataclass(eq=False)
@@ -47,6 +106,10 @@ class Matrix:
         """Whether the columns are the outputs of the layer."""
         return self.parameter.route.is_transposed
 
+    def newton_schulz(self, arithmetic: Arithmetic) -> NewtonSchulz:
+        """How it is orthogonalized, by the current options of its param group."""
+        return NewtonSchulzOptions.of(self.parameter.group).choice(self.rows, self.cols, arithmetic)
+
     @cached_property
     def held(self) -> Held:
         """How many of its elements each rank holds; matrices that lie alike share one object."""
@@ -57,7 +120,7 @@ class Matrix:
                 f"the shards of {self.name} are {error}; ParallelMuon does not take this order of sharding"
             ) from None
 
-    @property
+    @cached_property
     def sole_holder(self) -> int | None:
         """The rank that holds all elements while no other has any."""
         ranks = [rank for replica in self.held.values() for rank in replica]
@@ -139,3 +202,21 @@ def matrices_in(shape: tuple[int, ...], route: Route) -> list[tuple[Box, int, in
         for start, stop in pairwise(accumulate(sizes, initial=0))
     ]
     return [(box, box.shape[0], box.numel // box.shape[0]) for box in boxes]
+
+
+def tile(parts: Sequence[Box], box: Box) -> bool:
+    """Whether ``parts`` make up ``box`` without overlap; empty parts do not count."""
+    filled = [part for part in parts if part.numel]
+    if sum(part.numel for part in filled) != box.numel or len(set(filled)) != len(filled):
+        return False
+    return cut_of(filled) is not None or not any(one.intersect(other).numel for one, other in combinations(filled, 2))
+
+
+def cut_of(parts: Iterable[Box]) -> tuple[int, tuple[int, ...]] | None:
+    """Arguments (dimension, sizes) of ``Tensor.split`` if it makes the different ``parts``; else ``None``."""
+    ordered = sorted(set(parts), key=lambda part: part.start)
+    cut = [dim for dim in range(len(ordered[0].start)) if len({(p.start[dim], p.stop[dim]) for p in ordered}) > 1]
+    dim = cut[0] if cut else 0
+    if len(cut) > 1 or any(one.stop[dim] != other.start[dim] for one, other in pairwise(ordered)):
+        return None
+    return dim, tuple(part.shape[dim] for part in ordered)

@@ -1,4 +1,4 @@
-"""Chooses owners of matrices, and counts the elements that each rank holds, sends and receives.
+"""Chooses buckets and owners of matrices, and counts the elements that each rank holds, sends and receives.
 
 The gather: an owner gets pieces from the ranks of its own replica, since replicas hold equal momenta. The scatter:
 every rank that is no owner gets its piece of the update from the only owner. A rank never sends its own piece.
@@ -10,7 +10,6 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 from lightning_muon.config import Assignment
@@ -19,48 +18,70 @@ from lightning_muon.schedule.cost import PRESETS
 
 Load = tuple[int, int]
 """FLOPs and bytes of a rank."""
-Owners = tuple[int, ...]
-"""Ranks of the exchange group that run Newton-Schulz for a matrix, ascending: one, or all of them."""
 _H100 = PRESETS["h100"]
 # FLOP/s of Newton-Schulz over bytes/s between two replicas, per rank. CPU: measured on two cores with AVX-512 BF16 and
 # gloo over loopback (benchmarks/plan_accuracy.py prints both).
 _FLOPS_PER_BYTE = {"cuda": _H100.flops_per_second / _H100.bandwidth[-1], "cpu": 400.0}
 
 
+def fill_buckets(
+    sizes: Sequence[int], sole_holders: Sequence[int | None], *, num_owners: int, bucket_bytes: int
+) -> list[tuple[int, ...]]:
+    """Indices of the matrices of each bucket, the last matrix first: backward finishes gradients about in this order.
+
+    A bucket is closed when it has a matrix for each owner and the next one would take it above ``num_owners *
+    bucket_bytes``. Matrices that lie on one rank alone come first, in buckets of their own, with at most
+    ``bucket_bytes`` per rank: each rank fills its own sequence of buckets, so that all ranks have work in each of them.
+    """
+    resident: list[list[int]] = []
+    travelling: list[list[int]] = []
+    # Sole holder, or None -> number of the bucket that is being filled, and its matrices and bytes so far.
+    state: dict[int | None, tuple[int, int, int]] = {}
+    for matrix in reversed(range(len(sizes))):
+        holder = sole_holders[matrix]
+        buckets, least = (travelling, num_owners) if holder is None else (resident, 1)
+        number, count, filled = state.get(holder, (0, 0, 0))
+        if count >= least and filled + sizes[matrix] > least * bucket_bytes:
+            number, count, filled = number + 1, 0, 0
+        state[holder] = (number, count + 1, filled + sizes[matrix])
+        if number == len(buckets):
+            buckets.append([])
+        buckets[number].append(matrix)
+    return [tuple(bucket) for bucket in (*resident, *travelling)]
+
+
 def assign_owners(
+    matrices: Sequence[Matrix],
     buckets: Sequence[Sequence[int]],
     *,
-    costs: Sequence[int],
-    sizes: Sequence[int],
-    sole_holders: Sequence[int | None],
+    itemsize: int,
     loads: Sequence[Load],
     strategy: Assignment,
-) -> list[Owners]:
-    """Owners of each matrix; ``costs`` are their FLOPs, ``sizes`` their bytes, ``loads`` what ranks have already.
+) -> None:
+    """Set the owners of each matrix; ``loads`` are what ranks have already, ``itemsize`` are bytes on the wire.
 
     A matrix that lies on one rank alone stays there. ``"lpt"``: :func:`longest_first` bucket by bucket, then
     :func:`even_out` on the last ones. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
     every rank, the baseline of Liu et al. 2025, arXiv:2502.16982.
     """
     loads = list(loads)
-    for cost, holder in zip(costs, sole_holders, strict=True):
+    for matrix in matrices:
+        holder = matrix.sole_holder
         if holder is not None:
-            loads[holder] = (loads[holder][0] + cost, loads[holder][1])
-    shared = [[matrix for matrix in bucket if sole_holders[matrix] is None] for bucket in buckets]
-    owners: list[Owners] = [() if holder is None else (holder,) for holder in sole_holders]
-    if strategy == "redundant":
-        everyone = tuple(range(len(loads)))
-        for matrix in chain.from_iterable(shared):
-            owners[matrix] = everyone
-    elif strategy == "round_robin":
-        for turn, matrix in enumerate(chain.from_iterable(shared)):
-            owners[matrix] = (turn % len(loads),)
-    else:
+            matrix.owners = (holder,)
+            loads[holder] = (loads[holder][0] + matrix.flops, loads[holder][1])
+    shared = [[index for index in bucket if matrices[index].sole_holder is None] for bucket in buckets]
+    if strategy == "lpt":
+        costs = [matrix.flops for matrix in matrices]
+        sizes = [matrix.numel * itemsize for matrix in matrices]
         assigned = [longest_first(costs, sizes, loads, taken=bucket) for bucket in shared]
         even_out(assigned[-EVENED_BUCKETS:], costs, sizes, loads)
-        for matrix, owner in chain.from_iterable(each.items() for each in assigned):
-            owners[matrix] = (owner,)
-    return owners
+        for index, owner in chain.from_iterable(each.items() for each in assigned):
+            matrices[index].owners = (owner,)
+    else:
+        everyone = tuple(range(len(loads)))
+        for turn, index in enumerate(chain.from_iterable(shared)):
+            matrices[index].owners = everyone if strategy == "redundant" else (turn % len(loads),)
 
 
 def longest_first(
@@ -129,16 +150,6 @@ class Traffic:
     gather_received: list[int]
     scatter_sent: tuple[list[int], list[int]]  # Within a replica, and between replicas; so is the next one.
     scatter_received: tuple[list[int], list[int]]
-
-    @cached_property
-    def has_gather(self) -> bool:
-        """Whether any rank sends pieces."""
-        return any(self.gather_received)
-
-    @cached_property
-    def has_scatter(self) -> bool:
-        """Whether any rank sends updates."""
-        return any(map(any, self.scatter_received))
 
 
 def count_elements(matrices: Sequence[Matrix], replica_of: Sequence[int]) -> Traffic:

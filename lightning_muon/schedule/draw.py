@@ -92,11 +92,6 @@ def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str)
         figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def style_of(kind: str) -> Style:
-    """The style in which ops of a kind are drawn."""
-    return _STYLES.get(kind, _OTHER)
-
-
 def rows_shown(timeline: Timeline) -> dict[int, str]:
     """Rank -> label of its row: of all if there are few; else of the busiest, the median and the idlest."""
     ranks = sorted(timeline.spans)
@@ -149,7 +144,7 @@ def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None
         start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
         if width <= 0 or start > axis.end:
             continue
-        style, lane = style_of(span.op.kind), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
+        style, lane = _STYLES.get(span.op.kind, _OTHER), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
         boxes.setdefault((style, lane), []).append((start, width))
         label, middle = f"{style.letter}[{span.op.key}]", row + lane[0] + lane[1] / 2
         if width * axis.points_per_ms > _LETTER_WIDTH * len(label) and start + width <= axis.end * 1.005:

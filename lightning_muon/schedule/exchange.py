@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 from torch import Tensor
@@ -17,12 +17,15 @@ from torch import Tensor
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import Assignment, ExchangeOptions
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.boxes import ShardBoxes
 from lightning_muon.params.layout import AxisPlacement, MeshMembers, RoutedParameter, held_boxes, sharded_axes
-from lightning_muon.params.matrices import Matrix, matrices_in
-from lightning_muon.schedule.assign import Load, assign_owners, sharing_pays
-from lightning_muon.schedule.muon import fill_buckets, ops_of_bucket
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.params.matrices import Matrix, ShardBoxes, matrices_in
+from lightning_muon.schedule.assign import Load, Traffic, assign_owners, count_elements, fill_buckets, sharing_pays
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
+
+# Gradients, momenta and weights are counted as float32.
+STATE_ITEMSIZE = 4
+# AdamW reads gradient, weight and two moments, and writes the last three.
+ADAMW_TENSORS = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,11 @@ class PlanOptions(ExchangeOptions):
 
     itemsize: int  # Bytes of an element on the wire.
     arithmetic: Arithmetic  # Arithmetic of Newton-Schulz.
+
+    @property
+    def issued_ahead(self) -> int:
+        """How many buckets are issued ahead: ``look_ahead``, or none without overlap."""
+        return 0 if self.overlap == "off" else self.look_ahead
 
 
 @dataclass(eq=False)
@@ -117,27 +125,69 @@ def plan_group(
     ``loads`` are the earlier loads of each rank.
     """
     num_ranks, matrices = group.axes.size, group.matrices
-    costs = [matrix.flops for matrix in matrices]
-    sizes = [matrix.numel * itemsize for matrix in matrices]
-    sole_holders = [matrix.sole_holder for matrix in matrices]
-    buckets = fill_buckets(
-        sizes, sole_holders, num_owners=1 if strategy == "redundant" else num_ranks, bucket_bytes=bucket_bytes
-    )
-    owners = assign_owners(
-        buckets,
-        costs=costs,
-        sizes=sizes,
-        sole_holders=sole_holders,
-        loads=[(0, 0)] * num_ranks if loads is None else loads,
-        strategy=strategy,
-    )
-    for matrix, its_owners in zip(matrices, owners, strict=True):
-        matrix.owners = its_owners
-    group.buckets, group.program = tuple(buckets), {rank: [] for rank in ranks}
-    for number, bucket in enumerate(buckets):
-        members = {index: matrices[index] for index in bucket}
-        for rank, ops in ops_of_bucket(f"{key_prefix}{number}", members, group.replica_of, itemsize, ranks).items():
-            group.program[rank] += ops
+    sizes, sole_holders = ([m.numel * itemsize for m in matrices], [m.sole_holder for m in matrices])
+    num_owners = 1 if strategy == "redundant" else num_ranks
+    group.buckets = tuple(fill_buckets(sizes, sole_holders, num_owners=num_owners, bucket_bytes=bucket_bytes))
+    loads = [(0, 0)] * num_ranks if loads is None else loads
+    assign_owners(matrices, group.buckets, itemsize=itemsize, loads=loads, strategy=strategy)
+    group.program, everyone = {rank: [] for rank in ranks}, tuple(range(num_ranks))
+    for number, bucket in enumerate(group.buckets):
+        moved = count_elements([matrices[index] for index in bucket], group.replica_of)
+        owned: dict[int, list[int]] = {}
+        for index in bucket:
+            for owner in matrices[index].owners:
+                owned.setdefault(owner, []).append(index)
+        for rank in ranks:
+            items = tuple(owned.get(rank, ()))
+            work = Op(
+                kind=OpKind.NEWTON_SCHULZ,
+                key=f"{key_prefix}{number}",
+                rank=rank,
+                cost=sum(matrices[index].flops for index in items),
+                items=items,
+            )
+            group.program[rank] += _ops_of_bucket(work, bucket, everyone, moved, itemsize)
+
+
+def _ops_of_bucket(
+    work: Op, bucket: tuple[int, ...], everyone: tuple[int, ...], moved: Traffic, itemsize: int
+) -> list[Op]:
+    """All ops of a bucket on one rank, whose ``work`` is Newton-Schulz; a collective needs ranks without work, too."""
+    key, rank = work.key, work.rank
+
+    def transfer(kind: str, *moves: tuple[int, int]) -> Op:
+        """Op that sends ``moves``: elements sent and received, within the replica and between replicas."""
+        sent, received = (sum(column) * itemsize for column in zip(*moves, strict=True))
+        return Op(
+            kind=kind,
+            key=key,
+            rank=rank,
+            deps=(ops[-1].name,),
+            lane=TRANSFER,
+            bytes=max(sent, received),
+            axis_bytes=tuple(max(pair) * itemsize for pair in moves),
+            memory=received,
+            items=bucket,
+            group=everyone,
+        )
+
+    held, packed = moved.held[rank], moved.gather_sent[rank] * itemsize
+    updates = sum(sent[rank] for sent in moved.scatter_sent) * itemsize
+    # The gradient is read, the momentum is read and written, and the pieces for the owners are written.
+    momentum_bytes = 3 * STATE_ITEMSIZE * held + packed
+    ops = [Op(kind=OpKind.MOMENTUM, key=key, rank=rank, bytes=momentum_bytes, memory=packed, items=bucket)]
+    if any(moved.gather_received):
+        ops.append(transfer(OpKind.GATHER, (moved.gather_sent[rank], moved.gather_received[rank]), (0, 0)))
+    # The received pieces are read and the matrices written; the updates to be sent are read and written.
+    work_bytes = 2 * itemsize * moved.owned[rank] + 2 * updates
+    ops.append(replace(work, deps=(ops[-1].name,), bytes=work_bytes, memory=updates))
+    if any(map(any, moved.scatter_received)):
+        axes = zip(moved.scatter_sent, moved.scatter_received, strict=True)
+        ops.append(transfer(OpKind.SCATTER, *((sent[rank], received[rank]) for sent, received in axes)))
+    # The update is read, the weight is read and written.
+    update_bytes = (itemsize + 2 * STATE_ITEMSIZE) * held
+    ops.append(Op(kind=OpKind.UPDATE, key=key, rank=rank, deps=(ops[-1].name,), bytes=update_bytes, items=bucket))
+    return ops
 
 
 def _grouped(

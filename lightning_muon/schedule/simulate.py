@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from lightning_muon.schedule.graph import Graph, build_graph
+from lightning_muon.schedule.graph import in_order
 from lightning_muon.schedule.program import COMPUTE, Op, Program
 
 
@@ -88,23 +87,21 @@ class Timeline:
         return max((each.peak_bytes for each in self.ranks.values()), default=0)
 
 
-def simulate(program: Program, cost_model: Clock, graph: Graph | None = None) -> Timeline:
+def simulate(program: Program, cost_model: Clock) -> Timeline:
     """Simulate the program; a communication begins when all of its ranks have reached it, and takes its slowest time.
 
-    Takes time linear in the number of ops and dependencies; ``graph`` is that of the program, if it is known. Raises a
-    ``ValueError`` if ops wait for each other.
+    Raises a ``ValueError`` if ops wait for each other.
     """
-    graph = graph or build_graph(program)
-    start, end = [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
-    seconds = [cost_model.seconds(op) for op in graph.ops]
-    for index in graph.order():
-        node = graph.nodes[index]
-        ended = end[index] = start[index] + max(map(seconds.__getitem__, node.ops))
-        for later in node.after:
-            if start[later] < ended:
-                start[later] = ended
-    spans = (Span(op, start[node], end[node]) for op, node in zip(graph.ops, graph.node_of, strict=True))
-    return Timeline({rank: list(islice(spans, len(ops))) for rank, ops in program.items()})
+    spans: dict[tuple[int, str], Span] = {}
+    free: dict[tuple[int, str], float] = {}  # When each lane of each rank has ended its last op.
+    for ops in in_order(program):
+        start = max(free.get((op.rank, op.lane), 0.0) for op in ops)
+        start = max([start, *(spans[op.rank, name].end for op in ops for name in op.deps)])
+        end = start + max(map(cost_model.seconds, ops))
+        for op in ops:
+            spans[op.rank, op.name] = Span(op, start, end)
+            free[op.rank, op.lane] = end
+    return Timeline({rank: [spans[op.rank, op.name] for op in ops] for rank, ops in program.items()})
 
 
 def _summary(spans: Sequence[Span], makespan: float) -> RankSummary:

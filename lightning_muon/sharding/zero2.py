@@ -25,8 +25,15 @@ from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.boxes import Box
-from lightning_muon.params.layout import AxisPlacement, Layout, OwnedBy, PlacedState, contiguous_stride, held_boxes
+from lightning_muon.params.layout import (
+    AxisPlacement,
+    Box,
+    Layout,
+    OwnedBy,
+    PlacedState,
+    contiguous_stride,
+    held_boxes,
+)
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
@@ -415,7 +422,7 @@ class Zero2Layout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        return self.laid_out(parameter, torch.zeros_like(self.local(parameter)))
+        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)), tuple(parameter.shape))
 
     @override
     def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
@@ -450,7 +457,7 @@ class Zero2Layout(Layout):
         fail_together(error, self._shards.shard)
         self._require_equal(rows)
         result: list[Tensor] = []
-        for index, (parameter, state, shape) in enumerate(states):
+        for index, (parameter, state, shape, _) in enumerate(states):
             # One at a time: whole tensors take the memory that sharding saves.
             rows_on_device: Any = rows[index].to(parameter.device) if index in rows else None
             whole = state if rows_on_device is None else rows_on_device.full_tensor()
@@ -482,10 +489,6 @@ class Zero2Layout(Layout):
         """The rank of the shard axis that has all of the parameter, if one has."""
         placement = self._shards.placements(parameter)[-1]
         return placement.rank if isinstance(placement, OwnedBy) else None
-
-    @override
-    def laid_out(self, parameter: Tensor, part: Tensor) -> Tensor:
-        return self._laid_out(parameter, part, tuple(parameter.shape))
 
     def _laid_out(self, parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
         has_rows = isinstance(self._shards.placements(parameter)[-1], Shard)

@@ -18,8 +18,7 @@ def _step(parameters: list[nn.Parameter], overlap: str = "step") -> MatrixStep:
     group = dict(ParallelMuon(parameters).param_groups[0])
     arithmetic = Arithmetic(parameters[0].device.type, torch.float32)
     plan = plan_for(parameters, group=group, arithmetic=arithmetic, bucket_bytes=100, dedupe="auto", overlap=overlap)
-    look_ahead = 0 if overlap == "off" else 2
-    return MatrixStep(plan, {}, look_ahead=look_ahead, wire_dtype=torch.float32)
+    return MatrixStep(plan, {}, wire_dtype=torch.float32)
 
 
 def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:

@@ -117,7 +117,11 @@ def test_states_are_converted_in_the_same_order_whatever_that_of_their_keys_is()
     keys = ("momentum_buffer", "second_momentum_buffer", "other")
     state = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
     for each in (keys, keys[::-1]):
-        convert_([(torch.ones(2), {key: state[key] for key in each})], convert, lambda parameter, key: (2,))
+        convert_(
+            [(torch.ones(2), {key: state[key] for key in each})],
+            convert,
+            lambda *given: PlacedState(given[0], given[2], (2,)),
+        )
     assert orders[0] == orders[1]
 
 

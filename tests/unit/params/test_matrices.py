@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from lightning_muon.params.boxes import Box, ShardBoxes, tile
-from lightning_muon.params.layout import Layout, RoutedParameter, held_boxes, sharded_axes
-from lightning_muon.params.matrices import Matrix, matrices_in
+from lightning_muon.params.layout import Box, Layout, RoutedParameter, held_boxes, sharded_axes
+from lightning_muon.params.matrices import Matrix, ShardBoxes, matrices_in, tile
 from lightning_muon.params.routing import Route
 
 

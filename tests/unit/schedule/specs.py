@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.params.boxes import Box, ShardBoxes
-from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
-from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.layout import Box, Layout, MeshMembers, RoutedParameter
+from lightning_muon.params.matrices import Matrix, ShardBoxes
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.exchange import ExchangeGroup, plan_group
