@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import statistics
 import sys
@@ -11,6 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +29,7 @@ from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math import symmetric
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.optim.graphs import NewtonSchulzGraph
+from lightning_muon.optim.graphs import NewtonSchulzGraphs
 from lightning_muon.schedule.program import OpKind
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -114,7 +116,7 @@ def _nccl_version(device: Device) -> str:
 
 
 def newton_schulz(device: Device) -> Iterator[Row]:
-    """As one launch and kernel by kernel, beside a plain product and torch.optim.Muon; bits and singular values."""
+    """As it runs and kernel by kernel, beside a plain product and torch.optim.Muon; bits and singular values."""
     shapes = [(64, 96), (96, 64)]
     if not device.is_small:
         shapes = [(512, 2048), (1024, 4096), (2048, 7168), (4096, 4096), (14336, 4096), (8192, 28672)]
@@ -122,8 +124,8 @@ def newton_schulz(device: Device) -> Iterator[Row]:
     for rows, cols in shapes:
         x = torch.randn(rows, cols, device=device.name, dtype=torch.bfloat16)
         update = partial(way.orthogonalize, x, eps=1e-7)
-        in_one = _in_one_launch(device, x[None])
-        seconds, apart = device.seconds(in_one), device.seconds(update)
+        as_run = _as_it_runs(device, x[None])
+        seconds, apart = device.seconds(as_run), device.seconds(update)
         of_torch = device.seconds(partial(_zeropower_via_newtonschulz, x, _COEFFICIENTS, 5, 1e-7))
         rate = way.flops(rows, cols) / seconds / 1e12
         yield Row(
@@ -132,7 +134,7 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             f"{seconds / apart:.2f} of kernel by kernel, {seconds / of_torch:.2f} of torch.optim.Muon's",
         )
         first = update()
-        again = all(torch.equal(first, each()[0] if each is in_one else each()) for each in [update, in_one] * 3)
+        again = all(torch.equal(first, each) for _ in range(3) for each in (update(), as_run()[0]))
         yield Row(f"{rows} x {cols}, same bits in seven runs", str(again), again)
         if rows <= 512:
             values = torch.linalg.svdvals(first.float())
@@ -140,12 +142,17 @@ def newton_schulz(device: Device) -> Iterator[Row]:
             yield Row("singular values", f"{values.min().item():.2f} to {values.max().item():.2f}", held)
 
 
-def _in_one_launch(device: Device, matrices: Tensor) -> Callable[[], Tensor]:
-    """What orthogonalizes a batch, and runs as one launch on CUDA."""
+def _as_it_runs(device: Device, matrices: Tensor) -> Callable[[], Tensor]:
+    """What orthogonalizes a batch (number, rows, cols): one launch or many, as in a step."""
     way = ns.NewtonSchulz((_COEFFICIENTS,) * 5, torch.bfloat16)
-    if not device.is_cuda:
+    graph = None
+    if device.is_cuda:
+        num, rows, cols = matrices.shape
+        graph = NewtonSchulzGraphs(matrices.dtype, matrices.device).take((num, rows, cols), way, eps=1e-7)
+    if graph is None:
         return partial(way.orthogonalize, matrices, eps=1e-7)
-    return NewtonSchulzGraph(matrices, way, eps=1e-7, pool=torch.cuda.graph_pool_handle()).replay
+    graph.matrices.copy_(matrices)
+    return graph.replay
 
 
 def choices(device: Device) -> Iterator[Row]:
@@ -164,10 +171,10 @@ def choices(device: Device) -> Iterator[Row]:
 
 
 def _seconds_of(device: Device, matrices: Tensor, *, least: int = 1 << 30, height: int = 1) -> float:
-    """Seconds of Newton-Schulz of a batch, in one launch, cut into panels of ``height`` from ``least`` rows on."""
+    """Seconds of Newton-Schulz of a batch, cut into panels of ``height`` from ``least`` rows on."""
     of_device = {"_LEAST_PANELED": {device.name: least}, "_PANEL_ROWS": {device.name: height}}
     with mock.patch.multiple(symmetric, **of_device):
-        return device.seconds(_in_one_launch(device, matrices))
+        return device.seconds(_as_it_runs(device, matrices))
 
 
 def merging(device: Device) -> Iterator[Row]:
@@ -215,16 +222,33 @@ def waiting(device: Device) -> Iterator[Row]:
 
 
 def _waits(label: str, device: Device, step: Callable[[], Any]) -> Row:
-    with warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
+    waits = list[str]()
+    counted = {"torch.cuda.synchronize": "device", "torch.cuda.Event.synchronize": "event"}
+    counted["torch.cuda.Stream.synchronize"] = "stream"
+    with ExitStack() as stack, warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
         warnings.simplefilter("always")
+        for name, kind in counted.items() if device.is_cuda else ():
+            function = operator.attrgetter(name.removeprefix("torch."))(torch)
+            stack.enter_context(mock.patch(name, _noting(function, waits, kind)))
         step()
     places = [
         f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
         for warning in seen
         if "called a synchronizing" in str(warning.message)
     ]
+    if waits.count("event") == 1:  # The one in which the host learns whether all gradients are finite.
+        waits.remove("event")
+    places += [f"of the {kind}" for kind in waits]
     # A CPU never warns.
     return Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places if device.is_cuda else None)
+
+
+def _noting(function: Callable[..., Any], waits: list[str], kind: str) -> Callable[..., Any]:
+    def noting(*args: Any) -> Any:
+        waits.append(kind)
+        return function(*args)
+
+    return noting
 
 
 @contextlib.contextmanager
@@ -243,7 +267,8 @@ def two_ranks(device: Device) -> Iterator[Row]:
     """Two processes on one device over gloo: equal bits with and without overlap, and the weights of one process."""
     for sharding in ("fsdp", "ddp"):  # ZeRO-2 sends messages, which gloo cannot from a card.
         is_same, difference = train_two_ranks(sharding, device.name)
-        yield Row(f"{sharding}, bits of overlap='step' against 'off'", str(is_same), is_same)
+        if sharding == "fsdp":  # With ddp each rank repeats matrices that are so small.
+            yield Row("bits of overlap='step' against 'off'", str(is_same), is_same)
         yield Row(f"{sharding}, difference to one process", f"{difference:.1e}", difference < 1e-5)
 
 
@@ -288,8 +313,9 @@ def _launches(device: Device, optimizer: ParallelMuon) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         optimizer.step()
         device.synchronize()
-    kinds = torch.autograd.DeviceType.CUDA
-    return str(sum(event.count for event in profiler.key_averages() if event.device_type == kinds))
+    # Calls of the host; a graph is one.
+    calls = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
+    return str(sum(event.count for event in profiler.key_averages() if event.key.startswith(calls)))
 
 
 def training(device: Device) -> Iterator[Row]:

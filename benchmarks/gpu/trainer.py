@@ -49,7 +49,9 @@ def compare_with_loop(sharding: Sharding, device: str, folder: Path) -> dict[str
     expected = {name: value.detach().cpu() for name, value in model.state_dict().items()}
     return {
         "backend": dist.get_backend(),
-        "difference": max((trained[name] - value).abs().max().item() for name, value in expected.items()),
+        "difference": torch.stack([(trained[name] - value).abs().max() for name, value in expected.items()])
+        .max()
+        .item(),
         "resumes": all(torch.equal(trained[name], resumed[name]) for name in trained),
     }
 

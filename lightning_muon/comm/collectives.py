@@ -102,8 +102,8 @@ def start_messages(send: Mapping[int, Tensor], receive: Mapping[int, Tensor], gr
     for tensors on CUDA over gloo, which would read their addresses as ones of the host.
     """
     is_on_card = any(tensor.is_cuda for tensor in (*send.values(), *receive.values()))
-    if is_on_card and backends(group.group)["cuda"] == "gloo":
-        raise ValueError("gloo cannot send tensors on CUDA from one rank to another; use NCCL, or sharding='fsdp'")
+    if is_on_card and backends(group.group).get("cuda") == "gloo":
+        raise ValueError("gloo cannot send tensors on CUDA from one rank to another; use NCCL")
     let_gloo_finish_at_exit()
     if observers:
         _tell(group, {rank: tensor.nbytes for rank, tensor in send.items()})

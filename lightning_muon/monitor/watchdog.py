@@ -76,7 +76,13 @@ class Position:
 
 def _position(value: bytes) -> Position:
     fields = json.loads(value)
-    return Position(**{**fields, "calls": Calls(*fields["calls"]), "crossing": Calls(*fields["crossing"])})
+    at = Position(**{**fields, "calls": Calls(*fields["calls"]), "crossing": Calls(*fields["crossing"])})
+    of_calls = [number for calls in (at.calls, at.crossing) for number in (calls.count, *calls.last)]
+    numbers, texts = [at.step, at.shard, at.mesh, at.beat, *of_calls, *at.counts.values()], [at.news, at.kind, at.unit]
+    is_of_us = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
+    if not is_of_us or not isinstance(at.group or "", str):
+        raise ValueError("no position of a rank")
+    return at
 
 
 def _process(value: bytes) -> str:
@@ -359,7 +365,7 @@ class Watchdog(Guard):
         value = store.get(key) if store.check([key]) else b""
         try:
             return read(value) if value else None
-        except (ValueError, TypeError, LookupError) as problem:
+        except (ValueError, TypeError, LookupError, AttributeError) as problem:
             self._passes_over(key, problem)
             store.compare_set(key, value, "")
         return None

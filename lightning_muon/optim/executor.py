@@ -40,6 +40,9 @@ class Executor(ABC):
             if self.recorder is not None:
                 self.recorder.ended(op)
 
+    def begin(self) -> None:  # noqa: B027
+        """Begin a step, also after one that has raised."""
+
     @abstractmethod
     def execute(self, op: Op) -> None:
         """Run one op after the ops that it depends on."""
@@ -97,21 +100,23 @@ class HostExecutor(Executor):
 class StreamExecutor(Executor):
     """The host queues everything and never waits: one stream per lane, an event at the end of each op.
 
-    The compute lane is the stream that is current at the first op of a step. Tensors cross streams only in buffers that
+    The compute lane is the stream that is current at :meth:`begin`. Tensors cross streams only in buffers that
     live as long as the executor's owner, so that the allocator never hands out memory still in use.
     """
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
-        self._transfer = torch.cuda.Stream(device)
-        # Of the current step; torch looks up the current stream in 30 us.
-        self._compute: torch.cuda.Stream | None = None
+        self._device, self._transfer = device, torch.cuda.Stream(device)
+        self._compute = torch.cuda.current_stream(device)  # Of the current step; to look it up takes torch 30 us.
         self._ended: dict[str, tuple[str, torch.cuda.Event | torch.Event]] = {}
 
     @override
+    def begin(self) -> None:
+        self._compute = torch.cuda.current_stream(self._device)
+        self._ended.clear()
+
+    @override
     def execute(self, op: Op) -> None:
-        if self._compute is None:
-            self._compute = torch.cuda.current_stream()
         is_transfer = op.lane == TRANSFER
         stream = self._transfer if is_transfer else self._compute
         context = torch.cuda.stream(stream) if is_transfer else nullcontext()
@@ -131,10 +136,9 @@ class StreamExecutor(Executor):
     @override
     def finish(self) -> None:
         for lane, event in self._ended.values():
-            if self._compute is not None and lane == TRANSFER:
+            if lane == TRANSFER:
                 self._compute.wait_event(event)
         self._ended.clear()
-        self._compute = None
 
 
 def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:

@@ -5,9 +5,9 @@ A 512 x 2048 matrix takes an H200 0.12 ms, and a host that launches a kernel in 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +15,18 @@ from torch import Tensor
 
 from lightning_muon.math.newton_schulz import NewtonSchulz
 
-# Above it the device takes longer than the host (2 ms at 700 TFLOP/s), and the memory of a graph is better spent.
-_MOST_FLOPS = 15 * 10**11
+# Above it the device takes longer than the host (3.5 ms at 700 TFLOP/s), and the memory of a graph is better spent.
+MOST_FLOPS = 25 * 10**11
 _MOST_GRAPHS = 64
 
 
+_log = logging.getLogger(__name__)
+
+
 def can_record(device: torch.device) -> bool:
-    """Whether launches become a graph: not on a host that waits for each kernel, to find the one that fails."""
-    return device.type == "cuda" and os.environ.get("CUDA_LAUNCH_BLOCKING") != "1"
+    """Whether launches become a graph: not if the host waits for each kernel, or memory has no pools; nor on ROCm."""
+    off = [os.environ.get(name, "0") for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")]
+    return device.type == "cuda" and torch.version.hip is None and all(each in ("", "0") for each in off)
 
 
 class NewtonSchulzGraph:
@@ -31,14 +35,20 @@ class NewtonSchulzGraph:
     What :meth:`replay` returns is overwritten by the next one. Local; the host waits for the device when it is made.
     """
 
-    def __init__(self, matrices: Tensor, newton_schulz: NewtonSchulz, *, eps: float, pool: Any) -> None:
-        self.matrices = matrices
-        orthogonalize = partial(newton_schulz.orthogonalize, matrices, eps=eps)
-        orthogonalize()  # cuBLAS allocates at its first call, which a graph must not.
-        self._graph = torch.cuda.CUDAGraph()
-        # Other threads may go on with CUDA: those of data loaders, and NCCL's.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
-            self._updates = orthogonalize().contiguous()  # A tall matrix comes out transposed.
+    def __init__(
+        self, matrices: Tensor, newton_schulz: NewtonSchulz, *, eps: float, pool: Any, stream: torch.cuda.Stream
+    ) -> None:
+        self.matrices, self._graph = matrices, torch.cuda.CUDAGraph()
+
+        def run() -> Tensor:
+            return newton_schulz.orthogonalize(matrices, eps=eps).contiguous()  # A tall one comes out transposed.
+
+        # A recording that fails leaves its stream the current one.
+        with torch.cuda.device(matrices.device), torch.cuda.stream(torch.cuda.current_stream(matrices.device)):
+            run()  # What is loaded and allocated at a first call must not be in a graph.
+            # Other threads may go on with CUDA: those of data loaders, and NCCL's.
+            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                self._updates = run()
 
     def replay(self) -> Tensor:
         """The updates of what is in ``matrices``."""
@@ -51,9 +61,14 @@ class NewtonSchulzGraphs:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._has_failed = False
         self._graphs: dict[tuple[object, ...], NewtonSchulzGraph] = {}
         self._taken = Counter[tuple[object, ...]]()
+
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        self._graphs.clear()
 
     def begin(self) -> None:
         """Let :meth:`take` give all graphs again: nothing that one of them has returned is needed any more."""
@@ -62,12 +77,17 @@ class NewtonSchulzGraphs:
     def take(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, *, eps: float) -> NewtonSchulzGraph | None:
         """A graph that was not taken since :meth:`begin`; ``None`` if launches one by one are as good."""
         num, rows, cols = shape
-        if num * newton_schulz.flops(rows, cols) > _MOST_FLOPS:
+        if self._has_failed or num * newton_schulz.flops(rows, cols) > MOST_FLOPS:
             return None
         key = (shape, newton_schulz, eps)
         self._taken[key] += 1
         numbered = (*key, self._taken[key])
         if numbered not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
             matrices = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            self._graphs[numbered] = NewtonSchulzGraph(matrices, newton_schulz, eps=eps, pool=self._pool)
+            known: Any = {"eps": eps, "pool": self._pool, "stream": self._stream}
+            try:
+                self._graphs[numbered] = NewtonSchulzGraph(matrices, newton_schulz, **known)
+            except RuntimeError as error:  # Of memory, or of a tool that watches each kernel.
+                self._has_failed = True
+                _log.warning("Newton-Schulz is launched kernel by kernel, since it cannot be recorded: %s", error)
         return self._graphs.get(numbered)

@@ -78,11 +78,17 @@ class MatrixStep:
             plan.device,
         )
 
+    def close(self) -> None:
+        """Free what a new plan needs the memory of; local. The rest waits for a garbage collection, as in any cycle."""
+        if self._graphs is not None:
+            self._graphs.close()
+
     def run(self, agreed: AgreedGradients, states: States) -> None:
         """Update all parameters with gradients. Collective over the axes of each exchange group."""
         self._agreed, self._states = agreed, states
         taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).matrices}
         self.plan.layout.begin_step(list(agreed.gradients))
+        self.executor.begin()
         for op in self.plan.ops:
             if op.kind == OpKind.ADAMW or op.key in taking_part:
                 self.executor.execute(op)

@@ -412,6 +412,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._write_second_moments()
         self._completion.agree(routed, meshes, self._existing_state)
         self._prepare(routed)
+        if self._planned is not None:
+            self._planned.close()
         plan = make_step_plan(routed, meshes, options=options)
         self._planned_for = self._key()
         self._planned = MatrixStep(

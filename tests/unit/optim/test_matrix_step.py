@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon
-from lightning_muon.math.newton_schulz import Arithmetic
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz
 from lightning_muon.optim import matrix_step
 from lightning_muon.optim.executor import HostExecutor, make_executor
+from lightning_muon.optim.graphs import NewtonSchulzGraphs
 from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
 from tests.support.step_plans import adamw_state, plan_for
 
@@ -57,3 +58,16 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
             step.run(AgreedGradients(gradients=dict(zip(parameters, gradients, strict=True))), states)
         results.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *results))
+
+
+def test_what_cannot_be_recorded_is_launched_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = {name: mock.MagicMock() for name in ("CUDAGraph", "device", "stream", "current_stream", "Stream")}
+    refused = mock.MagicMock(side_effect=RuntimeError("operation not permitted"))
+    way, graphs = NewtonSchulz(((3.4445, -4.7750, 2.0315),), torch.float32), []
+    with mock.patch.multiple(torch.cuda, graph=refused, graph_pool_handle=mock.MagicMock(), **cuda):
+        recorded = NewtonSchulzGraphs(torch.float32, torch.device("cpu"))
+        graphs += [recorded.take((1, 8, 4), way, eps=1e-7) for _ in range(2)]
+    assert graphs == [None, None]
+    assert refused.call_count == 1
+    assert "kernel by kernel" in caplog.text
+    assert "not permitted" in caplog.text
