@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (25_695, 151),
-    "tests/**/*.py": (30_623, 251),
-    "benchmarks/**/*.py": (3_995, 19),
+    "lightning_muon/**/*.py": (25_777, 150),
+    "tests/**/*.py": (30_633, 250),
+    "benchmarks/**/*.py": (4_100, 19),
     "recipes/**/*.*": (4_922, 58),
-    "docs/**/*.md": (4_361, 31),
+    "docs/**/*.md": (4_386, 31),
     "README.md": (271, 1),
 }
 
@@ -77,7 +77,7 @@ def _positional_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def _is_prescribed(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
-    return any(name == "triton.jit" or name.rpartition(".")[2] == "override" for name in decorators)
+    return any(name.rpartition(".")[2] == "override" for name in decorators)
 
 
 def main() -> int:
