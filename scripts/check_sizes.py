@@ -20,7 +20,7 @@ MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
     "lightning_muon/**/*.py": (25_777, 150),
-    "tests/**/*.py": (30_633, 250),
+    "tests/**/*.py": (30_632, 250),
     "benchmarks/**/*.py": (4_100, 19),
     "recipes/**/*.*": (4_922, 58),
     "docs/**/*.md": (4_386, 31),
