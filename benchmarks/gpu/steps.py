@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,17 +50,18 @@ def backward_on_stream(optimizer: ParallelMuon, device: str) -> None:
 class OneRank:
     """A real model that one rank of many trains, with FSDP2, ZeRO-2 or DDP over a loopback."""
 
-    model: nn.Module
     mode: ShardingMode
     optimizer: torch.optim.Optimizer
-    device: str
+    loss: Callable[[], Tensor]  # Of a batch.
 
     def backward(self) -> None:
+        """Leave the gradients of a batch in the parameters."""
         self.mode.begin_forward()
-        self.model(torch.randn(32, 64, device=self.device)).square().mean().backward()
+        self.loss().backward()
         self.mode.finish_gradients()
 
     def step(self) -> None:
+        """Take the step of the optimizer."""
         self.optimizer.step()
         self.mode.end_step()
         self.optimizer.zero_grad()
@@ -80,7 +81,7 @@ def one_rank_of_mode(
         mode.prepare(model)
         optimizer = FlexDeMo.from_config(model, nodes) if nodes is not None else ParallelMuon(model, lr=1e-3, **muon)
         mode.attach(model, [optimizer])
-        yield OneRank(model, mode, optimizer, device)
+        yield OneRank(mode, optimizer, lambda: model(torch.randn(32, 64, device=device)).square().mean())
         mode.finish_parameters()
         mode.close()
 

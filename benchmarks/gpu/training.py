@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.gpu.loopback import loopback_world
+from benchmarks.gpu.steps import OneRank
 from lightning_muon import ModeOptions, ParallelMuon, make_mode
 
 RANKS, SEQUENCES, LENGTH = 8, 4, 2048
@@ -31,52 +31,31 @@ OPTIMIZERS: dict[str, OptimizerOf] = {
 }
 
 
-class Training:
-    """One rank of a training over a loopback, in bfloat16, with FSDP2."""
-
-    def __init__(self, optimizer_of: OptimizerOf, *, device: str, is_small: bool) -> None:
-        torch.manual_seed(0)
-        heads, kv_heads = _HEADS[is_small]
-        sizes: dict[str, Any] = _SIZES[is_small] | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
-        config = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)
-        with torch.device(device):
-            self.model = LlamaForCausalLM(config)
-        shape = (1, 32) if is_small else (SEQUENCES, LENGTH)
-        self.tokens: Tensor = torch.randint(config.vocab_size, shape, device=device)
-        mesh = init_device_mesh(device, (RANKS,), mesh_dim_names=("shard",))
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        self.mode = make_mode("fsdp", mesh, ModeOptions(mp_policy=policy))
-        self.mode.prepare(self.model)
-        self.optimizer = optimizer_of(self.model)
-        self.mode.attach(self.model, [self.optimizer])
-
-    def backward(self) -> None:
-        """Leave the gradients of a batch in the parameters."""
-        self.mode.begin_forward()
-        self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
-        self.mode.finish_gradients()
-
-    def step(self) -> None:
-        """Take the step of the optimizer."""
-        self.optimizer.step()
-        self.mode.end_step()
-        self.optimizer.zero_grad()
-
-
 @contextmanager
-def training_with(optimizer: str, *, device: str, is_small: bool) -> Iterator[Training]:
-    """A training after two steps."""
+def training_with(optimizer: str, *, device: str, is_small: bool) -> Iterator[OneRank]:
+    """One rank of a training over a loopback, in bfloat16, with FSDP2, after two steps."""
+    torch.manual_seed(0)
+    heads, kv_heads = _HEADS[is_small]
+    sizes: dict[str, Any] = _SIZES[is_small] | {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    config = LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    tokens = torch.randint(config.vocab_size, (1, 32) if is_small else (SEQUENCES, LENGTH), device=device)
     with loopback_world(RANKS):
-        training = Training(OPTIMIZERS[optimizer], device=device, is_small=is_small)
+        mesh = init_device_mesh(device, (RANKS,), mesh_dim_names=("shard",))
+        mode = make_mode("fsdp", mesh, ModeOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+        mode.prepare(model)
+        rank = OneRank(mode, OPTIMIZERS[optimizer](model), lambda: model(input_ids=tokens, labels=tokens).loss)
+        mode.attach(model, [rank.optimizer])
         for _ in range(2):
-            training.backward()
-            training.step()
-        yield training
-        training.mode.finish_parameters()
-        training.mode.close()
+            rank.backward()
+            rank.step()
+        yield rank
+        mode.finish_parameters()
+        mode.close()
 
 
-def seconds_of_steps(training: Training, synchronize: Callable[[], None], *, rounds: int = 4) -> float:
+def seconds_of_steps(training: OneRank, synchronize: Callable[[], None], *, rounds: int = 4) -> float:
     """Seconds of one step of the training, the median of ``rounds`` times three steps that no host waits between."""
     times: list[float] = []
     for _ in range(rounds):
@@ -90,7 +69,7 @@ def seconds_of_steps(training: Training, synchronize: Callable[[], None], *, rou
     return statistics.median(times)
 
 
-def idle_of_step(training: Training) -> tuple[float, float]:
+def idle_of_step(training: OneRank) -> tuple[float, float]:
     """Milliseconds in which the device runs nothing, from a profile: the longest gap, and all.
 
     From the time at which the host begins the step, while the device still runs the backward pass, to the last kernel.

@@ -1,6 +1,6 @@
 """Newton-Schulz on CUDA as one launch: a graph of its twenty kernels, which the host would launch one by one.
 
-A 512 x 2048 matrix takes an H200 0.12 ms, and a host that launches a kernel in 10 us 0.7 ms (``make gpu``).
+A 512 x 2048 matrix takes 0.11 ms as a graph and 0.39 ms kernel by kernel (an H200, ``make gpu``).
 """
 
 from __future__ import annotations

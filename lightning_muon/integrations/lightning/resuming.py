@@ -198,7 +198,7 @@ class _OneAhead:
 
 
 def _length(loader: Any) -> int | None:
-    """Number of batches of a loader or sampler; ``None`` for one without a length, which may raise either error."""
+    """Number of batches; ``None`` without a length, as Lightning takes it: a ``__len__`` that is missing or refuses."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
