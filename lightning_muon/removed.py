@@ -92,7 +92,7 @@ REMOVED: dict[str, str] = {
         "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as --cost"
     ),
     "lightning-muon trace": (
-        "each op of a step is a range of torch.profiler, see docs/monitor.md#read-a-trace; benchmarks/plan_accuracy.py draws a step "
+        "each op of a step is a range of torch.profiler, see docs/monitor.md; benchmarks/plan_accuracy.py draws a step "
         "above its prediction"
     ),
 }
