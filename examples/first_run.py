@@ -22,7 +22,13 @@ LENGTH, ROWS_PER_RANK, STEPS = (2048, 4, 200) if ON_GPU else (64, 4, 60)
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 SIZES |= {"num_key_value_heads": 8, "vocab_size": 128256}
 if not ON_GPU:
-    SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    SIZES = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 256,
+    }
 
 
 class Llama(L.LightningModule):
