@@ -23,8 +23,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,12 +34,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.loss import GPT
 from benchmarks.ranks import run_on_ranks
+from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import gather
 from lightning_muon.params.layout import local_tensor
@@ -48,43 +49,8 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
-HEADS = 4
 ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
-
-
-class Block(nn.Module):
-    """Attention and feed-forward part of a transformer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = self.norms[0](x)
-        q, k, v = (
-            part(inputs).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.queries, self.keys, self.values)
-        )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class Transformer(nn.Module):
-    """A small language model; with the defaults of this script 10.5 million parameters."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(arguments.words, arguments.width)
-        self.blocks = nn.ModuleList(Block(arguments.width) for _ in range(arguments.layers))
-        self.head = nn.Linear(arguments.width, arguments.words, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @dataclass(kw_only=True)
@@ -93,20 +59,16 @@ class Contender:
 
     net: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    no_sync: Callable[[], AbstractContextManager[Any]]  # For all micro-batches but the last.
-    finish_gradients: Callable[[], None] = lambda: None  # After the last backward pass.
+    finish_gradients: Callable[[], None] = lambda: None  # After the backward pass.
     end_step: Callable[[], None] = lambda: None
     wait: Callable[[], None] = lambda: None  # Until all parameters have arrived.
     gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # The rank's part of a reduced one.
 
-    def backward(self, batches: Sequence[Tensor]) -> None:
+    def backward(self, tokens: Tensor) -> None:
         """Gradients of one step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        for index, tokens in enumerate(batches):
-            with nullcontext() if index == len(batches) - 1 else self.no_sync():
-                loss = F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
-                (loss / len(batches)).backward()
+        F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten()).backward()
         self.finish_gradients()
 
     def step(self) -> None:
@@ -144,7 +106,9 @@ def parallel_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer
 def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
     named = dict(net.named_parameters())
     matrices = [
-        p for name, p in named.items() if p.ndim == 2 and not name.endswith(("embedding.weight", "head.weight"))
+        p
+        for name, p in named.items()
+        if p.ndim == 2 and not name.endswith(("embedding.weight", "positions.weight", "head.weight"))
     ]
     rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
     return [
@@ -174,7 +138,6 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Co
     return Contender(
         net=net,
         optimizers=made,
-        no_sync=mode.no_sync,
         finish_gradients=mode.finish_gradients,
         end_step=mode.end_step,
         wait=mode.finish_parameters,
@@ -185,7 +148,7 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Co
 def distributed_data_parallel(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
     # As views of the buckets, so that gradients are not held twice.
     net = DistributedDataParallel(new_net(arguments), gradient_as_bucket_view=True, bucket_cap_mb=arguments.bucket_mib)
-    return Contender(net=net, optimizers=optimizers(net.module), no_sync=net.no_sync)
+    return Contender(net=net, optimizers=optimizers(net.module))
 
 
 def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
@@ -194,23 +157,12 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
         fully_shard(block)
     fully_shard(net)
 
-    def set_sync(enabled: bool) -> None:
-        for unit in (unit for unit in net.modules() if isinstance(unit, FSDPModule)):
-            unit.set_requires_gradient_sync(enabled, recurse=False)
-            unit.set_is_last_backward(enabled)
-
-    @contextmanager
-    def no_sync() -> Generator[None]:
-        set_sync(False)
-        yield
-        set_sync(True)
-
-    return Contender(net=net, optimizers=optimizers(net), no_sync=no_sync)
+    return Contender(net=net, optimizers=optimizers(net))
 
 
-def new_net(arguments: argparse.Namespace) -> Transformer:
+def new_net(arguments: argparse.Namespace) -> GPT:
     torch.manual_seed(0)
-    return Transformer(arguments)
+    return GPT(words=arguments.words, width=arguments.width, layers=arguments.layers, context=arguments.length)
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
@@ -260,28 +212,27 @@ def worker(num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]
     """Measure all contenders; every rank must call it, and gets all rows."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    shape = (arguments.accumulate, arguments.batch, arguments.length)
-    batches = list(torch.randint(arguments.words, shape, generator=generator))
+    batch = torch.randint(arguments.words, (arguments.batch, arguments.length), generator=generator)
     chosen = [name for name in CONTENDERS if any(word in name for word in arguments.only)]
     contenders: dict[str, Contender] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
-        contenders[name], rows[name] = measure_memory(CONTENDERS[name], batches, arguments)
+        contenders[name], rows[name] = measure_memory(CONTENDERS[name], batch, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
         for name, values in seconds.items():
-            values.append(time_steps(contenders[name], batches, arguments.steps))
+            values.append(time_steps(contenders[name], batch, arguments.steps))
     for name, values in seconds.items():
         rows[name]["seconds"] = statistics.median(values)
     return [{"ranks": num_ranks, "name": name} | row for name, row in rows.items()]
 
 
-def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> float:
+def time_steps(contender: Contender, batch: Tensor, steps: int) -> float:
     """Seconds per step of the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(steps):
-        contender.backward(batches)
+        contender.backward(batch)
         contender.step()
     contender.wait()
     dist.barrier()
@@ -289,17 +240,17 @@ def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> f
 
 
 def measure_memory(
-    make: Callable[[argparse.Namespace], Contender], batches: Sequence[Tensor], arguments: argparse.Namespace
+    make: Callable[[argparse.Namespace], Contender], batch: Tensor, arguments: argparse.Namespace
 ) -> tuple[Contender, dict[str, Any]]:
     """Make a contender and take three steps; bytes that are sent in the third one and held in it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender = make(arguments)
         for _ in range(2):
-            contender.backward(batches)
+            contender.backward(batch)
             contender.step()
         contender.wait()
         with torch.profiler.record_function("third step"), Wire() as wire:
-            contender.backward(batches)
+            contender.backward(batch)
             held = contender.held()
             contender.step()
             contender.wait()
@@ -323,25 +274,21 @@ def peak_of(profile: torch.profiler.profile) -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
+    heads = ["contender", "ranks", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
     heads += ["MiB held: parameters", "gradients", "state", "peak MiB"]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    cells: list[list[str]] = []
     for row in rows:
         base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
-        ratios = [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
-        sizes = [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
-        cells = [str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}", *ratios, *sizes]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append([row["name"], str(row["ranks"]), f"{1e3 * row['seconds']:.0f}"])
+        cells[-1] += [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
+        cells[-1] += [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
+    return markdown(heads, cells)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     numbers = {"rounds": 7, "steps": 3, "layers": 8, "width": 256, "words": 8000, "batch": 2, "length": 32}
-    for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser = parser_of(__doc__, numbers)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     return parser.parse_args()
@@ -350,6 +297,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     print(table([row for ranks in arguments.ranks for row in run_on_ranks(worker, ranks, arguments, num_ranks=ranks)]))
+    print(origin(__spec__.name))
 
 
 if __name__ == "__main__":

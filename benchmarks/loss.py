@@ -163,26 +163,29 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes ``(batch, context)`` to logits ``(batch, context, 256)``; heads of 32 channels."""
+    """Tokens ``(batch, context)`` to logits ``(batch, context, words)``; heads of 32 channels."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, *, words: int, width: int, layers: int, context: int, init_std: float = 0.02) -> None:
         super().__init__()
-        width, layers = settings["width"], settings["layers"]
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(settings["context"], width)
+        self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # Less in layers that add to the residual stream.
                 depth = 2 * layers if name.endswith(("out.weight", "down.weight")) else 1
-                nn.init.normal_(parameter, std=settings["init_std"] / math.sqrt(depth))
+                nn.init.normal_(parameter, std=init_std / math.sqrt(depth))
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def byte_model(settings: dict[str, Any]) -> GPT:
+    return GPT(words=256, **{name: settings[name] for name in ("width", "layers", "context", "init_std")})
 
 
 @cache
@@ -291,7 +294,7 @@ class Recipe:
 
 PROGRAMS: dict[str, Supervised | Recipe] = {
     "gpt": Supervised(
-        model=GPT,
+        model=byte_model,
         loss=lambda model, batch: F.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:]),
         batches=bytes_of,
         held_out=held_out_bytes,
