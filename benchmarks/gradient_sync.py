@@ -274,12 +274,12 @@ def peak_of(profile: torch.profiler.profile) -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ["contender", "ranks", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
+    heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
     heads += ["MiB held: parameters", "gradients", "state", "peak MiB"]
     cells: list[list[str]] = []
     for row in rows:
         base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
-        cells.append([row["name"], str(row["ranks"]), f"{1e3 * row['seconds']:.0f}"])
+        cells.append([str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}"])
         cells[-1] += [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
         cells[-1] += [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
     return markdown(heads, cells)

@@ -46,9 +46,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.tables import ROOT, markdown, origin, parser_of
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 
-ROOT = Path(__file__).parents[1]
 # Options of ParallelMuon; None is torch's AdamW.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "adamw": None,
@@ -377,17 +377,18 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     curves = {name: [curve(replace(run, seed=seed), folder) for seed in seeds] for name, run in runs.items()}
     finals = {name: [each[-1][1] for each in found] for name, found in curves.items()}
     seconds = {name: median(each[-1][3] for each in found) for name, found in curves.items()}
-    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"], ["---"] * 7]
+    rows: list[list[str]] = []
     for name, run in runs.items():
         base = next(its for its in runs if runs[its].options is None and runs[its].lr == run.lr)
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
         goal = mean(finals[base])
         reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
-        lines.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
-        lines[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
+        rows.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
+        rows[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
         other = mean(each[-1][2] for each in curves[name])
-        lines[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
+    heads = ["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"]
+    return markdown(heads, rows)
 
 
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
@@ -407,19 +408,12 @@ def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    text = sysconfig.get_path("stdlib")
-    parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
-    parser.add_argument("--text", nargs="+", default=[text], help="default: Python's library")
     sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "evaluations": 20}
-    rates = {
-        "lr": 4e-3,
-        "factor": 3.0,
-        "weight-decay": 0.1,
-        "embedding-lr": 0.16,
-    }
-    for name, value in (sizes | rates | {"megabytes": 20.0, "init-std": 0.02}).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "embedding-lr": 0.16, "init-std": 0.02}
+    parser = parser_of(__doc__, sizes | rates | {"megabytes": 20.0})
+    parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
+    text = sysconfig.get_path("stdlib")
+    parser.add_argument("--text", nargs="+", default=[text], help="default: Python's library")
     parser.add_argument("--steps", type=int, default=0, help="default: as the program says")
     parser.add_argument("--tune", nargs="*", default=[], metavar="CONFIGURATION")
     parser.add_argument("--grid", action="store_true", help="all rates and factors, and no search")
@@ -443,7 +437,7 @@ def main() -> None:
         runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
         train_all(wanted, arguments.out)
-        print(f"\n{program}\n\n{table(runs, arguments)}\n", flush=True)
+        print(f"\n{program}\n\n{table(runs, arguments)}\n{origin(__spec__.name)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table whose first column is text, and the others numbers."""
-    rule = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (heads, rule, *rows))
+    """A table."""
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
 def origin(module: str) -> str:
