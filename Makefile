@@ -53,6 +53,7 @@ check: $(STAMP)
 	$(BIN)/python -m scripts.check_imports
 	$(BIN)/python -m scripts.check_sizes
 	$(BIN)/python -m scripts.check_ascii
+	$(BIN)/python -m scripts.check_figures
 	$(BIN)/python -m scripts.walks
 	@echo "make check: no complaints"
 

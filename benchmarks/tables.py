@@ -21,7 +21,7 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 def origin(module: str) -> str:
     """How to measure again what ``module`` has printed, as a line for the page."""
     command = shlex.join(["python", "-m", module.removesuffix(".__main__"), *sys.argv[1:]])
-    return f"\n`{command}` (commit {commit()})"
+    return f"\n`{command}`, commit {commit()}."
 
 
 def commit() -> str:
