@@ -180,7 +180,6 @@ class Contender:
             if op.kind in COMPUTE:
                 begin, end = ranges.spans[op.name]
                 found.setdefault((op.kind, op.items[0]), []).append(end - begin + host_seconds)
-        found["host", dist.get_rank()] = [host_seconds]
         return {key: statistics.median(values) for key, values in found.items()}, ranges
 
     def predicted(self, costs: Measured, num_steps: int) -> Timeline:
@@ -222,11 +221,8 @@ class Measured:
         return self.agreement if op.group else self.seconds_of.get((op.kind, op.items[0] if op.items else op.rank), 0.0)
 
 
-def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> Program:
-    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it.
-
-    With ``is_together`` ranks wait for each other before they step, as for the norm of all gradients.
-    """
+def in_a_row(program: Program, num_steps: int) -> Program:
+    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it."""
     rows: Program = {rank: [] for rank in program}
     for rank, ops in program.items():
         before: tuple[str, ...] = ()  # The optimizer's step.
@@ -240,9 +236,6 @@ def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> 
                 deps = tuple(name.replace("[", f"[{step} ") for name in op.deps)
                 rows[rank].append(replace(op, key=f"{step} {op.key}", deps=(*deps, *before)))
             before = tuple(op.name for op in rows[rank][-len(ops) :] if op.kind == PipelineKind.REDUCE_GRAD)
-            if is_together:
-                rows[rank].append(replace(whole, kind="norm", lane="agreement", deps=before))
-                before = (rows[rank][-1].name,)
             rows[rank].append(replace(whole, kind=PipelineKind.OPTIMIZER, deps=before, group=()))
             before = (rows[rank][-1].name,)
     return rows
