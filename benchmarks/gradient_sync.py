@@ -23,7 +23,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -59,16 +60,20 @@ class Contender:
 
     net: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    finish_gradients: Callable[[], None] = lambda: None  # After the backward pass.
+    no_sync: Callable[[], AbstractContextManager[Any]]  # For all micro-batches but the last.
+    finish_gradients: Callable[[], None] = lambda: None  # After the last backward pass.
     end_step: Callable[[], None] = lambda: None
     wait: Callable[[], None] = lambda: None  # Until all parameters have arrived.
     gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # The rank's part of a reduced one.
 
-    def backward(self, tokens: Tensor) -> None:
+    def backward(self, batches: Sequence[Tensor]) -> None:
         """Gradients of one step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten()).backward()
+        for index, tokens in enumerate(batches):
+            with nullcontext() if index == len(batches) - 1 else self.no_sync():
+                loss = F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
+                (loss / len(batches)).backward()
         self.finish_gradients()
 
     def step(self) -> None:
@@ -128,16 +133,18 @@ def zero(net: nn.Module) -> list[torch.optim.Optimizer]:
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
+def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace, **options: Any) -> Contender:
     net = new_net(arguments)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB)))
+    shape = (arguments.replicas, dist.get_world_size() // arguments.replicas)[arguments.replicas == 1 :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB), **options))
     mode.prepare(net)
     made = optimizers(net)
     mode.attach(net, made)
     return Contender(
         net=net,
         optimizers=made,
+        no_sync=mode.no_sync,
         finish_gradients=mode.finish_gradients,
         end_step=mode.end_step,
         wait=mode.finish_parameters,
@@ -148,7 +155,7 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Co
 def distributed_data_parallel(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
     # As views of the buckets, so that gradients are not held twice.
     net = DistributedDataParallel(new_net(arguments), gradient_as_bucket_view=True, bucket_cap_mb=arguments.bucket_mib)
-    return Contender(net=net, optimizers=optimizers(net.module))
+    return Contender(net=net, optimizers=optimizers(net.module), no_sync=net.no_sync)
 
 
 def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
@@ -157,7 +164,18 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
         fully_shard(block)
     fully_shard(net)
 
-    return Contender(net=net, optimizers=optimizers(net))
+    def set_sync(enabled: bool) -> None:
+        for unit in (unit for unit in net.modules() if isinstance(unit, FSDPModule)):
+            unit.set_requires_gradient_sync(enabled, recurse=False)
+            unit.set_is_last_backward(enabled)
+
+    @contextmanager
+    def no_sync() -> Generator[None]:
+        set_sync(False)
+        yield
+        set_sync(True)
+
+    return Contender(net=net, optimizers=optimizers(net), no_sync=no_sync)
 
 
 def new_net(arguments: argparse.Namespace) -> GPT:
@@ -167,7 +185,8 @@ def new_net(arguments: argparse.Namespace) -> GPT:
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
     "zero2 + ParallelMuon": partial(ours, "zero2", muon),
-    "fsdp + ParallelMuon": partial(ours, "fsdp", muon),
+    "fsdp + ParallelMuon": partial(ours, "fsdp", muon, accumulate="sharded"),
+    'fsdp, accumulate="whole" + ParallelMuon': partial(ours, "fsdp", muon, accumulate="whole"),
     "ddp + ParallelMuon": partial(ours, "ddp", muon),
     "torch DDP + torch.optim.Muon and AdamW": partial(distributed_data_parallel, torch_muon),
     "zero2 + AdamW": partial(ours, "zero2", parallel_adamw),
@@ -212,27 +231,28 @@ def worker(num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]
     """Measure all contenders; every rank must call it, and gets all rows."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    batch = torch.randint(arguments.words, (arguments.batch, arguments.length), generator=generator)
+    shape = (arguments.accumulate, arguments.batch, arguments.length)
+    batches = list(torch.randint(arguments.words, shape, generator=generator))
     chosen = [name for name in CONTENDERS if any(word in name for word in arguments.only)]
     contenders: dict[str, Contender] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
-        contenders[name], rows[name] = measure_memory(CONTENDERS[name], batch, arguments)
+        contenders[name], rows[name] = measure_memory(CONTENDERS[name], batches, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for _ in range(arguments.rounds):
         for name, values in seconds.items():
-            values.append(time_steps(contenders[name], batch, arguments.steps))
+            values.append(time_steps(contenders[name], batches, arguments.steps))
     for name, values in seconds.items():
         rows[name]["seconds"] = statistics.median(values)
     return [{"ranks": num_ranks, "name": name} | row for name, row in rows.items()]
 
 
-def time_steps(contender: Contender, batch: Tensor, steps: int) -> float:
+def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> float:
     """Seconds per step of the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(steps):
-        contender.backward(batch)
+        contender.backward(batches)
         contender.step()
     contender.wait()
     dist.barrier()
@@ -240,17 +260,17 @@ def time_steps(contender: Contender, batch: Tensor, steps: int) -> float:
 
 
 def measure_memory(
-    make: Callable[[argparse.Namespace], Contender], batch: Tensor, arguments: argparse.Namespace
+    make: Callable[[argparse.Namespace], Contender], batches: Sequence[Tensor], arguments: argparse.Namespace
 ) -> tuple[Contender, dict[str, Any]]:
     """Make a contender and take three steps; bytes that are sent in the third one and held in it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender = make(arguments)
         for _ in range(2):
-            contender.backward(batch)
+            contender.backward(batches)
             contender.step()
         contender.wait()
         with torch.profiler.record_function("third step"), Wire() as wire:
-            contender.backward(batch)
+            contender.backward(batches)
             held = contender.held()
             contender.step()
             contender.wait()
@@ -287,7 +307,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     numbers = {"rounds": 7, "steps": 3, "layers": 8, "width": 256, "words": 8000, "batch": 2, "length": 32}
-    parser = parser_of(__doc__, numbers)
+    # Micro-batches of a step, and replicas of the modes of this package.
+    parser = parser_of(__doc__, numbers | {"accumulate": 1, "replicas": 1})
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
