@@ -1,7 +1,7 @@
 """Mistakes that the tests must find, one planted at a time, each in a copy of the repository: ``make mutants``.
 
-``python -m tests.mutants`` plants all of them, ``python -m tests.mutants zero2 cli`` those whose room or file has one of
-these words. Each runs the tests of its room until one fails. It takes about half an hour on two cores.
+``python -m tests.mutants`` plants all of them, ``python -m tests.mutants zero2 cli`` those whose room or file has one
+of these words. The tests of its room run until one fails; with all that takes about 40 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ TESTS: dict[str, Sequence[str]] = {
     "engine": ["tests/unit/engine", "tests/integration/engine", "tests/integration/test_*.py"],
     "checkpoint": ["tests/unit/checkpoint", "tests/integration/checkpoint"],
     "monitor": ["tests/unit/monitor", "tests/distributed/monitor", "tests/integration/test_signals.py"],
-    "integrations": ["tests/unit/integrations", "tests/integration/test_mid_epoch.py", "tests/integration/integrations"],
+    "integrations": [
+        "tests/unit/integrations",
+        "tests/integration/test_mid_epoch.py",
+        "tests/integration/integrations",
+    ],
     "cli": ["tests/unit/cli"],
 }
 
@@ -381,7 +385,7 @@ def found_by(mutant: Mutant, *, seconds: float) -> str:
                     os.killpg(running.pid, signal.SIGKILL)
             output.seek(0)
             text = output.read()
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", text, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     if code == 1 and failed:  # Other codes say that pytest itself has failed.
         return failed[1].removeprefix("tests/")
     return "" if code == 0 else f"(pytest ended with {code}) {text[-500:]}"

@@ -49,7 +49,7 @@ def test_a_fit_on_a_local_file_ends_with_the_whole_report(
     assert losses[1] < float(untrained.split()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_end_with_a_table_of_what_ran_on_muon(tmp_path: Path) -> None:
     options = [each for each in arguments(tmp_path) if not each.startswith("--trainer.strategy")]
     options += ["--trainer.devices=2", "--trainer.max_epochs=1", "--trainer.strategy.init_args.replicate_size=1"]

@@ -120,7 +120,7 @@ open(f"{accelerator.process_index}.done", "w").close()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_unchanged_script_is_trained_by_us(both: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
     kept = {key: value for key, value in program_environment().items() if not key.startswith(("ACCELERATE_", "FSDP_"))}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -109,65 +111,70 @@ def test_fit_and_test_take_strategy_and_optimizer_from_yaml(project: Path) -> No
 
 
 _BLOCKED = """
-import runpy, sys
+import contextlib, io, sys
 
 class Blocked:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+        if name.partition(".")[0] in blocked:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Blocked())
-for name in list(sys.modules):  # A warm interpreter has imported them.
-    if name.partition(".")[0] in ("lightning_muon", *{blocked}):
-        del sys.modules[name]
-runpy.run_module("lightning_muon", run_name="__main__", alter_sys=True)
+ended = []
+for words, blocked in CASES:
+    for name in list(sys.modules):  # A warm interpreter, and the case before, have imported them.
+        if name.partition(".")[0] in ("lightning_muon", *blocked):
+            del sys.modules[name]
+    sys.argv, code, printed = ["lightning-muon", *words], 0, io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            from lightning_muon.cli.main import main
+            main()
+        except SystemExit as exiting:
+            code = exiting.code
+            if isinstance(code, str):
+                print(code)
+    ended.append((code, printed.getvalue()))
+print(repr(ended))
 """
 
 
-def _command(folder: Path, *words: str, blocked: tuple[str, ...] = (), python: str = "") -> tuple[int, str, str]:
-    """Exit code, output and errors of a command where these packages are not installed."""
-    (folder / "blocked.py").write_text(_BLOCKED.format(blocked=blocked))
+def _commands(folder: Path, cases: Sequence[Any], python: str) -> list[tuple[Any, str]]:
+    """Code and output of each case, words of the command and packages that are not installed, in one process."""
+    (folder / "blocked.py").write_text(f"CASES = {cases!r}\n{_BLOCKED}")
     done = subprocess.run(
-        [python or warm_python(), "blocked.py", *words],
-        cwd=folder, env=program_environment(), capture_output=True, text=True, timeout=60.0, check=False,
+        [python, "blocked.py"],
+        cwd=folder, env=program_environment(), capture_output=True, text=True, timeout=100.0, check=False,
     )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
 
 
 def test_help_and_version_are_quick_and_need_no_torch(tmp_path: Path) -> None:
-    torch_and_frameworks = ("torch", "lightning", "pytorch_lightning", "accelerate")
-    code, text, _ = _command(tmp_path, "--help", blocked=torch_and_frameworks, python=sys.executable)
+    absent = ("torch", "lightning", "pytorch_lightning", "accelerate")
+    (code, text), version = _commands(tmp_path, [(["--help"], absent), (["--version"], absent)], sys.executable)
     names = ("fit", "validate", "test", "predict", "plan", "convert", "doctor", "verify", "launch")
-    assert code == 0 and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
-    assert _command(tmp_path, "--version", blocked=("torch",), python=sys.executable)[:2] == (
-        0,
-        f"{lightning_muon.__version__}\n",
-    )
+    assert not code and [line.split()[0] for line in text.partition("COMMAND\n")[2].splitlines()] == list(names)
+    assert version == (0, f"{lightning_muon.__version__}\n")
 
 
 _FRAMEWORKS = ("lightning", "pytorch_lightning", "accelerate", "jsonargparse", "yaml")
+_CASES = [
+    (("fit", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
+    (("fit", "--config", "config.yaml"), ("jsonargparse",), "lightning"),
+    (("plan", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
+    (("convert", "a", "b"), _FRAMEWORKS, "lightning"),
+    (("plan", "--shapes", "t5-small", "--draw", "a.png"), ("matplotlib",), "plots"),
+    (("launch", "script.py"), ("accelerate",), "accelerate"),
+]
 
 
-@pytest.mark.parametrize(
-    ("words", "blocked", "extra"),
-    [
-        (("fit", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
-        (("fit", "--config", "config.yaml"), ("jsonargparse",), "lightning"),
-        (("plan", "--config", "config.yaml"), ("lightning", "pytorch_lightning"), "lightning"),
-        (("convert", "a", "b"), _FRAMEWORKS, "lightning"),
-        (("plan", "--shapes", "t5-small", "--draw", "a.png"), ("matplotlib",), "plots"),
-        (("launch", "script.py"), ("accelerate",), "accelerate"),
-    ],
-)
-def test_a_missing_extra_is_one_line(project: Path, words: tuple[str, ...], blocked: Any, extra: str) -> None:
-    code, _, text = _command(project, *words, blocked=blocked)
-    assert code == 2 and len(text.splitlines()) == 1
-    assert f'pip install "lightning-muon[{extra}]"' in text
-
-
-def test_plan_needs_no_framework(tmp_path: Path) -> None:
-    code, text, _ = _command(tmp_path, "plan", "--shapes", "t5-small", blocked=_FRAMEWORKS)
-    assert code == 0 and "Owners in each replica" in text
+def test_a_missing_extra_is_one_line_and_plan_needs_none(project: Path) -> None:
+    plan = (("plan", "--shapes", "t5-small"), _FRAMEWORKS)
+    *refused, (code, text) = _commands(project, [*(case[:2] for case in _CASES), plan], warm_python())
+    assert not code and "Owners in each replica" in text
+    for (words, _, extra), (code, text) in zip(_CASES, refused, strict=True):
+        assert code == 2 and len(text.splitlines()) == 1, words
+        assert f'pip install "lightning-muon[{extra}]"' in text
 
 
 @pytest.mark.parametrize(
