@@ -363,32 +363,44 @@ MUTANTS = [
 
 
 def found_by(mutant: Mutant, *, seconds: float) -> str:
-    """The test that fails with the mutant; empty if none does, and what else has happened in parentheses."""
+    """The test that fails with the mutant and not without it; else in parentheses what has happened."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
-        copy = Path(folder, "copy")
-        shutil.copytree(ROOT, copy, ignore=_NOT_COPIED)
-        path = copy / mutant.path
-        path.write_text(path.read_text().replace(mutant.old, mutant.new))
-        tests = [str(found.relative_to(copy)) for name in TESTS[mutant.room] for found in sorted(copy.glob(name))]
-        environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": folder}
-        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        with Path(folder, "output").open("w+") as output:
-            running = subprocess.Popen(
-                pytest, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                code = running.wait(seconds)
-            except subprocess.TimeoutExpired:
-                return f"(no test failed in {seconds:.0f} s)"
-            finally:
-                with suppress(ProcessLookupError):  # What tests have left running.
-                    os.killpg(running.pid, signal.SIGKILL)
-            output.seek(0)
-            text = output.read()
+        shutil.copytree(ROOT, copy := Path(folder, "copy"), ignore=_NOT_COPIED)
+        path, tests = copy / mutant.path, list[str]()
+        for pattern in TESTS[mutant.room]:
+            tests += [str(found.relative_to(copy)) for found in sorted(copy.glob(pattern))]
+        right = path.read_text()
+        path.write_text(right.replace(mutant.old, mutant.new))
+        failed, text = _run(copy, tests, seconds)
+        if failed:
+            path.write_text(right)
+            os.utime(path, (0, 0))  # Or Python takes the compiled mutant.
+            failed_before, _ = _run(copy, [failed], seconds)
+            return f"({failed} fails without it)" if failed_before else failed.removeprefix("tests/")
+        return text
+
+
+def _run(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, str]:
+    """The first test that fails; what else has happened, in parentheses."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "TMPDIR": str(copy.parent)}
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not long", *tests]
+    with (copy.parent / "output").open("w+") as output:
+        running = subprocess.Popen(
+            pytest, cwd=copy, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = running.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return "", f"(no test failed in {seconds:.0f} s)"
+        finally:
+            with suppress(ProcessLookupError):  # What tests have left running.
+                os.killpg(running.pid, signal.SIGKILL)
+        output.seek(0)
+        text = output.read()
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", text, re.MULTILINE)
     if code == 1 and failed:  # Other codes say that pytest itself has failed.
-        return failed[1].removeprefix("tests/")
-    return "" if code == 0 else f"(pytest ended with {code}) {text[-500:]}"
+        return failed[1], ""
+    return "", "" if code == 0 else f"(pytest ended with {code}) {text[-500:]}"
 
 
 def main() -> None:

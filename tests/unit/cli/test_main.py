@@ -177,61 +177,6 @@ def test_a_missing_extra_is_one_line_and_plan_needs_none(project: Path) -> None:
         assert f'pip install "lightning-muon[{extra}]"' in text
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["pln"], "there is no command 'pln'; did you mean 'plan'?"),
-        (["plan", "--shaps", "10b"], "--shaps; did you mean --shapes?"),
-        (["plan", "--shapes", "10b", "--rank-memory", "0"], "--rank-memory: must be finite and above 0, got 0.0"),
-        (["doctor", "--replicate-size", "0"], "--replicate-size: must be at least 1, got 0"),
-        (["launch", "--num_proceses", "2", "script.py"], "--num_proceses; did you mean --num_processes?"),
-        (["fit", "--config", "config.yaml", "--trainer.max_epochz=2", "--print_config"], "mean --trainer.max_epochs?"),
-        (
-            ["fit", "--trainer.max_epoch=2", "--print_config"],
-            "--trainer.max_epoch=2; did you mean --trainer.max_epochs?",
-        ),
-        (["plan", "--shapes", "10b", "--shard-siz", "8"], "arguments: --shard-siz; did you mean --shard-size?"),
-        (
-            ["fit", "--config", "config.yaml", "--trainer.strategy=parallel_muon", "--trainer.strategy.overlap=none"],
-            "For options give --trainer.strategy lightning_muon.ParallelMuonStrategy first",
-        ),
-        (
-            ["fit", "--config", "config.yaml", "--model.widt=2"],
-            "given class_path 'own.net.Net':\n        Option 'widt' is not accepted\n",
-        ),
-        ([], "required: COMMAND"),
-    ],
-)
-def test_a_mistyped_word_names_the_nearest(ended: Any, words: list[str], message: str) -> None:
-    code, _, text = ended(*words)
-    assert code == 2 and message in text
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ("trainr: {max_steps: 3}", "Option 'trainr.max_steps' is not accepted"),
-        ("trainer: {max_stepps: 3}", "Group 'trainer' does not accept option 'max_stepps'"),
-        ("trainer: [", "Problems parsing config: "),
-        ("trainer: {max_epochs: many}", "Expected a <class 'int'>"),
-        (_STRATEGY.replace("0.02", "fast"), "Expected a <class 'float'>. Got value: fast"),
-        (_STRATEGY.replace("size: 2", "size: x"), "Expected a typing.Literal['auto']"),
-        (
-            "model: {class_path: own.net.Net, init_args: {widt: 3}}",
-            "own.net.Net: there is no option 'widt'; did you mean",
-        ),
-        (_STRATEGY.replace("wrap_policy", "wrap_polici"), "'wrap_polici'; did you mean 'wrap_policy'?"),
-        (_STRATEGY.replace("w_patterns", "w_pattern"), "MuonConfig: there is no option 'adamw_pattern'; did"),
-        (_STRATEGY.replace("wrap_policy", "learning_rate"), "did you mean 'lr'? It belongs under optimizer:"),
-    ],
-)
-def test_a_wrong_line_of_a_file_is_named(ended: Any, wrong: str, said: str) -> None:
-    Path("wrong.yaml").write_text(wrong)
-    code, _, text = ended("fit", "--config", "config.yaml", "--config=wrong.yaml", "--print_config")
-    # Names of options are checked when all files have been read.
-    assert code == 2 and text.startswith(("lightning-muon fit: wrong.yaml: ", "lightning-muon: ")) and said in text
-
-
 def test_what_went_is_told_to_a_file_too(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = {"hyperbola": "it gained nothing", "sharding='zero4'": "there is no fourth stage"}
     for key, text in gone.items():
@@ -243,10 +188,6 @@ def test_what_went_is_told_to_a_file_too(ended: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_only_our_words_stand_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit, match="lightning-muon plan: there is no shape file nothing"):
-        command.main(["plan", "--shapes", "nothing"])
-    with pytest.raises(SystemExit, match="lightning-muon verify: there is no nowhere"):
-        command.main(["verify", "nowhere"])
     for raised, expected in ((ValueError("of a mesh"), ValueError), (TypeError("not iterable"), TypeError)):
         monkeypatch.setattr("lightning_muon.cli.verify._checkpoints", mock.Mock(side_effect=raised))
         monkeypatch.setattr("lightning_muon.cli.launch.run_by_us", mock.Mock(side_effect=raised))

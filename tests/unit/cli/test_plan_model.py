@@ -80,21 +80,3 @@ def test_patterns_and_fused_come_from_the_strategy(write: Any) -> None:
     assert planned.optimizer.ns_steps == 3
     assert planned.shapes.parameters[0].kind == "elementwise"
     assert planned.shapes.parameters[2].splits == (6, 6, 6)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("model: [unclosed\n  a: b\n", "is no YAML file"),
-        ("model: nothing.Here\n", "No module named 'nothing'"),
-        ("trainer: {}\n", "model"),
-        ("modle: {}\n", "did you mean 'model'"),
-        ("trainer: {devicez: 2}\n", "did you mean 'devices'"),
-    ],
-)
-def test_a_file_that_is_refused_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message) as caught:
-        read_config(path)
-    assert str(caught.value).startswith(str(path))

@@ -74,12 +74,6 @@ def test_a_process_alone_takes_the_mean_of_several_nodes() -> None:
     assert torch.equal(NodeLayout(None).of_this_node(whole[1:2], parameter), whole[1])
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (2, 4, 4), (2, 3, 4), (2, 12), (2, 1, 4, 3)])
-def test_what_was_saved_of_another_parameter_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"parameter of shape \(4, 3\) has the shape .*\(number of nodes, \*shape\)"):
-        NodeLayout(None).of_this_node(torch.zeros(shape), nn.Parameter(torch.zeros(4, 3)))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_any_changed_bit_changes_the_sum(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -11,8 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon
-from lightning_muon.params.layout import Layout
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full, ParallelMuon
 from lightning_muon.sharding.modes import ModeOptions, make_mode
 from tests.support.processes import ProcessPool
 
@@ -126,12 +125,6 @@ def test_one_node_applies_residuals_it_takes_over_once() -> None:
     assert optimizer.sent_bytes_per_step == 0
 
 
-def test_another_layout_is_refused() -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="takes gradients that FSDP2 has averaged inside of a node"):
-        FlexDeMo(model).attach(model, Layout())
-
-
 def _first_call(call: str, replicates: bool = False) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicates else None
     model = nn.Linear(4, 3)
@@ -214,44 +207,3 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         _train(optimizer, parameters, range(1, 2))
         _train(fresh, expected, range(1, 2))
         _assert_equal(parameters[:2], expected[:2])
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
-        ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
-        ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16'\), got 'fp8'"),
-        ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
-        ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
-        ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
-        ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
-        ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
-        ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),
-        ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
-        ({"replicator": "dct"}, r"replicator must be a Replicator, such as DCTTopK\(top_k=8\), got 'dct'"),
-        ({"replicator": DCTTopK}, "replicator must be a Replicator, .* got "),
-        ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
-    ],
-    ids=str,
-)
-def test_values_out_of_range_are_refused_with_the_range(options: dict[str, Any], match: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=match):
-        FlexDeMoConfig(**options)
-
-
-@pytest.mark.parametrize("replicator", [DiLoCo(period=4), NoReplication()], ids=lambda r: type(r).__name__)
-def test_a_format_means_nothing_for_nodes_by_themselves(replicator: Any) -> None:
-    with pytest.raises(ValueError, match=f"value_format=.* means nothing with {type(replicator).__name__}.* remove it"):
-        FlexDeMoConfig(replicator=replicator, value_format="fp32")
-    FlexDeMoConfig(replicator=replicator, base="adamw")
-
-
-@pytest.mark.parametrize("options", [{}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
-@pytest.mark.parametrize("key", ["momentum", "nesterov"])
-def test_an_inner_momentum_needs_muon_in_independent_nodes(options: dict[str, Any], key: str) -> None:
-    value = {"momentum": 0.9, "nesterov": False}[key]
-    for replicator in (DiLoCo(period=2), NoReplication()):
-        assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum
-    with pytest.raises(ValueError, match=rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it"):
-        FlexDeMoConfig(**options, **{key: value})

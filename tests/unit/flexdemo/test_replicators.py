@@ -192,29 +192,6 @@ def test_a_replicator_that_breaks_the_contract_is_an_error(method: str, mistake:
         check_replicator(type("_Broken", (_Largest,), {method: mistake})())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DCTTopK(chunk_size=0), "DCTTopK: chunk_size must be an integer of at least 1, got 0"),
-        (lambda: DCTTopK(top_k=-3), "DCTTopK: top_k must be an integer of at least 1"),
-        (lambda: Random(rate=0.0), r"Random: rate must be in \(0, 1\]"),
-        (lambda: Random(rate=float("nan")), r"Random: rate must be in \(0, 1\]"),
-        (lambda: Striding(rate=1.01), r"Striding: rate must be in \(0, 1\]"),
-        (lambda: Random(rate="0.5"), r"rate must be a number, got '0\.5'"),  # type: ignore[arg-type]
-        (lambda: Random(rate=0.7), r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"),
-        (lambda: DiLoCo(period=0), "DiLoCo: period must be an integer of at least 1, got 0"),
-        (lambda: DiLoCo(period=2.5), "integer of at least 1, got 2.5"),  # type: ignore[arg-type]
-        (lambda: DiLoCo(period=True), "period must be an integer"),
-        (lambda: DiLoCo(period=5, outer_lr=0.0), "outer_lr must be positive"),
-        (lambda: DiLoCo(period=5, outer_lr=float("nan")), "outer_lr must be positive"),
-        (lambda: DiLoCo(period=5, outer_momentum=1.0), r"outer_momentum must be in \[0, 1\)"),
-    ],
-)
-def test_wrong_options_name_the_class_and_the_value(make: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
-
-
 def test_decimals_of_one_nth_are_rates() -> None:
     assert [period(Random(rate).rate) for rate in (1, 0.5, 1 / 3, 0.33, 0.143, 1 / 128)] == [1, 2, 3, 3, 7, 128]
 

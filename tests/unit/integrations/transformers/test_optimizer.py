@@ -72,16 +72,6 @@ def test_numbers_of_the_arguments_count_where_none_are_given(
     assert len(texts) == (warned is not None) and all(re.search(warned or "", text) for text in texts), texts
 
 
-def test_a_wrong_option_names_the_nearest_right_one() -> None:
-    make = lightning_muon.hf.optimizer
-    with pytest.raises(TypeError, match=r"MuonConfig: there is no option 'wieght_decay'; did you mean 'weight_decay'"):
-        make(wieght_decay=0.1)
-    with pytest.raises(TypeError, match=r"FlexDeMoConfig: there is no option 'replikator'; did you mean 'replicator'"):
-        make(FlexDeMoConfig(), replikator=3)
-    with pytest.raises(TypeError, match=r"a MuonConfig or a FlexDeMoConfig, got 0\.1"):
-        make(0.1)
-
-
 def _make_under(kind: str, config: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
     with fsdp2_on_cpu(FSDP_VERSION="1") if kind == "fsdp1" else fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):

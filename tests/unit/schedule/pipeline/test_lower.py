@@ -53,6 +53,9 @@ def test_every_program_is_valid_and_takes_the_time_of_its_order(problem: tuple[s
     for rank, listed in without.spans.items():
         ends = {span.op.name: span.end for span in spans[rank]}
         assert all(ends[span.op.name] <= span.end + 1e-9 for span in listed), "an optimizer step delays nothing"
+        sums = [span.op.name for span in listed if span.op.kind == PipelineKind.REDUCE_GRAD]
+        (step,) = (op for op in program[rank] if op.kind == PipelineKind.OPTIMIZER)
+        assert sorted(step.deps) == sorted(sums), "it waits for all gradients"
 
 
 def _any_order(pipeline: Pipeline, rank_of: dict[int, int], seed: int) -> Order:
