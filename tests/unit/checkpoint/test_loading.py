@@ -1,6 +1,5 @@
 """Formats of checkpoints, and nodes that have weights of their own; whole runs are in tests/integration."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_muon import ParallelMuon
-from lightning_muon.checkpoint.loading import Checkpoint, _optimizer_of_file
 from lightning_muon.checkpoint.nodes import (
     common_weights,
     forget_own,
@@ -20,53 +17,9 @@ from lightning_muon.checkpoint.nodes import (
     show_own,
     steps_left_out,
 )
-from lightning_muon.checkpoint.saving import full_weights, names_in_groups, numbered_optimizer_state
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DCTTopK, DiLoCo, NoReplication
 from tests.support.processes import ProcessPool
-
-
-def _trained() -> tuple[nn.Module, ParallelMuon]:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2))
-    # Groups in another order than the module's.
-    optimizer = ParallelMuon([{"params": module[1:].parameters()}, {"params": module[0].parameters(), "lr": 0.5}])
-    optimizer.attach(module)
-    module(torch.ones(2, 3)).square().sum().backward()
-    optimizer.step()
-    return module, optimizer
-
-
-def test_names_become_the_numbers_of_the_optimizer_and_back() -> None:
-    module, optimizer = _trained()
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    state = {names[parameter]: state for parameter, state in optimizer.state.items()}
-    named: dict[str, Any] = {"state": state, "param_groups": groups}
-    numbered = numbered_optimizer_state(named, names_in_groups(module, optimizer))
-    assert [group["params"] for group in numbered["param_groups"]] == [[0, 1, 2, 3], [4, 5]]
-    for number, own in optimizer.state_dict()["state"].items():
-        assert all(torch.equal(numbered["state"][number][key], value) for key, value in own.items())
-    sizes = [4, 2]
-    for saved in (numbered, named):
-        states, options = _optimizer_of_file(saved, names_in_groups(module, optimizer), sizes, {})
-        assert states == state
-        assert [group["lr"] for group in options] == [group["lr"] for group in groups]
-    with pytest.raises(ValueError, match=r"param groups of \[4, 2\] parameters, the optimizer of \[6\]"):
-        _optimizer_of_file(numbered, [f"other.{number}" for number in range(6)], [6], {})
-
-
-def test_gathered_weights_go_by_the_names_of_the_module() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
-    assert list(full_weights(module)) == ["0.weight", "0.bias", "1._orig_mod.weight", "1._orig_mod.bias"]
-
-
-def test_weights_only_is_honoured(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "callbacks": Path("anything")}, tmp_path / "file.ckpt")
-    with pytest.raises(Exception, match="weights_only"):
-        Checkpoint.open(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=True)
-    content = Checkpoint.open(tmp_path / "file.ckpt", metadata_name="meta.pt", weights_only=False).content
-    assert content["callbacks"] == Path("anything")
 
 
 def _first(shape: tuple[int, int]) -> dict[str, Any]:

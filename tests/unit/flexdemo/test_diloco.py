@@ -1,6 +1,5 @@
 """DiLoCo and nodes by themselves in one process; several nodes are in tests/distributed/flexdemo."""
 
-from copy import deepcopy
 from itertools import permutations
 from typing import Any
 
@@ -62,26 +61,6 @@ def test_a_weight_trained_later_begins_where_it_is() -> None:
     assert parameters[0].grad is not None
     expected = 2 - 0.5 * LR * parameters[0].grad
     torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5])
-def test_a_run_goes_on_with_equal_bits_wherever_it_was_stopped(stop: int) -> None:
-    options = DiLoCo(period=3)
-    whole, expected = _optimizer(options)
-    _train(whole, expected, range(10))
-    first, parameters = _optimizer(options)
-    _train(first, parameters, range(stop))
-    state = deepcopy(first.state_dict())
-    second, resumed = _optimizer(options)
-    with torch.no_grad():
-        for parameter in resumed:
-            parameter.zero_()  # Weights of a node are part of its state.
-    second.load_state_dict(state)
-    _train(second, resumed, range(stop, 10))
-    _train(first, parameters, range(stop, 10))
-    for one, two, three in zip(expected, parameters, resumed, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
 
 
 def test_state_is_float32_but_for_the_anchor_which_is_weights() -> None:

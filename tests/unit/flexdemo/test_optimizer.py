@@ -1,7 +1,6 @@
 """FlexDeMo in one process: options, groups, copies, and base optimizers bit for bit; what is refused."""
 
 import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full, ParallelMuon
+from lightning_muon import FlexDeMo, Full, ParallelMuon
 from lightning_muon.sharding.modes import ModeOptions, make_mode
 from tests.support.processes import ProcessPool
 
@@ -68,22 +67,6 @@ def test_alone_it_is_its_base_bit_for_bit(
     _train(FlexDeMo(mine, lr=0.03, **options, **own), mine, range(5))
     _train(kind(theirs, lr=0.03, **options), theirs, range(5))
     _assert_equal(mine, theirs)
-
-
-@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=2)], ids=lambda r: type(r).__name__)
-def test_a_copy_goes_on_with_equal_bits(base: Any, replicator: Any) -> None:
-    model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7))
-    optimizer = FlexDeMo(model, lr=0.05, base=base, replicator=replicator, weight_decay=0.1, **FLOAT32)
-    _train(optimizer, list(model.parameters()), range(3))
-    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    _train(optimizer, list(model.parameters()), range(3, 6))
-    for other_model, other in copies:
-        assert other.config == optimizer.config
-        assert other.num_exchanges == 3
-        assert other.param_groups[0]["params"][0] is next(other_model.parameters())
-        _train(other, list(other_model.parameters()), range(3, 6))
-        _assert_equal(list(other_model.parameters()), list(model.parameters()))
 
 
 @pytest.mark.parametrize("options", [{}, {"base": "adamw"}, {"base": "muon"}], ids=str)

@@ -173,7 +173,6 @@ COMMANDS = {
             (("plan", "--shapes", "10b", "--ranks", "4", "--rank-memory", "-1"), "must be finite and above 0, got -1"),
             (("plan", "--shapes", "nothing"), "^lightning-muon plan: there is no shape file nothing"),
             (("plan", "--shapes", "lama3-8b"), r"no shape file lama3-8b \(did you mean 'llama3-8b'\?\)"),
-            (("plan", "--shapes", "10b", "--shard-size", "0"), "--shard-size: must be at least 1, got 0"),
             (("plan", "--shapes", "10b", "--shard-size", "64", "--replicate-size", "9"), "576 ranks are more than 512"),
             (("plan", "--shapes", "10b", "--draw", "plan.txt"), "plan.txt: a picture is a .png, .svg or .pdf"),
             (("plan", "--config", "nothing.yaml"), "there is no file nothing.yaml; --config takes one"),
