@@ -44,7 +44,7 @@ TESTS: dict[str, Sequence[str]] = {
         "tests/integration/test_mid_epoch.py",
         "tests/integration/integrations",
     ],
-    "cli": ["tests/unit/cli"],
+    "cli": ["tests/unit/cli", "tests/integration/checkpoint/test_damage.py"],
 }
 
 
