@@ -37,7 +37,7 @@ TESTS: dict[str, Sequence[str]] = {
     "flexdemo": ["tests/unit/flexdemo", "tests/distributed/flexdemo"],
     "pipeline": ["tests/unit/pipeline", "tests/distributed/pipeline"],
     "engine": ["tests/unit/engine", "tests/integration/engine", "tests/integration/test_*.py"],
-    "checkpoint": ["tests/unit/checkpoint", "tests/integration/checkpoint"],
+    "checkpoint": ["tests/integration/checkpoint"],
     "monitor": ["tests/unit/monitor", "tests/distributed/monitor", "tests/integration/test_signals.py"],
     "integrations": [
         "tests/unit/integrations",

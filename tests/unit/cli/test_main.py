@@ -14,7 +14,6 @@ import pytest
 
 import lightning_muon
 from lightning_muon.cli import main as command
-from lightning_muon.removed import REMOVED
 from tests.support.programs import program_environment, run_program
 from tests.support.warm_python import warm_python
 
@@ -175,16 +174,6 @@ def test_a_missing_extra_is_one_line_and_plan_needs_none(project: Path) -> None:
     for (words, _, extra), (code, text) in zip(_CASES, refused, strict=True):
         assert code == 2 and len(text.splitlines()) == 1, words
         assert f'pip install "lightning-muon[{extra}]"' in text
-
-
-def test_what_went_is_told_to_a_file_too(ended: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = {"hyperbola": "it gained nothing", "sharding='zero4'": "there is no fourth stage"}
-    for key, text in gone.items():
-        monkeypatch.setitem(REMOVED, key, text)
-    lines = ("wrap_policy: [Linear]", "hyperbola: true"), ("wrap_policy: [Linear]", "sharding: zero4")
-    for (old, new), said in zip(lines, gone.values(), strict=True):
-        Path("wrong.yaml").write_text(_STRATEGY.replace(old, new))
-        assert said in ended("fit", "--config", "config.yaml", "--config=wrong.yaml", "--print_config")[2]
 
 
 def test_only_our_words_stand_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
