@@ -72,13 +72,7 @@ MUTANTS = [
         "cols / rows if is_transposed else rows / cols",
         "rows / cols if is_transposed else cols / rows",
     ),
-    Mutant(
-        "math",
-        "newton_schulz.py",
-        "rounding is thought to grow too slowly",
-        "noise *= a * a",
-        "noise *= a",
-    ),
+    Mutant("math", "newton_schulz.py", "rounding is thought to grow too slowly", "noise *= a * a", "noise *= a"),
     Mutant(
         "math",
         "normuon.py",
@@ -170,13 +164,7 @@ MUTANTS = [
         "if message is not None:\n            raise",
         "if message is not None and rank == 0:\n            raise",
     ),
-    Mutant(
-        "sharding",
-        "zero2.py",
-        "sums of gradients are not divided",
-        "if divisor != 1:",
-        "if divisor == 1:",
-    ),
+    Mutant("sharding", "zero2.py", "sums of gradients are not divided", "if divisor != 1:", "if divisor == 1:"),
     Mutant(
         "sharding",
         "clipping.py",
@@ -290,18 +278,10 @@ MUTANTS = [
         "names[part + 1 :: num_parts]",
     ),
     Mutant(
-        "checkpoint",
-        "newest.py",
-        "the oldest checkpoint comes first",
-        "sorted(found, reverse=True)",
-        "sorted(found)",
+        "checkpoint", "newest.py", "the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)"
     ),
     Mutant(
-        "monitor",
-        "watchdog.py",
-        "ranks are ended after one look",
-        "min(a.beat, b.beat) < 2",
-        "min(a.beat, b.beat) < 0",
+        "monitor", "watchdog.py", "ranks are ended after one look", "min(a.beat, b.beat) < 2", "min(a.beat, b.beat) < 0"
     ),
     Mutant(
         "monitor",

@@ -13,7 +13,6 @@ from lightning_muon.config import (
     check_hyperparameters,
     name_of_function,
     takes_options,
-    unknown_option,
 )
 from lightning_muon.engine.options import Options
 
@@ -28,22 +27,6 @@ def test_the_defaults_are_valid_and_frozen() -> None:
 def test_numbers_of_other_libraries_and_lists_are_taken() -> None:
     config = MuonConfig(lr=torch.tensor(0.5), betas=[0, 0.5], adamw_patterns=["*.x"], max_skipped_steps=0)  # type: ignore[arg-type]
     assert (float(config.lr), config.betas, config.adamw_patterns) == (0.5, [0, 0.5], ["*.x"])
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("shard_sise", "there is no option 'shard_sise'; did you mean 'shard_size'?"),
-        ("momentum", "there is no option 'momentum'; it belongs under optimizer:"),
-        ("momentun", "there is no option 'momentun'; did you mean 'momentum'? It belongs under optimizer:"),
-        ("learning_rate", "there is no option 'learning_rate'; did you mean 'lr'? It belongs under optimizer:"),
-        ("colour", "there is no option 'colour'; the options are timeout, shard_size"),
-        (1, "there is no option 1; the options are timeout, shard_size"),
-    ],
-)
-def test_an_unknown_option_is_met_with_what_helps(key: object, message: str) -> None:
-    assert unknown_option(key, ["timeout", "shard_size"], {"under optimizer:": ["lr", "momentum"]}) == message
-    assert unknown_option(key, []) == f"there is no option {key!r}; it takes none"
 
 
 def test_a_wrong_keyword_names_the_nearest_one() -> None:

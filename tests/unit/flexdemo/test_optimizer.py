@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import FlexDeMo, Full, ParallelMuon
-from lightning_muon.sharding.modes import ModeOptions, make_mode
 from tests.support.processes import ProcessPool
 
 SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
@@ -124,17 +123,6 @@ def test_nodes_without_a_mesh_or_averaged_by_fsdp_are_refused(gloo: ProcessPool,
     gloo.expect_error_on_all_ranks(_first_call, call, match=r"FlexDeMo\(\.\.\., mesh=init_device_mesh", world_size=2)
     between = r"averages between the nodes .*fully_shard\(module, mesh=mesh\['shard'\]\)"
     gloo.expect_error_on_all_ranks(_first_call, call, True, match=between)
-
-
-def _with_axes(names: tuple[str, ...], is_mode: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 1)[: len(names)], mesh_dim_names=names)
-    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)) if is_mode else FlexDeMo(nn.Linear(4, 3), mesh=mesh)
-
-
-@pytest.mark.parametrize("is_mode", [False, True])
-@pytest.mark.parametrize("names", [("shard", "replicate"), ("replicate",), ("replicate", "shard", "tensor")])
-def test_other_meshes_are_refused(gloo: ProcessPool, names: tuple[str, ...], is_mode: bool) -> None:
-    gloo.expect_error_on_all_ranks(_with_axes, names, is_mode, match="takes a mesh with the axes", world_size=2)
 
 
 def _add_and_freeze() -> list[list[torch.Tensor]]:

@@ -17,6 +17,7 @@ from lightning_muon import (
     MuonConfig,
     ParallelMuon,
 )
+from lightning_muon.comm.groups import shard_axis
 from lightning_muon.engine.conversion import convert_optimizer, convert_optimizers
 from lightning_muon.flexdemo.nodes import NodeLayout
 from lightning_muon.params.layout import Layout, sharded_axes
@@ -191,6 +192,10 @@ MODELS = {
     "another layout": Table(
         lambda model: FlexDeMo(model).attach(model, Layout()),
         [(nn.Linear(4, 3), "takes gradients that FSDP2 has averaged inside of a node")],
+    ),
+    "the mesh of FlexDeMo": Table(
+        lambda *axes: shard_axis(_axes(*axes)),
+        [(axes, "takes a mesh with the axes") for axes in (("shard", "replicate"), ("replicate",), ("a", "b", "c"))],
     ),
     "the state of another parameter": Table(
         _node_layout,
