@@ -48,12 +48,200 @@ TESTS: dict[str, Sequence[str]] = {
 }
 
 
+# File of the package -> mistakes: what it is, and the text, which occurs there once, before and after.
+MISTAKES: dict[str, list[tuple[str, str, str]]] = {
+    "math/newton_schulz.py": [
+        (
+            "the rate of a matrix with swapped axes",
+            "cols / rows if is_transposed else rows / cols",
+            "rows / cols if is_transposed else cols / rows",
+        ),
+        ("rounding is thought to grow too slowly", "noise *= a * a", "noise *= a"),
+    ],
+    "math/normuon.py": [
+        ("weights of a moving average the wrong way round", "mean(-1), 1 - beta2)", "mean(-1), beta2)"),
+    ],
+    "schedule/assign.py": [
+        ("the heap of loads is stale", "(*loads[rank], rank))", "(load_flops, load_bytes, rank))"),
+        (
+            "a bucket is closed one matrix early",
+            "filled + sizes[matrix] > least * bucket_bytes",
+            "filled + sizes[matrix] >= least * bucket_bytes",
+        ),
+        ("an owner's own piece counts as sent", "gather_sent[owner] -= own", "gather_sent[owner] -= 0"),
+    ],
+    "schedule/pipeline/play.py": [
+        (
+            "messages of one link run at the same time",
+            "begin = max(self.now, self._link_free.get(link, 0.0))",
+            "begin = self.now",
+        ),
+    ],
+    "schedule/pipeline/lower.py": [
+        (
+            "an optimizer step that waits for its first gradients only",
+            "deps = tuple(op.name for op in sums)",
+            "deps = tuple(op.name for op in sums[:1])",
+        ),
+    ],
+    "schedule/pipeline/checks.py": [
+        ("the memory limit is off by one", "if held > pipeline.memory_limit:", "if held > pipeline.memory_limit + 1:"),
+    ],
+    "params/layout.py": [
+        (
+            "boxes of uneven shards are too small",
+            "length = -(-shape[dim] // mesh_shape[0])",
+            "length = shape[dim] // mesh_shape[0]",
+        ),
+    ],
+    "params/routing.py": [
+        (
+            "fused matrices are cut along the other axis",
+            'int((key == "fused_inputs") != routes[i].is_transposed)',
+            'int((key == "fused_inputs") == routes[i].is_transposed)',
+        ),
+        ("a matrix that is tied to an embedding runs on Muon", "elif blocking is not None:", "elif blocking is None:"),
+    ],
+    "comm/collectives.py": [
+        ("buckets in the order of forward", "key=lambda group: -group[-1]", "key=lambda group: group[-1]"),
+    ],
+    "comm/groups.py": [
+        ("a group of one's own is shared", "_made().make(ranks, backend)", "_made().share(ranks, backend)"),
+    ],
+    "comm/agreement.py": [
+        (
+            "errors of other ranks than the first are not raised",
+            "if message is not None:\n            raise",
+            "if message is not None and rank == 0:\n            raise",
+        ),
+    ],
+    "sharding/zero2.py": [
+        ("sums of gradients are not divided", "if divisor != 1:", "if divisor == 1:"),
+    ],
+    "sharding/clipping.py": [
+        (
+            "elements on several ranks count several times in the norm",
+            "if parameter not in copies], layout, sharded=True)",
+            "if parameter not in copies], layout, sharded=False)",
+        ),
+    ],
+    "sharding/reducer.py": [
+        (
+            "gradients that come late are lost",
+            "self._launch(index, left_over, is_left_over=True)",
+            "self._launch(index, (), is_left_over=True)",
+        ),
+    ],
+    "optim/matrix_step.py": [
+        (
+            "no weight decay of matrices",
+            "self._decay(views, updates, lr * weight_decay,",
+            "self._decay(views, updates, 0.0,",
+        ),
+        (
+            "the learning rate of the first step stays",
+            "lr = shared_lr * factor",
+            'lr = vars(self).setdefault("lr", shared_lr * factor)',
+        ),
+    ],
+    "optim/moments.py": [
+        ("second moments of NorMuon are not saved", "if matrix.owners[0] == axes.rank:", "if matrix.owners[0] == -1:"),
+    ],
+    "flexdemo/bucket.py": [
+        ("sums over the nodes are no means", "self._received.float().div_(self._num_nodes)", "self._received.float()"),
+    ],
+    "flexdemo/replicators.py": [
+        ("what was sent is added to the residual", "components.indices, alpha=-1)", "components.indices, alpha=1)"),
+    ],
+    "flexdemo/diloco.py": [
+        (
+            "nodes average one step too early",
+            "if self.num_steps % self._options.period == 0:",
+            "if (self.num_steps + 1) % self._options.period == 0:",
+        ),
+    ],
+    "pipeline/batch_run.py": [
+        (
+            "gradients of tied weights are not summed",
+            "torch.stack([found[stage] for stage in sorted(found)]).sum(0)",
+            "found[min(found)]",
+        ),
+        ("the same dropout in each micro-batch", "dist.get_rank(), stage, microbatch))", "dist.get_rank(), stage))"),
+    ],
+    "pipeline/backward.py": [
+        ("weights beside the way to the inputs get no gradient", "starts += self.roots", "starts += []"),
+    ],
+    "engine/training.py": [
+        (
+            "tokens are counted as if no micro-batches were accumulated",
+            "self.tokens.divisor(loss_divided_by)",
+            "self.tokens.divisor(1)",
+        ),
+        ("a step with NaN in the gradients is taken", "parameter.grad = None", "parameter.grad = parameter.grad"),
+    ],
+    "engine/conversion.py": [
+        (
+            "the next training begins with the learning rate of the last one",
+            "        _copy_rates(optimizer, used)\n",
+            "",
+        ),
+    ],
+    "checkpoint/manifest.py": [
+        (
+            "hashes are not compared",
+            'return None if sha256.hexdigest() == entry["sha256"] else',
+            "return None if sha256.hexdigest() else",
+        ),
+        ("no rank reads the first file", "names[part::num_parts]", "names[part + 1 :: num_parts]"),
+    ],
+    "checkpoint/newest.py": [
+        ("the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)"),
+    ],
+    "monitor/watchdog.py": [
+        ("ranks are ended after one look", "min(a.beat, b.beat) < 2", "min(a.beat, b.beat) < 0"),
+    ],
+    "monitor/step_monitor.py": [
+        (
+            "times are summed over the ranks",
+            "key: value / len(rows) for key, value in sums.items()",
+            "key: value for key, value in sums.items()",
+        ),
+    ],
+    "monitor/signals.py": [
+        ("a signal counts only if all ranks have got it", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
+    ],
+    "integrations/lightning/resuming.py": [
+        ("batches that were read are counted in the size of now", "num_ranks * now)", "num_ranks * then)"),
+        ("random states are not restored", "set_random_state(now)", "set_random_state(random_state())"),
+    ],
+    "integrations/accelerate/accelerator.py": [
+        (
+            "accumulated losses count as whole ones",
+            "loss_divided_by=self.gradient_accumulation_steps",
+            "loss_divided_by=1",
+        ),
+    ],
+    "cli/verify.py": [
+        ("the last checkpoint decides alone", "is_good = is_good and bad == []", "is_good = bad == []"),
+    ],
+    "cli/plan_fit.py": [
+        ("the bubble is one micro-batch too long", "(way.passes + way.pipeline - 1)", "(way.passes + way.pipeline)"),
+    ],
+    "cli/convert.py": [
+        (
+            "a damaged checkpoint is converted",
+            "if source.suffix != _SAFETENSORS and (bad",
+            "if source.suffix == _SAFETENSORS and (bad",
+        ),
+    ],
+}
+
+
 @dataclass(frozen=True)
 class Mutant:
-    """A mistake: in a file of the package ``old``, which occurs there once, becomes ``new``."""
+    """A mistake in a file."""
 
-    room: str
-    file: str  # In the room.
+    file: str
     mistake: str
     old: str
     new: str
@@ -61,285 +249,15 @@ class Mutant:
     @property
     def path(self) -> Path:
         """The file, from the root of the repository."""
-        return Path("lightning_muon", self.room, self.file)
+        return Path("lightning_muon", self.file)
+
+    @property
+    def room(self) -> str:
+        """The one whose tests must find it."""
+        return max((room for room in TESTS if self.file.startswith(f"{room}/")), key=len)
 
 
-MUTANTS = [
-    Mutant(
-        "math",
-        "newton_schulz.py",
-        "the rate of a matrix with swapped axes",
-        "cols / rows if is_transposed else rows / cols",
-        "rows / cols if is_transposed else cols / rows",
-    ),
-    Mutant("math", "newton_schulz.py", "rounding is thought to grow too slowly", "noise *= a * a", "noise *= a"),
-    Mutant(
-        "math",
-        "normuon.py",
-        "weights of a moving average the wrong way round",
-        "mean(-1), 1 - beta2)",
-        "mean(-1), beta2)",
-    ),
-    Mutant(
-        "schedule",
-        "assign.py",
-        "the heap of loads is stale",
-        "(*loads[rank], rank))",
-        "(load_flops, load_bytes, rank))",
-    ),
-    Mutant(
-        "schedule",
-        "assign.py",
-        "a bucket is closed one matrix early",
-        "filled + sizes[matrix] > least * bucket_bytes",
-        "filled + sizes[matrix] >= least * bucket_bytes",
-    ),
-    Mutant(
-        "schedule",
-        "assign.py",
-        "an owner's own piece counts as sent",
-        "gather_sent[owner] -= own",
-        "gather_sent[owner] -= 0",
-    ),
-    Mutant(
-        "schedule/pipeline",
-        "play.py",
-        "messages of one link run at the same time",
-        "begin = max(self.now, self._link_free.get(link, 0.0))",
-        "begin = self.now",
-    ),
-    Mutant(
-        "schedule/pipeline",
-        "lower.py",
-        "an optimizer step that waits for its first gradients only",
-        "deps = tuple(op.name for op in sums)",
-        "deps = tuple(op.name for op in sums[:1])",
-    ),
-    Mutant(
-        "schedule/pipeline",
-        "checks.py",
-        "the memory limit is off by one",
-        "if held > pipeline.memory_limit:",
-        "if held > pipeline.memory_limit + 1:",
-    ),
-    Mutant(
-        "params",
-        "layout.py",
-        "boxes of uneven shards are too small",
-        "length = -(-shape[dim] // mesh_shape[0])",
-        "length = shape[dim] // mesh_shape[0]",
-    ),
-    Mutant(
-        "params",
-        "routing.py",
-        "fused matrices are cut along the other axis",
-        'int((key == "fused_inputs") != routes[i].is_transposed)',
-        'int((key == "fused_inputs") == routes[i].is_transposed)',
-    ),
-    Mutant(
-        "params",
-        "routing.py",
-        "a matrix that is tied to an embedding runs on Muon",
-        "elif blocking is not None:",
-        "elif blocking is None:",
-    ),
-    Mutant(
-        "comm",
-        "collectives.py",
-        "buckets in the order of forward",
-        "key=lambda group: -group[-1]",
-        "key=lambda group: group[-1]",
-    ),
-    Mutant(
-        "comm",
-        "groups.py",
-        "a group of one's own is shared",
-        "_made().make(ranks, backend)",
-        "_made().share(ranks, backend)",
-    ),
-    Mutant(
-        "comm",
-        "agreement.py",
-        "errors of other ranks than the first are not raised",
-        "if message is not None:\n            raise",
-        "if message is not None and rank == 0:\n            raise",
-    ),
-    Mutant("sharding", "zero2.py", "sums of gradients are not divided", "if divisor != 1:", "if divisor == 1:"),
-    Mutant(
-        "sharding",
-        "clipping.py",
-        "elements on several ranks count several times in the norm",
-        "if parameter not in copies], layout, sharded=True)",
-        "if parameter not in copies], layout, sharded=False)",
-    ),
-    Mutant(
-        "sharding",
-        "reducer.py",
-        "gradients that come late are lost",
-        "self._launch(index, left_over, is_left_over=True)",
-        "self._launch(index, (), is_left_over=True)",
-    ),
-    Mutant(
-        "optim",
-        "matrix_step.py",
-        "no weight decay of matrices",
-        "self._decay(views, updates, lr * weight_decay,",
-        "self._decay(views, updates, 0.0,",
-    ),
-    Mutant(
-        "optim",
-        "matrix_step.py",
-        "the learning rate of the first step stays",
-        "lr = shared_lr * factor",
-        'lr = vars(self).setdefault("lr", shared_lr * factor)',
-    ),
-    Mutant(
-        "optim",
-        "moments.py",
-        "second moments of NorMuon are not saved",
-        "if matrix.owners[0] == axes.rank:",
-        "if matrix.owners[0] == -1:",
-    ),
-    Mutant(
-        "flexdemo",
-        "bucket.py",
-        "sums over the nodes are no means",
-        "self._received.float().div_(self._num_nodes)",
-        "self._received.float()",
-    ),
-    Mutant(
-        "flexdemo",
-        "replicators.py",
-        "what was sent is added to the residual",
-        "components.indices, alpha=-1)",
-        "components.indices, alpha=1)",
-    ),
-    Mutant(
-        "flexdemo",
-        "diloco.py",
-        "nodes average one step too early",
-        "if self.num_steps % self._options.period == 0:",
-        "if (self.num_steps + 1) % self._options.period == 0:",
-    ),
-    Mutant(
-        "pipeline",
-        "batch_run.py",
-        "gradients of tied weights are not summed",
-        "torch.stack([found[stage] for stage in sorted(found)]).sum(0)",
-        "found[min(found)]",
-    ),
-    Mutant(
-        "pipeline",
-        "batch_run.py",
-        "the same dropout in each micro-batch",
-        "dist.get_rank(), stage, microbatch))",
-        "dist.get_rank(), stage))",
-    ),
-    Mutant(
-        "pipeline",
-        "backward.py",
-        "weights beside the way to the inputs get no gradient",
-        "starts += self.roots",
-        "starts += []",
-    ),
-    Mutant(
-        "engine",
-        "training.py",
-        "tokens are counted as if no micro-batches were accumulated",
-        "self.tokens.divisor(loss_divided_by)",
-        "self.tokens.divisor(1)",
-    ),
-    Mutant(
-        "engine",
-        "training.py",
-        "a step with NaN in the gradients is taken",
-        "parameter.grad = None",
-        "parameter.grad = parameter.grad",
-    ),
-    Mutant(
-        "engine",
-        "conversion.py",
-        "the next training begins with the learning rate of the last one",
-        "        _copy_rates(optimizer, used)\n",
-        "",
-    ),
-    Mutant(
-        "checkpoint",
-        "manifest.py",
-        "hashes are not compared",
-        'return None if sha256.hexdigest() == entry["sha256"] else',
-        "return None if sha256.hexdigest() else",
-    ),
-    Mutant(
-        "checkpoint",
-        "manifest.py",
-        "no rank reads the first file",
-        "names[part::num_parts]",
-        "names[part + 1 :: num_parts]",
-    ),
-    Mutant(
-        "checkpoint", "newest.py", "the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)"
-    ),
-    Mutant(
-        "monitor", "watchdog.py", "ranks are ended after one look", "min(a.beat, b.beat) < 2", "min(a.beat, b.beat) < 0"
-    ),
-    Mutant(
-        "monitor",
-        "step_monitor.py",
-        "times are summed over the ranks",
-        "key: value / len(rows) for key, value in sums.items()",
-        "key: value for key, value in sums.items()",
-    ),
-    Mutant(
-        "monitor",
-        "signals.py",
-        "a signal counts only if all ranks have got it",
-        "dist.ReduceOp.MAX",
-        "dist.ReduceOp.MIN",
-    ),
-    Mutant(
-        "integrations",
-        "lightning/resuming.py",
-        "batches that were read are counted in the size of now",
-        "num_ranks * now)",
-        "num_ranks * then)",
-    ),
-    Mutant(
-        "integrations",
-        "lightning/resuming.py",
-        "random states are not restored",
-        "set_random_state(now)",
-        "set_random_state(random_state())",
-    ),
-    Mutant(
-        "integrations",
-        "accelerate/accelerator.py",
-        "accumulated losses count as whole ones",
-        "loss_divided_by=self.gradient_accumulation_steps",
-        "loss_divided_by=1",
-    ),
-    Mutant(
-        "cli",
-        "verify.py",
-        "the last checkpoint decides alone",
-        "is_good = is_good and bad == []",
-        "is_good = bad == []",
-    ),
-    Mutant(
-        "cli",
-        "plan_fit.py",
-        "the bubble is one micro-batch too long",
-        "(way.passes + way.pipeline - 1)",
-        "(way.passes + way.pipeline)",
-    ),
-    Mutant(
-        "cli",
-        "convert.py",
-        "a damaged checkpoint is converted",
-        "if source.suffix != _SAFETENSORS and (bad",
-        "if source.suffix == _SAFETENSORS and (bad",
-    ),
-]
+MUTANTS = [Mutant(file, *mistake) for file, mistakes in MISTAKES.items() for mistake in mistakes]
 
 
 def found_by(mutant: Mutant, *, seconds: float) -> str:
@@ -390,14 +308,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="how many to plant at the same time")
     parser.add_argument("--seconds", type=float, default=900, help="time for the tests of one")
     chosen = parser.parse_args()
-    mutants = [each for each in MUTANTS if not chosen.words or any(word in str(each.path) for word in chosen.words)]
+    mutants = [each for each in MUTANTS if not chosen.words or any(word in each.file for word in chosen.words)]
     num_found, begun = 0, time.monotonic()
     with ThreadPoolExecutor(chosen.jobs) as threads:
         found = threads.map(partial(found_by, seconds=chosen.seconds), mutants)
         for mutant, test in zip(mutants, found, strict=True):
             is_found = bool(test) and not test.startswith("(")
             num_found += is_found
-            place = f"{mutant.path.relative_to('lightning_muon')}: {mutant.mistake}"
+            place = f"{mutant.file}: {mutant.mistake}"
             print(f"{'found' if is_found else 'NOT FOUND':10}{place:95}{test}", flush=True)  # noqa: T201
     minutes = (time.monotonic() - begun) / 60
     least = min(LEAST_FOUND, len(mutants))
