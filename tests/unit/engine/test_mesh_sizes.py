@@ -29,6 +29,15 @@ from tests.support.processes import ProcessPool
         ({"data_parallel_size": 2, "tensor_parallel_size": 4}, 2, 4, (1, 2)),
         ({"tensor_parallel_size": 2}, 2, 4, (1, 4)),
         ({"tensor_parallel_size": 2, "replicate_size": 2}, 2, 4, (2, 2)),
+        # Stages on different nodes, replicas between those that are left.
+        ({"pipeline_size": 2}, 1, 2, (1, 1)),
+        ({"pipeline_size": 2}, 1, 8, (1, 4)),
+        ({"pipeline_size": 2}, 2, 4, (1, 4)),
+        ({"pipeline_size": 2}, 4, 4, (2, 4)),
+        ({"pipeline_size": 2}, 3, 4, (1, 6)),
+        ({"pipeline_size": 2, "replicate_size": 2}, 1, 8, (2, 2)),
+        ({"pipeline_size": 2, "shard_size": 2}, 1, 8, (2, 2)),
+        ({"pipeline_size": 2, "shard_size": 1, "replicate_size": 4}, 1, 8, (4, 1)),
     ],
 )
 def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expected: Any) -> None:

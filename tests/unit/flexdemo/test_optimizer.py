@@ -1,17 +1,19 @@
-"""FlexDeMo in one process: options, groups, copies, and base optimizers bit for bit; what is refused."""
+"""FlexDeMo and DiLoCo in one process: base optimizers bit for bit, state, and nodes without a mesh."""
 
 import copy
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import FlexDeMo, Full, ParallelMuon
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full, NoReplication, ParallelMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import set_gradients
 
 SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -22,15 +24,9 @@ def _parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Pa
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def _set_grads(parameters: list[nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
 def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> None:
     for step in steps:
-        _set_grads(parameters, step)
+        set_gradients(parameters, step)
         optimizer.step()
 
 
@@ -178,3 +174,78 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         _train(optimizer, parameters, range(1, 2))
         _train(fresh, expected, range(1, 2))
         _assert_equal(parameters[:2], expected[:2])
+
+
+LR = 0.05
+
+
+def _optimizer(replicator: Any, **options: Any) -> tuple[FlexDeMo, list[nn.Parameter]]:
+    parameters = _parameters()
+    return FlexDeMo(parameters, lr=LR, replicator=replicator, **({"sign": False} | options)), parameters
+
+
+def test_training_begins_with_weights_loaded_before_step_one() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=2, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    optimizer.state_dict()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(2.0)
+    gradients: list[list[Tensor]] = []
+    for step in range(2):
+        set_gradients(parameters, step)
+        gradients.append([parameter.grad for parameter in parameters if parameter.grad is not None])
+        optimizer.step()
+    for parameter, one, two in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), 2 - 0.5 * LR * (one + two), rtol=0, atol=1e-6)
+
+
+def test_a_weight_trained_later_begins_where_it_is() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=1, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    parameters[0].requires_grad_(False)
+    optimizer.state_dict()
+    with torch.no_grad():
+        parameters[0].fill_(2.0)
+    set_gradients(parameters[1:], 0)
+    optimizer.step()
+    assert (parameters[0] == 2).all()
+    parameters[0].requires_grad_(True)
+    set_gradients(parameters, 1)
+    optimizer.step()
+    assert parameters[0].grad is not None
+    expected = 2 - 0.5 * LR * parameters[0].grad
+    torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_state_is_float32_but_for_the_anchor_which_is_weights() -> None:
+    optimizer = FlexDeMo(nn.Linear(7, 13).bfloat16(), replicator=DiLoCo(period=2))
+    for state in optimizer.state_dict()["state"].values():
+        dtypes = {key: value.dtype for key, value in state.items()}
+        of_weights = dict.fromkeys(("anchor", "node_weights"), torch.bfloat16)
+        assert dtypes == of_weights | dict.fromkeys(("outer_momentum", "has_moved"), torch.float32)
+
+
+def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=4))
+    _train(optimizer, parameters, range(2))
+    own = [parameter.detach().clone() for parameter in parameters]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with optimizer.common_weights():
+        assert not torch.equal(parameters[0], own[0])
+        state = optimizer.state_dict()["state"]
+    for number, weights in enumerate(own):
+        assert torch.equal(state[number]["node_weights"][0], weights)
+        assert torch.equal(parameters[number], weights)
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "replicator"),
+    list(permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)),
+    ids=lambda replicator: type(replicator).__name__,
+)
+def test_a_state_of_another_way_of_synchronizing_is_refused(saved_with: Any, replicator: Any) -> None:
+    before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
+    _train(before, parameters, range(2))
+    optimizer, _ = _optimizer(replicator, base="adamw", sign="auto")
+    words = {DCTTopK: "components of momenta", DiLoCo: "DiLoCo", NoReplication: "NoReplication"}
+    with pytest.raises(ValueError, match=f"saved with {words[type(saved_with)]}, the replicator is .*now"):
+        optimizer.load_state_dict(before.state_dict())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.pipeline import SCHEDULES
 from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK
@@ -24,23 +23,3 @@ def test_numbers_take_the_place_of_auto() -> None:
     options = PipelineOptions(pipeline_schedule="zb_1p", pipeline_microbatches=6, pipeline_stages_per_rank=3)
     options.check_pipeline(2)
     assert (options.num_microbatches(2), options.stages_per_rank) == (6, 3)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_nodes", "num_processes", "expected"),
-    [
-        ({}, 1, 2, (1, 1)),
-        ({}, 1, 8, (1, 4)),
-        ({}, 2, 4, (1, 4)),  # A stage on each node.
-        ({}, 4, 4, (2, 4)),
-        ({}, 3, 4, (1, 6)),
-        ({"replicate_size": 2}, 1, 8, (2, 2)),
-        ({"shard_size": 2}, 1, 8, (2, 2)),
-        ({"shard_size": 1, "replicate_size": 4}, 1, 8, (4, 1)),
-    ],
-)
-def test_ranks_of_a_stage_are_replicas_and_shards(
-    sizes: dict[str, int], num_nodes: int, num_processes: int, expected: tuple[int, int]
-) -> None:
-    chosen = MeshSizes(pipeline_size=2, **sizes)
-    assert chosen.resolve(num_nodes=num_nodes, num_processes=num_processes) == expected
