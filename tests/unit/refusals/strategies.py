@@ -98,7 +98,6 @@ STRATEGIES = {
             (({}, {"context_size": 2}), "context_size=2"),
             (({"kind": DistributedType.MULTI_CPU}, {"pipeline_size": 2}), "pipeline_size=2: no loop of Accelerate"),
             (({}, {"pipeline_size": 2, "sharding": "none"}), "use ParallelMuonStrategy of Lightning, or .* of Fabric"),
-            (({}, {"async_save": True}), "async_save=True goes with Lightning and Fabric"),
         ],
     ),
     "processes that Accelerate overlooks": Table(_launched, [("2", "2 processes were launched")]),

@@ -74,6 +74,8 @@ def _local(value: Any) -> Any:
     [
         (2, {"variables": {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}}),
         (2, {"is_fsdp": False, "sharding": "zero2"}),
+        (2, {"async_save": True}),
+        (2, {"is_fsdp": False, "sharding": "ddp", "async_save": True}),
         (4, {"replicate_size": 2, "shard_size": 2, "optimizer": _FLEXDEMO}),
         (2, {"is_fsdp": False, "replicate_size": 2, "optimizer": _DILOCO}),
     ],
@@ -91,6 +93,24 @@ def test_a_resumed_training_is_bit_equal(
         for name, state in expected_states.items():
             assert state.keys() == states[name].keys()
             assert all(torch.equal(torch.as_tensor(states[name][key]), torch.as_tensor(state[key])) for key in state)
+
+
+def _save_twice(directory: str) -> None:
+    with training_on_cpu(async_save=True) as (accelerator, *_):
+        accelerator.save_state(f"{directory}/1")
+        accelerator.save_state(f"{directory}/2")
+        assert Path(directory, "1", "optimizer_0", "manifest.json").exists(), "the second save waits for the first"
+        accelerator.save_state(f"{directory}/1")
+
+
+def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.expect_error_on_all_ranks(
+        _save_twice,
+        str(tmp_path),
+        match="has pytorch_model_fsdp_0, optimizer_0 already",
+        exception=FileExistsError,
+        world_size=2,
+    )
 
 
 @pytest.mark.parametrize(
