@@ -16,7 +16,7 @@ from lightning_muon.cli.launch import launch_command, run_by_us, split_config
 from lightning_muon.cli.main import main
 from lightning_muon.cli.plan_model import read_config
 from lightning_muon.params.shapes import read_shapes
-from tests.unit.refusals.table import Table
+from tests.unit.refusals import Table
 
 
 class _EndedError(Exception):

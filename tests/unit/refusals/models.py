@@ -33,7 +33,7 @@ from lightning_muon.sharding.modes import ModeOptions, make_mode
 from lightning_muon.sharding.shard_model import check_layers, check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.unit.pipeline.test_cut import Net
-from tests.unit.refusals.table import INF, NAN, Table
+from tests.unit.refusals import INF, NAN, Table
 from tests.unit.sharding.test_context_parallel import OneAxis
 
 

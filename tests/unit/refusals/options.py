@@ -27,7 +27,7 @@ from lightning_muon import (
 )
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.schedule.cost import PRESETS, CostModel
-from tests.unit.refusals.table import INF, NAN, Table
+from tests.unit.refusals import INF, NAN, Table
 
 _POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
 _CALLABLE = {"class_path": "sympy.Lambda", "init_args": {"signature": "x", "expr": "exit(1)"}}

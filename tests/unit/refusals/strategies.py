@@ -19,7 +19,7 @@ from lightning_muon.integrations.accelerate.settings import check_state, mesh_si
 from lightning_muon.integrations.lightning.trainer import sharded_plugin
 from lightning_muon.integrations.registry import strategy_class
 from tests.unit.integrations.accelerate.test_settings import accelerate_state
-from tests.unit.refusals.table import Table
+from tests.unit.refusals import Table
 
 
 def _fabric(precision: str) -> None:
