@@ -11,9 +11,7 @@ from accelerate import ParallelismConfig
 from accelerate.utils import DistributedType
 from torch import nn
 
-from lightning_muon import (
-    Options,
-)
+from lightning_muon import Options
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.accelerate.settings import check_state, mesh_sizes, mode_options, read_options
 from lightning_muon.integrations.lightning.trainer import sharded_plugin
