@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 
-from benchmarks.timelines import host_order
+from benchmarks.plan_accuracy import host_order
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program, issue_ahead
