@@ -1,4 +1,4 @@
-# make demo | test | soak | gpu | check | docs | pictures | wheel | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
+# make demo | test | test-long | mutants | soak | gpu | check | docs | pictures | wheel | setup | clean. Needs Python 3.11 or newer; everything else goes into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,11 +13,13 @@ PIP_FLAGS ?= --quiet --disable-pip-version-check
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test soak gpu check format docs pictures wheel setup venv clean
+.PHONY: help demo test test-long mutants soak gpu check format docs pictures wheel setup venv clean
 
 help:
 	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
-	@echo "make test    run the test suite"
+	@echo "make test    run the tests (8 minutes on two cores)"
+	@echo "make test-long  run those that start programs: snippets of the pages, restarts, two nodes, the soak (5 minutes)"
+	@echo "make mutants  plant 42 mistakes, one at a time, and see that the tests find them (half an hour)"
 	@echo "make soak    kill 200 ranks at random times, compare the restarted runs (10 to 20 minutes; KILLS=20 for fewer)"
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (3 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"
@@ -33,9 +35,20 @@ demo: $(STAMP)
 
 # Three at a time: ranks that wait for each other leave much of two cores idle. In the order of the folders, short files come
 # last, and none runs long alone at the end. Hundreds of processes share the bytecode.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --durations=20
+WHAT = $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(if $(strip $(ARGS)),$(ARGS),-n 3 --dist loadfile --no-loadscope-reorder)
+	$(PYTEST) -m "not long" $(WHAT)
 	@echo "make test: all tests passed"
+
+test-long: $(STAMP)
+	$(PYTEST) -m long $(WHAT)
+	@echo "make test-long: all tests passed"
+
+# A part: make mutants ARGS="zero2 cli"
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
 
 # A seed that is printed repeats a series: make soak KILLS=20 ARGS="--seed 21".
 soak: $(STAMP)

@@ -11,6 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,12 @@ def pytest_collection() -> Iterator[None]:
     gc.freeze()
     gc.enable()
     return collected
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).with_name("long")):
+            item.add_marker("long")
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,7 @@ def golden() -> dict[str, Any]:
 
 
 @needs_pinned
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_trainings_end_with_the_same_bits(size: int) -> None:
     assert trained(size) == golden()[f"{size} ranks"]

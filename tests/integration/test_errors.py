@@ -16,28 +16,20 @@ from lightning_muon import MuonConfig
 from tests.integration import training
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
-from tests.integration.training import PACKAGES, Network, dataset, language_model, load, loader, strategy_class, trainer
+from tests.integration.training import PACKAGES, dataset, language_model, load, loader, strategy_class, trainer
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
-def _fit(package: str, *, network: Any = Network, configure: Any = None, sizes: Any = None, **kwargs: Any) -> None:
-    pl = load(package)
-    strategy = strategy_class(package)(**(sizes or {}))
-    trainer(pl, strategy=strategy, **kwargs).fit(language_model(pl, network=network, configure=configure), loader())
+def _fit_on_tensor_ranks() -> None:
+    pl = load(PACKAGES[0])
+    strategy = strategy_class(PACKAGES[0])(tensor_parallel_size=3)
+    trainer(pl, strategy=strategy).fit(language_model(pl), loader())
 
 
-@pytest.mark.parametrize(
-    ("sizes", "match"),
-    [
-        ({"replicate_size": 2, "shard_size": 4}, "2 replicas x 4 shards = 8 ranks, but there are 3"),
-        ({"tensor_parallel_size": 3}, "tensor_size=3, but no layer of LanguageModel is divided"),
-        ({"wrap_policy": ["Blok"]}, "wrap_policy: no module is a Blok"),
-        ({"optimizer": MuonConfig(adamw_patterns=("*.hed.*",))}, "hed"),
-    ],
-)
-def test_a_wrong_argument_is_named(gloo: ProcessPool, sizes: dict[str, Any], match: str) -> None:
-    gloo.expect_error_on_all_ranks(_fit, PACKAGES[0], sizes=sizes, world_size=3, match=match)
+def test_tensor_ranks_without_a_divided_layer_are_named(gloo: ProcessPool) -> None:
+    match = "tensor_size=3, but no layer of LanguageModel is divided"
+    gloo.expect_error_on_all_ranks(_fit_on_tensor_ranks, world_size=3, match=match)
 
 
 def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:

@@ -378,7 +378,7 @@ def test_an_error_of_one_rank_ends_all_of_them(schedule: str, rank: int) -> None
     assert f"rank {1 - rank} ends: rank {rank} has failed: OSError: file 4" in str(raised.value)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.long
 def test_the_examples_run(tmp_path: Path) -> None:
     # Two processes each, which the launcher has started.
     trained = ("--steps", "2", "--shard-size", "1", "--schedule", "zb_h1")

@@ -60,8 +60,11 @@ def _snippets(page: str) -> list[Snippet]:
 SNIPPETS = [snippet for page in PAGES for snippet in _snippets(page)]
 
 
-def _of(*languages: str) -> list[Any]:
-    return [pytest.param(each, id=each.name) for each in SNIPPETS if each.language in languages]
+def _of(language: str, long: str | None = None) -> list[Any]:
+    """The snippets in a language; those of pages in the folder ``long`` run in ``make test-long``."""
+    found = [each for each in SNIPPETS if each.language == language]
+    marks = [[pytest.mark.long] if long and each.name.startswith(long) else [] for each in found]
+    return [pytest.param(each, id=each.name, marks=own) for each, own in zip(found, marks, strict=True)]
 
 
 def _program(word: str) -> str:
@@ -79,7 +82,7 @@ _PRINTED = {
 }
 
 
-@pytest.mark.parametrize("snippet", _of("python"))
+@pytest.mark.parametrize("snippet", _of("python", long="docs/"))
 def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
     if snippet.note.startswith("not run: "):
         pytest.skip(snippet.note)
@@ -93,6 +96,7 @@ def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
     assert all(text in output for word, text in _PRINTED.items() if word in snippet.text), output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120)
 def test_the_plain_loop_runs_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -140,6 +144,7 @@ def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> N
     assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
+@pytest.mark.long
 def test_a_replicator_of_ones_own_runs_on_two_nodes(tmp_path: Path) -> None:
     loop = _program("init_process_group()\nnodes,")
     ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")
@@ -157,6 +162,7 @@ assert all(map(torch.equal, *everyone))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["zero2", "fsdp", "ddp_bf16"])
 def test_a_mode_gives_all_ranks_the_same_weights(tmp_path: Path, name: str) -> None:
     loop, last, _ = _program("make_mode(").partition("torch.distributed.destroy_process_group()")
@@ -166,6 +172,7 @@ def test_a_mode_gives_all_ranks_the_same_weights(tmp_path: Path, name: str) -> N
     run_program(script, directory=tmp_path, num_ranks=2)
 
 
+@pytest.mark.long
 def test_a_schedule_of_ones_own_trains_a_pipeline(tmp_path: Path) -> None:
     program = _program("pipeline_split=[")
     ours = program.replace("pipeline_split=[", 'pipeline_schedule="one_at_a_time", pipeline_split=[')

@@ -38,8 +38,8 @@ from torch import Tensor
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Format, write
 from tests.integration import test_killed_while_saving as killing
-from tests.integration import test_torchrun as launching
 from tests.integration.checkpoint.test_full_disk import require_unharmed
+from tests.long import test_torchrun as launching
 from tests.support.processes import ProcessPool, RanksFailedError
 
 Damage = Callable[[Path, Path], None]

@@ -160,6 +160,7 @@ def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
     torch.testing.assert_close(merged(tokens).logits, trained(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
     printed = launch(folder, {"lora": "both", "compute_dtype": "float32", "wire_dtype": "float32"})
     assert printed.count("validation loss") == NUM_STEPS
@@ -167,6 +168,7 @@ def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
     require_factors(folder / "launched", lora_of_one_process(folder, [1.0, 0.8, 0.4]))
 
 
+@pytest.mark.long
 def test_all_weights_on_adamw_are_those_of_one_process(folder: Path) -> None:
     # AdamW makes a step of the rounding of a gradient near zero: in float64 there is next to none.
     printed = fit("full", folder, **{"model.init_args.dtype": "float64"})

@@ -61,6 +61,7 @@ def _losses(folder: Path) -> list[str]:
         return [row["val_loss"] for row in csv.DictReader(file) if row["val_loss"]]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Path) -> None:
     keep_all = ["--trainer.callbacks.init_args.save_top_k=-1"] if name == "gpt" else []

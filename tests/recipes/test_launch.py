@@ -1,6 +1,6 @@
 """The files of recipes/launch, run under bash with stand-ins for srun, scontrol, torchrun and Python.
 
-tests/integration/test_two_nodes.py runs torchrun.sh for real.
+tests/long/test_two_nodes.py runs torchrun.sh for real.
 """
 
 from __future__ import annotations

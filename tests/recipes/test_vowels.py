@@ -24,7 +24,7 @@ def cache(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_demo_draws_both_trainings_and_reports_them(cache: Path) -> None:
     options = {
         "trainer.devices": "2",

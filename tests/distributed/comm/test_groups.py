@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
-from lightning_muon.comm.collectives import start_messages, start_reading
+from lightning_muon.comm.collectives import make_buckets, start_messages, start_reading
 from lightning_muon.comm.groups import (
     AxisGroup,
     axis_group,
@@ -188,3 +188,10 @@ def test_every_dtype_comes_back_as_it_was_when_asked_for() -> None:
 
     assert read() == [[1, 0], [large], [True, False, True], [0.5, float("inf")], []]
     assert start_reading([])() == []
+
+
+def test_buckets_are_in_the_order_of_backward() -> None:
+    """That in which their last gradients come, of two dtypes by turns."""
+    tensors = [torch.full((4,), place, dtype=(torch.float32, torch.bfloat16)[place % 2]) for place in range(6)]
+    found = [[int(each[0]) for each in bucket] for bucket in make_buckets(tensors, 32)]
+    assert found == [[4, 2], [5, 3, 1], [0]]

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_muon.engine.conversion import convert_optimizer
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
+from lightning_muon.sharding.shard_model import initialize_roots, shard_model
 from tests.distributed.sharding.models import assert_close, attach_fsdp, gradients_of, make_mesh
 from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool
@@ -90,12 +90,6 @@ def _thaw() -> list[bool]:
 
 def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) -> None:
     assert gloo.run(_thaw, world_size=2) == [[False, True]] * 2
-
-
-@pytest.mark.parametrize("divisor", [0.0, float("inf"), float("nan")])
-def test_a_divisor_must_be_positive_and_finite(divisor: float) -> None:
-    with pytest.raises(ValueError, match="divisor of the gradients must be positive and finite"):
-        set_gradient_divisor(nn.Linear(2, 2), divisor)
 
 
 class ViewingBlock(nn.Module):

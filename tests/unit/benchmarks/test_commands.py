@@ -74,6 +74,7 @@ def test_a_program_runs(
         assert kinds == {"momentum", "gather", "newton_schulz", "scatter", "update", "adamw"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "words", "said"), PROCESSES, ids=[name for name, *_ in PROCESSES])
 def test_a_program_starts_processes(tmp_path: Path, name: str, words: str, said: str) -> None:
     command = [warm_python(), "-m", f"benchmarks.{name}", *words.replace("TMP", str(tmp_path)).split()]

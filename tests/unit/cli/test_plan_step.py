@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightning_muon.cli.plan_model import Mesh
-from lightning_muon.cli.plan_step import IN_REPLICAS, ON_ALL, Setting, SimulatedStep, planned_steps
+from lightning_muon.cli.plan_step import IN_REPLICAS, Setting, SimulatedStep, planned_steps
 from lightning_muon.config import MuonConfig
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import PRESETS
@@ -43,23 +43,6 @@ def test_equal_matrices_are_divided() -> None:
     # 28 bytes of AdamW move for each of 16 elements of the bias that a rank holds.
     spans = [span for spans in steps[IN_REPLICAS].timeline.spans.values() for span in spans]
     assert [span.op.bytes for span in spans if span.op.kind == "adamw"] == [28 * 16] * 4
-
-
-def test_owners_on_all_ranks_remove_the_work_that_replicas_repeat() -> None:
-    steps = _plan(_matrices(16), 2, 2)
-    assert max(steps[IN_REPLICAS].plan.flops) == 2 * max(steps[ON_ALL].plan.flops)
-    assert len(steps[ON_ALL].plan.flops) == 4
-    # Halves within a replica, and the other replica gets every update once.
-    moved = _moved(steps[ON_ALL])
-    assert (moved["scatter", "within"], moved["scatter", "between"]) == (16 * _NUMEL, 16 * _NUMEL * 2)
-
-
-def test_replicas_without_shards_gather_nothing() -> None:
-    ((name, step),) = _plan(_matrices(16), 4, 1).items()
-    assert name == ON_ALL and max(step.plan.flops) * 4 == sum(step.plan.flops)
-    assert list(_moved(step)) == [("scatter", "between")]
-    (alone,) = _plan(_matrices(16), 1, 1).values()
-    assert alone.timeline.ranks[0].transfer_seconds == 0 and not _moved(alone)
 
 
 def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:

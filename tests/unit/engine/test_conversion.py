@@ -24,6 +24,7 @@ from lightning_muon.engine.conversion import (
     convert_optimizer,
     convert_optimizers,
     describe_optimizers,
+    hand_back,
     optimizer_warnings,
     tell,
 )
@@ -156,15 +157,6 @@ def test_adam_is_converted_where_it_is_adamw(model: nn.Module, kwargs: dict[str,
     assert isinstance(rate, float) and rate == pytest.approx(1e-3)
 
 
-def test_an_optimizer_that_took_steps_is_an_error(model: nn.Module) -> None:
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.arange(3)).sum().backward()
-    optimizer.step()
-    for choice in ("auto", FlexDeMoConfig()):
-        with pytest.raises(ValueError, match="AdamW has optimizer state already"):
-            convert_optimizer(optimizer, model, choice)  # type: ignore[arg-type]
-
-
 _SCHEDULERS = {
     "one cycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.2], total_steps=9),
     "nested": lambda o: SequentialLR(
@@ -243,27 +235,6 @@ def test_flexdemo_has_momentum_of_muon_only_in_nodes(
     assert conversion.warning == ""
 
 
-@pytest.mark.parametrize(
-    ("make", "config", "match"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "momentum=0.9 would be a second one"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {}, "weight_decay=0.5 is added to the gradient"),
-        (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), {}, "maximize"),
-        (lambda p: torch.optim.SGD(p, lr=0.1), {"base": "adamw"}, r"set FlexDeMoConfig\(base='sgd'\)"),
-        (lambda p: torch.optim.Muon(p), {}, r"base='sgd'; set FlexDeMoConfig\(base='muon'\)"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), {}, "in FlexDeMo it is not; use AdamW"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "amsgrad=True is not supported by FlexDeMo"),
-        (lambda p: torch.optim.Adagrad(p), {}, "the Adagrad .*: AdamW, Adam, SGD, Muon"),
-        (lambda p: ParallelMuon(p), {}, "the ParallelMuon that configure_optimizers returned"),
-    ],
-)
-def test_nothing_is_kept_that_would_let_nodes_drift(
-    model: nn.Sequential, make: Any, config: dict[str, Any], match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        convert_optimizer(make([model[1].weight]), model, FlexDeMoConfig(**config))
-
-
 @pytest.mark.parametrize("choice", [MuonConfig(lr=0.5, weight_decay=0.02), FlexDeMoConfig(base="adamw", lr=0.5)])
 def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice: Any) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=choice.weight_decay)
@@ -289,14 +260,6 @@ def test_a_config_that_nothing_uses_is_named(model: nn.Module, kind: Any, config
 
 
 @pytest.mark.parametrize(
-    ("choice", "instead"), [("auto", "optimizer='keep'"), (FlexDeMoConfig(base="muon"), "base='adamw'")]
-)
-def test_nothing_for_muon_is_an_error_that_helps(model: nn.Sequential, choice: Any, instead: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)0.weight.*{instead}"):
-        convert_optimizers([torch.optim.AdamW(model[0].parameters())], model, choice=choice)
-
-
-@pytest.mark.parametrize(
     ("choice", "kinds"), [("auto", [ParallelMuon, torch.optim.AdamW]), (FlexDeMoConfig(base="muon"), [FlexDeMo] * 2)]
 )
 def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choice: Any, kinds: list[Any]) -> None:
@@ -307,12 +270,6 @@ def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choi
         assert "it has no matrices" in describe_optimizers(conversions)
     else:
         assert [_groups(each.optimizer, "algorithm") for each in conversions] == [[("muon",)], [("adamw",)]]
-
-
-@pytest.mark.parametrize("choice", ["auto", "keep", MuonConfig()])
-def test_a_flexdemo_without_nodes_is_an_error(model: nn.Module, choice: Any) -> None:
-    with pytest.raises(ValueError, match=r"or Trainer\(strategy='flexdemo'\)"):
-        convert_optimizer(FlexDeMo(model.parameters()), model, choice)
 
 
 @pytest.mark.parametrize(
@@ -333,3 +290,15 @@ def test_what_replaces_adamw_is_told_once_with_its_rate(
     log.addHandler(logging.StreamHandler())
     tell(log, text)
     assert capsys.readouterr().err == f"{text}\n"
+
+
+def test_a_training_that_follows_has_the_rate_of_the_program(model: nn.Module) -> None:
+    """And goes on with the state of the one before."""
+    given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    used = convert_optimizer(given, model, "auto").optimizer
+    used.param_groups[0]["lr"] = 5e-4  # As a scheduler of the first training has left it.
+    hand_back([], used, given, "auto")
+    assert given.param_groups[0]["lr"] == 5e-4
+    given.param_groups[0]["lr"] = 2e-3
+    again = convert_optimizer(given, model, "auto").optimizer
+    assert again is used and again.param_groups[0]["lr"] == 2e-3

@@ -1,20 +1,19 @@
-"""FlexDeMo in one process: options, groups, copies, and base optimizers bit for bit; what is refused."""
+"""FlexDeMo and DiLoCo in one process: base optimizers bit for bit, state, and nodes without a mesh."""
 
 import copy
-import pickle
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, FlexDeMoConfig, Full, NoReplication, ParallelMuon
-from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.modes import ModeOptions, make_mode
+from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full, NoReplication, ParallelMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import set_gradients
 
 SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -25,15 +24,9 @@ def _parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Pa
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
 
 
-def _set_grads(parameters: list[nn.Parameter], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters:
-        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-
-
 def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> None:
     for step in steps:
-        _set_grads(parameters, step)
+        set_gradients(parameters, step)
         optimizer.step()
 
 
@@ -69,22 +62,6 @@ def test_alone_it_is_its_base_bit_for_bit(
     _train(FlexDeMo(mine, lr=0.03, **options, **own), mine, range(5))
     _train(kind(theirs, lr=0.03, **options), theirs, range(5))
     _assert_equal(mine, theirs)
-
-
-@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
-@pytest.mark.parametrize("replicator", [DCTTopK(), DiLoCo(period=2)], ids=lambda r: type(r).__name__)
-def test_a_copy_goes_on_with_equal_bits(base: Any, replicator: Any) -> None:
-    model = nn.Sequential(nn.Linear(13, 7), nn.LayerNorm(7))
-    optimizer = FlexDeMo(model, lr=0.05, base=base, replicator=replicator, weight_decay=0.1, **FLOAT32)
-    _train(optimizer, list(model.parameters()), range(3))
-    copies = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
-    _train(optimizer, list(model.parameters()), range(3, 6))
-    for other_model, other in copies:
-        assert other.config == optimizer.config
-        assert other.num_exchanges == 3
-        assert other.param_groups[0]["params"][0] is next(other_model.parameters())
-        _train(other, list(other_model.parameters()), range(3, 6))
-        _assert_equal(list(other_model.parameters()), list(model.parameters()))
 
 
 @pytest.mark.parametrize("options", [{}, {"base": "adamw"}, {"base": "muon"}], ids=str)
@@ -126,12 +103,6 @@ def test_one_node_applies_residuals_it_takes_over_once() -> None:
     assert optimizer.sent_bytes_per_step == 0
 
 
-def test_another_layout_is_refused() -> None:
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="takes gradients that FSDP2 has averaged inside of a node"):
-        FlexDeMo(model).attach(model, Layout())
-
-
 def _first_call(call: str, replicates: bool = False) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if replicates else None
     model = nn.Linear(4, 3)
@@ -148,17 +119,6 @@ def test_nodes_without_a_mesh_or_averaged_by_fsdp_are_refused(gloo: ProcessPool,
     gloo.expect_error_on_all_ranks(_first_call, call, match=r"FlexDeMo\(\.\.\., mesh=init_device_mesh", world_size=2)
     between = r"averages between the nodes .*fully_shard\(module, mesh=mesh\['shard'\]\)"
     gloo.expect_error_on_all_ranks(_first_call, call, True, match=between)
-
-
-def _with_axes(names: tuple[str, ...], is_mode: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 1, 1)[: len(names)], mesh_dim_names=names)
-    make_mode("fsdp", mesh, ModeOptions(decoupled_nodes=True)) if is_mode else FlexDeMo(nn.Linear(4, 3), mesh=mesh)
-
-
-@pytest.mark.parametrize("is_mode", [False, True])
-@pytest.mark.parametrize("names", [("shard", "replicate"), ("replicate",), ("replicate", "shard", "tensor")])
-def test_other_meshes_are_refused(gloo: ProcessPool, names: tuple[str, ...], is_mode: bool) -> None:
-    gloo.expect_error_on_all_ranks(_with_axes, names, is_mode, match="takes a mesh with the axes", world_size=2)
 
 
 def _add_and_freeze() -> list[list[torch.Tensor]]:
@@ -216,42 +176,76 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
         _assert_equal(parameters[:2], expected[:2])
 
 
+LR = 0.05
+
+
+def _optimizer(replicator: Any, **options: Any) -> tuple[FlexDeMo, list[nn.Parameter]]:
+    parameters = _parameters()
+    return FlexDeMo(parameters, lr=LR, replicator=replicator, **({"sign": False} | options)), parameters
+
+
+def test_training_begins_with_weights_loaded_before_step_one() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=2, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    optimizer.state_dict()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(2.0)
+    gradients: list[list[Tensor]] = []
+    for step in range(2):
+        set_gradients(parameters, step)
+        gradients.append([parameter.grad for parameter in parameters if parameter.grad is not None])
+        optimizer.step()
+    for parameter, one, two in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(parameter.detach(), 2 - 0.5 * LR * (one + two), rtol=0, atol=1e-6)
+
+
+def test_a_weight_trained_later_begins_where_it_is() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=1, outer_lr=0.5, outer_momentum=0.0, nesterov=False))
+    parameters[0].requires_grad_(False)
+    optimizer.state_dict()
+    with torch.no_grad():
+        parameters[0].fill_(2.0)
+    set_gradients(parameters[1:], 0)
+    optimizer.step()
+    assert (parameters[0] == 2).all()
+    parameters[0].requires_grad_(True)
+    set_gradients(parameters, 1)
+    optimizer.step()
+    assert parameters[0].grad is not None
+    expected = 2 - 0.5 * LR * parameters[0].grad
+    torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-6)
+
+
+def test_state_is_float32_but_for_the_anchor_which_is_weights() -> None:
+    optimizer = FlexDeMo(nn.Linear(7, 13).bfloat16(), replicator=DiLoCo(period=2))
+    for state in optimizer.state_dict()["state"].values():
+        dtypes = {key: value.dtype for key, value in state.items()}
+        of_weights = dict.fromkeys(("anchor", "node_weights"), torch.bfloat16)
+        assert dtypes == of_weights | dict.fromkeys(("outer_momentum", "has_moved"), torch.float32)
+
+
+def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
+    optimizer, parameters = _optimizer(DiLoCo(period=4))
+    _train(optimizer, parameters, range(2))
+    own = [parameter.detach().clone() for parameter in parameters]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with optimizer.common_weights():
+        assert not torch.equal(parameters[0], own[0])
+        state = optimizer.state_dict()["state"]
+    for number, weights in enumerate(own):
+        assert torch.equal(state[number]["node_weights"][0], weights)
+        assert torch.equal(parameters[number], weights)
+
+
 @pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
-        ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
-        ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16'\), got 'fp8'"),
-        ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
-        ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
-        ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
-        ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
-        ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
-        ({"decay": float("nan")}, r"decay must be in \[0, 1\], got nan"),
-        ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
-        ({"replicator": "dct"}, r"replicator must be a Replicator, such as DCTTopK\(top_k=8\), got 'dct'"),
-        ({"replicator": DCTTopK}, "replicator must be a Replicator, .* got "),
-        ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
-    ],
-    ids=str,
+    ("saved_with", "replicator"),
+    list(permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)),
+    ids=lambda replicator: type(replicator).__name__,
 )
-def test_values_out_of_range_are_refused_with_the_range(options: dict[str, Any], match: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=match):
-        FlexDeMoConfig(**options)
-
-
-@pytest.mark.parametrize("replicator", [DiLoCo(period=4), NoReplication()], ids=lambda r: type(r).__name__)
-def test_a_format_means_nothing_for_nodes_by_themselves(replicator: Any) -> None:
-    with pytest.raises(ValueError, match=f"value_format=.* means nothing with {type(replicator).__name__}.* remove it"):
-        FlexDeMoConfig(replicator=replicator, value_format="fp32")
-    FlexDeMoConfig(replicator=replicator, base="adamw")
-
-
-@pytest.mark.parametrize("options", [{}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str)
-@pytest.mark.parametrize("key", ["momentum", "nesterov"])
-def test_an_inner_momentum_needs_muon_in_independent_nodes(options: dict[str, Any], key: str) -> None:
-    value = {"momentum": 0.9, "nesterov": False}[key]
-    for replicator in (DiLoCo(period=2), NoReplication()):
-        assert FlexDeMoConfig(base="muon", replicator=replicator, **{key: value}).has_inner_momentum
-    with pytest.raises(ValueError, match=rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it"):
-        FlexDeMoConfig(**options, **{key: value})
+def test_a_state_of_another_way_of_synchronizing_is_refused(saved_with: Any, replicator: Any) -> None:
+    before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
+    _train(before, parameters, range(2))
+    optimizer, _ = _optimizer(replicator, base="adamw", sign="auto")
+    words = {DCTTopK: "components of momenta", DiLoCo: "DiLoCo", NoReplication: "NoReplication"}
+    with pytest.raises(ValueError, match=f"saved with {words[type(saved_with)]}, the replicator is .*now"):
+        optimizer.load_state_dict(before.state_dict())

@@ -13,6 +13,7 @@ from lightning_muon import (
     DCTTopK,
     DiLoCo,
     ExchangeStep,
+    FlexDeMoConfig,
     Full,
     NoReplication,
     Random,
@@ -20,8 +21,11 @@ from lightning_muon import (
     Slicing,
     Striding,
 )
+from lightning_muon.flexdemo.bucket import MomentumBucket, merge, pack, unpack
+from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
 from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest, period
 from lightning_muon.math.dct import dct
+from tests.support.atomics import NoAtomics
 
 STEP = ExchangeStep(step=3, bucket=1)
 REPLICATORS: list[Replicator] = [
@@ -192,29 +196,6 @@ def test_a_replicator_that_breaks_the_contract_is_an_error(method: str, mistake:
         check_replicator(type("_Broken", (_Largest,), {method: mistake})())
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DCTTopK(chunk_size=0), "DCTTopK: chunk_size must be an integer of at least 1, got 0"),
-        (lambda: DCTTopK(top_k=-3), "DCTTopK: top_k must be an integer of at least 1"),
-        (lambda: Random(rate=0.0), r"Random: rate must be in \(0, 1\]"),
-        (lambda: Random(rate=float("nan")), r"Random: rate must be in \(0, 1\]"),
-        (lambda: Striding(rate=1.01), r"Striding: rate must be in \(0, 1\]"),
-        (lambda: Random(rate="0.5"), r"rate must be a number, got '0\.5'"),  # type: ignore[arg-type]
-        (lambda: Random(rate=0.7), r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"),
-        (lambda: DiLoCo(period=0), "DiLoCo: period must be an integer of at least 1, got 0"),
-        (lambda: DiLoCo(period=2.5), "integer of at least 1, got 2.5"),  # type: ignore[arg-type]
-        (lambda: DiLoCo(period=True), "period must be an integer"),
-        (lambda: DiLoCo(period=5, outer_lr=0.0), "outer_lr must be positive"),
-        (lambda: DiLoCo(period=5, outer_lr=float("nan")), "outer_lr must be positive"),
-        (lambda: DiLoCo(period=5, outer_momentum=1.0), r"outer_momentum must be in \[0, 1\)"),
-    ],
-)
-def test_wrong_options_name_the_class_and_the_value(make: Any, message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()
-
-
 def test_decimals_of_one_nth_are_rates() -> None:
     assert [period(Random(rate).rate) for rate in (1, 0.5, 1 / 3, 0.33, 0.143, 1 / 128)] == [1, 2, 3, 3, 7, 128]
 
@@ -224,3 +205,33 @@ def test_local_steps_are_no_replicators() -> None:
     assert not isinstance(NoReplication(), Replicator)
     options = DiLoCo(period=500)
     assert (options.outer_lr, options.outer_momentum, options.nesterov) == (0.7, 0.9, True)
+
+
+# Primes, smaller than a block, whole blocks, a convolution, a stack, one and no dimension.
+SHAPES: list[tuple[int, ...]] = [(13, 7), (127, 13), (3, 4), (16, 24), (6, 4, 3, 3), (3, 10, 6), (5,), (), (1, 19)]
+
+
+def _bucket(replicator: Replicator) -> tuple[MomentumBucket, list[Tensor], dict[Tensor, Tensor]]:
+    """A bucket of all shapes, its parameters and their residuals."""
+    tensors = [torch.zeros(shape) for shape in SHAPES]
+    config = FlexDeMoConfig(replicator=replicator, dense_below=10)
+    (plan,) = plan_buckets([Shape(shape, shape) for shape in SHAPES], config)
+    residuals = {tensor: torch.randn(tensor.shape) for tensor in tensors}
+    return MomentumBucket(plan, tensors, residuals), tensors, residuals
+
+
+@pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(chunk_size=8, top_k=30)], ids=short_name)
+def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator) -> None:
+    """From the gradients of five nodes to the merged update; with 30 of 64 coefficients by the dense inverse."""
+    torch.manual_seed(0)
+    bucket, tensors, _ = _bucket(replicator)
+    with NoAtomics():
+        of_nodes = []
+        for _ in range(5):
+            bucket.accumulate({tensor: torch.randn(tensor.shape) for tensor in tensors}, 0.9)
+            sent = bucket.encode(STEP)
+            bucket.subtract_sent(sent, STEP, set(tensors))
+            of_nodes.append(unpack(bucket.plan, pack(bucket.plan, sent)))
+        parts = zip(zip(*of_nodes, strict=True), bucket.plan.parts, strict=True)
+        merged = [merge(components, "contributors", part.block_numel) for components, part in parts]
+        bucket.decode(merged, STEP, set(tensors), sign=True)

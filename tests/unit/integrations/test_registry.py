@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -85,35 +84,9 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert getattr(registry, name).package.name == "pytorch_lightning"
 
 
-@pytest.mark.parametrize(
-    ("name", "blocked", "install"),
-    [
-        ("hf", "transformers", '"lightning-muon[accelerate]" "transformers>=5"'),
-        ("accelerate", "accelerate", '"lightning-muon[accelerate]"'),
-    ],
-)
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, name: str, blocked: str, install: str) -> None:
-    monkeypatch.delitem(sys.modules, f"lightning_muon.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, blocked, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"lightning_muon.{name} needs .*pip install {re.escape(install)}"):
-        importlib.import_module(f"lightning_muon.{name}")
-
-
 def _fabric(package: str, **options: Any) -> Any:
     fabric = pytest.importorskip(package)
     return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
-
-
-@pytest.mark.parametrize("precision", ["16-true", "64-true", "16-mixed"])
-def test_other_precisions_are_refused(precision: str) -> None:
-    with pytest.raises(ValueError, match="precision="):
-        _fabric("lightning.fabric", precision=precision)
-
-
-def test_a_trainer_that_refuses_it_says_what_to_do() -> None:
-    pl = pytest.importorskip("lightning.pytorch")
-    with pytest.raises(ValueError, match="for Fabric; the names 'parallel_muon' and 'flexdemo' find the right class"):
-        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy_class("lightning.fabric")())
 
 
 @pytest.fixture(params=PACKAGES)

@@ -59,19 +59,6 @@ def test_float32_agrees_with_the_reference_bit_for_bit(shape: tuple[int, int]) -
     assert torch.equal(orthogonalize(matrix, compute_dtype=torch.float32, **OPTIONS), orthogonalized(matrix))
 
 
-@pytest.mark.parametrize("shape", [(40, 40), (20, 90), (90, 20)], ids=str)
-def test_singular_values_come_near_one_and_singular_vectors_stay(shape: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    u, _, vh = torch.linalg.svd(torch.randn(shape), full_matrices=False)
-    rank = min(shape)
-    singular = torch.linspace(0.05, 1.0, rank)
-    result = orthogonalize(u @ singular.diag() @ vh, compute_dtype=torch.float32, **OPTIONS)
-    found = u.T @ result @ vh.T
-    # Off-diagonal entries are rounding only; the polynomial maps [0.01, 1] into [0.68, 1.21] after five steps.
-    assert (found - found.diag().diag()).abs().max() < 1e-4
-    assert found.diag().min() > 0.65 and found.diag().max() < 1.25
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_batch_gives_each_matrix_the_bits_it_has_alone(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -38,12 +38,6 @@ def test_a_parameter_outside_the_module_is_routed_by_shape() -> None:
     assert (routes[extra].name, routes[extra].kind) == ("parameter 2", "matrix")
 
 
-def test_a_vector_in_a_muon_group_is_refused_by_name() -> None:
-    bias = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"fc\.bias \(3,\) is in a group with algorithm='muon'"):
-        routes_of([_group(bias, algorithm="muon", param_names=["fc.bias"])], None, OPTIONS)
-
-
 def _between(tensor: torch.Tensor) -> torch.Tensor:
     """In columns of a wider tensor of ones."""
     wide = torch.ones(*tensor.shape[:-1], 2 * tensor.shape[-1] + 3)

@@ -57,26 +57,11 @@ def test_freezing_thawing_and_new_groups_make_a_new_plan(kind: Any) -> None:
     assert not torch.equal(model[3].weight, later)
 
 
-def test_groups_are_checked_and_get_defaults(kind: Any) -> None:
+def test_groups_get_defaults_and_keep_other_keys(kind: Any) -> None:
     model = _model()
     optimizer = _make(kind, [{"params": [model[1].weight], "adjust_lr_fn": None}])
     assert optimizer.param_groups[0]["adjust_lr_fn"] == "original"
     assert optimizer.param_groups[0]["lr"] == 0.05
-    with pytest.raises(ValueError, match="weight_decay must be finite and >= 0, got -1"):
-        optimizer.add_param_group({"params": [model[3].weight], "weight_decay": -1})
-    wrong = {
-        "muon_lr_facto": "a param group: .*did you mean muon_lr_factor",
-        "hyperball": "a param group: hyperball went",
-        "learning_rate": "there is no option 'learning_rate'; did you mean lr",
-        "wd": "did you mean weight_decay",
-        "Momentum": "did you mean momentum",
-        "use_muon": "did you mean algorithm='muon'",
-        "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
-    }
-    for key, text in wrong.items():
-        with pytest.raises(ValueError, match=text):
-            optimizer.add_param_group({"params": [model[3].weight], key: 2.0})
-    assert len(optimizer.param_groups) == 1
     others = dict.fromkeys(("initial_lr", "max_momentum", "etas", "foreach", "no_weight_decay", "depth"), 1)
     optimizer.add_param_group({"params": [model[3].weight], **others})
     assert optimizer.param_groups[1].items() >= others.items()

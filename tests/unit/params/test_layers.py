@@ -264,8 +264,3 @@ def test_a_guessed_head_is_the_last_layer_of_the_network() -> None:
     assert not find_output_heads(nn.ModuleList([nn.Sequential(nn.Linear(4, 4))]))[1]
     towers = nn.ModuleDict({name: nn.Linear(4, 2) for name in ("image_fc", "image_projection", "text_projection")})
     assert find_output_heads(towers)[1] == {id(towers[name].weight) for name in ("image_projection", "text_projection")}
-
-
-def test_a_lazy_layer_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"0\.weight of lazy module LazyLinear has no shape yet"):
-        parameter_uses(nn.Sequential(nn.LazyLinear(3)))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import Shard
 
-from lightning_muon.params.layout import Box, Layout, RoutedParameter, held_boxes, sharded_axes
+from lightning_muon.params.layout import Box, Layout, RoutedParameter, held_boxes
 from lightning_muon.params.matrices import Matrix, ShardBoxes, matrices_in, tile
 from lightning_muon.params.routing import Route
 
@@ -52,19 +51,6 @@ def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:
     assert not tile([Box((0, 0), (2, 3)), Box((0, 3), (2, 6)), Box((2, 0), (4, 3)), Box((1, 3), (3, 6))], box)
 
 
-@pytest.mark.parametrize("placements", [(Replicate(), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(1))], ids=str)
-@pytest.mark.parametrize("shape", [(13, 7), (5, 2, 3)], ids=str)
-def test_pieces_are_those_that_a_look_at_every_rank_finds(shape: tuple[int, ...], placements: tuple) -> None:
-    mesh_shape = (2, 3)
-    held = held_boxes(shape, mesh_shape, placements, list(itertools.product(*map(range, mesh_shape))))
-    shards, generator = ShardBoxes(held), random.Random(0)
-    for _ in range(50):
-        start = [generator.randrange(size) for size in shape]
-        box = Box(tuple(start), tuple(generator.randint(s, size) for s, size in zip(start, shape, strict=True)))
-        wanted = {rank: part.intersect(box) for rank, part in enumerate(held) if part.intersect(box).numel}
-        assert list(shards.pieces(box).items()) == list(wanted.items())
-
-
 @pytest.mark.parametrize("shape", [(13, 7), (3, 200), (1, 9), (5, 4, 3)], ids=str)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shards_are_the_chunks_of_torch(shape: tuple[int, ...], dim: int) -> None:
@@ -76,10 +62,3 @@ def test_shards_are_the_chunks_of_torch(shape: tuple[int, ...], dim: int) -> Non
             found = tensor[tuple(map(slice, box.start, box.stop))]
             assert torch.equal(found, chunk) if chunk is not None else box.numel == 0
         assert sum(box.numel for box in boxes) == tensor.numel()
-
-
-def test_only_axes_of_several_ranks_shard() -> None:
-    assert sharded_axes([Replicate(), Shard(0)], (2, 2), "w") == (1,)
-    assert sharded_axes([Replicate(), Shard(0)], (4, 1), "w") == ()
-    with pytest.raises(ValueError, match=r"layer\.w has the placement"):
-        sharded_axes([Partial()], (2,), "layer.w")

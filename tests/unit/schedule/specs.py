@@ -68,18 +68,6 @@ def with_adamw(program: Program, size: int = 1) -> Program:
     return {rank: [*ops, Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size)] for rank, ops in program.items()}
 
 
-@st.composite
-def plans(draw: st.DrawFn) -> ExchangeGroup:
-    """Plans of up to 20 matrices on up to four ranks, by every strategy."""
-    num_replicas, num_shards = draw(st.sampled_from([(1, 1), (1, 3), (2, 2), (3, 1)]))
-    num_ranks = num_replicas * num_shards
-    return plan_of(
-        sharded(draw(st.lists(st.integers(1, 60), min_size=1, max_size=20)), num_ranks, num_replicas),
-        bucket_bytes=draw(st.integers(1, 300)),
-        strategy=draw(st.sampled_from(["lpt", "round_robin", "redundant"])),
-    )
-
-
 def compute(name: str, cost: int, *deps: str, rank: int = 0, memory: int = 0) -> Op:
     """An op of some seconds on the compute lane, key 0."""
     return Op(kind=name, key="0", rank=rank, cost=cost, deps=deps, memory=memory)

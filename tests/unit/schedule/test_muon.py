@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.assign import Traffic, count_elements, fill_buckets, longest_first
-from lightning_muon.schedule.exchange import ExchangeGroup
-from tests.unit.schedule.specs import grid, plan_of, sharded
+from tests.unit.schedule.specs import grid, sharded
 
 
 @pytest.mark.parametrize(
@@ -34,49 +32,6 @@ def test_buckets_are_filled_from_the_last_matrix(
     sizes: list[int], holders: list[int | None], num_owners: int, bucket_bytes: int, expected: list[tuple[int, ...]]
 ) -> None:
     assert fill_buckets(sizes, holders, num_owners=num_owners, bucket_bytes=bucket_bytes) == expected
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 500), min_size=1, max_size=30),
-    st.sampled_from([(1, 2), (1, 5), (2, 1), (2, 3), (3, 2)]),
-    st.integers(1, 2000),
-    st.sampled_from(["lpt", "round_robin"]),
-)
-def test_each_matrix_has_one_owner_and_bucket_and_arrives(
-    numels: list[int], mesh: tuple[int, int], bucket_bytes: int, strategy: str
-) -> None:
-    specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    plan = plan_of(specs, itemsize=1, bucket_bytes=bucket_bytes, strategy=strategy)
-    assert sorted(job for bucket in plan.buckets for job in bucket) == list(range(len(numels)))
-    assert all(len(matrix.owners) == 1 for matrix in specs)
-    assert sum(plan.flops) == sum(numels)
-    memory = dict.fromkeys(("momentum", "gather", "newton_schulz", "scatter", "update"), 0)
-    for rank, ops in plan.program.items():
-        owned = [item for op in ops if op.kind == "newton_schulz" for item in op.items]
-        assert sorted(owned) == [item for item, matrix in enumerate(specs) if matrix.owners == (rank,)]
-        assert sum(op.cost for op in ops) == plan.flops[rank]
-        for op in ops:
-            memory[op.kind] += op.memory
-    # What all ranks receive is what has to arrive; matrices that lie on one rank do not travel.
-    own = sum(_held(matrix, matrix.owners[0]) for matrix in specs)
-    assert memory["momentum"] == memory["gather"] == sum(numels) - own
-    assert memory["newton_schulz"] == memory["scatter"] == mesh[0] * sum(numels) - own
-
-
-@pytest.mark.parametrize("strategy", ["lpt", "round_robin", "redundant"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_rank_gets_its_own_ops_of_the_whole_plan(strategy: str, num_replicas: int) -> None:
-    options: dict[str, Any] = {"bucket_bytes": 40, "strategy": strategy}
-
-    def plan(**ranks: Any) -> ExchangeGroup:
-        return plan_of(sharded([40, 12, 9, 31, 8, 8], 4, num_replicas), **options, **ranks)
-
-    everything = plan()
-    for rank in range(4):
-        own = plan(ranks=(rank,))
-        assert own.program == {rank: everything.program[rank]} and own.buckets == everything.buckets
-        assert [each.owners for each in own.matrices] == [each.owners for each in everything.matrices]
 
 
 def _held(matrix: Matrix, rank: int) -> int:
@@ -124,23 +79,6 @@ def test_counts_are_those_of_all_pieces(numels: list[int], mesh: tuple[int, int]
     for matrix in specs:
         matrix.owners = data.draw(chosen)
     assert count_elements(specs, replica_of) == _piece_by_piece(specs, replica_of)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.integers(1, 200), min_size=1, max_size=20),
-    st.sampled_from([(1, 2), (1, 5), (2, 2), (3, 2), (4, 1)]),
-    st.sampled_from(["lpt", "round_robin"]),
-)
-def test_one_owner_moves_no_more_than_it_must(numels: list[int], mesh: tuple[int, int], strategy: str) -> None:
-    specs = sharded(numels, mesh[0] * mesh[1], mesh[0])
-    plan = plan_of(specs, bucket_bytes=100, strategy=strategy)
-    found = count_elements(specs, plan.replica_of)
-    within = sum(matrix.numel - _held(matrix, matrix.owners[0]) for matrix in specs)
-    between = (mesh[0] - 1) * sum(numels)
-    assert sum(found.gather_sent) == sum(found.gather_received) == within
-    assert [sum(axis) for axis in found.scatter_sent] == [within, between]
-    assert [sum(axis) for axis in found.scatter_received] == [within, between]
 
 
 def _loads(costs: list[int], owners: Sequence[int], num_ranks: int) -> list[int]:

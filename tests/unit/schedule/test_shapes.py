@@ -61,39 +61,3 @@ def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> 
     path = _write(tmp_path / "m.json", [_WEIGHT, {"repeat": 2, "first": 3, "parameters": layers}])
     names = [parameter.name for parameter in read_shapes(path).parameters]
     assert names == ["a.weight", "layers.3.a", "layers.3.b", "layers.4.a", "layers.4.b"]
-
-
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({**_WEIGHT, "shap": [1]}, r"no option 'shap'; did you mean 'shape'\?"),
-        ({**_WEIGHT, "kind": "matrx"}, r"got 'matrx' \(did you mean 'matrix'\?\)"),
-        ({"name": "a", "kind": "matrix"}, "has no key 'shape'"),
-        ({**_WEIGHT, "shape": "4x2"}, "sizes must be integers >= 0"),
-        ({**_WEIGHT, "shape": [4]}, "is 1-D and cannot be of kind 'matrix'"),
-        ({**_WEIGHT, "splits": [1, 2]}, "do not sum to dimension 0"),
-        ({**_WEIGHT, "shard_dim": 2}, r"'a.weight' \(4, 2\): shard_dim must be an integer in \[0, 1\], got 2"),
-        ({**_WEIGHT, "splits": [1, 3], "split_dim": 2}, r"split_dim must be an integer in \[0, 1\], got 2"),
-        ({**_WEIGHT, "split_dim": -1}, r"'a.weight' \(4, 2\): split_dim must be an integer in \[0, 1\], got -1"),
-        ({**_WEIGHT, "frozen": "no"}, r"'a.weight' \(4, 2\): frozen must be true or false, got 'no'"),
-        ({**_WEIGHT, "splits": 2}, "'int' object is not iterable"),
-        ({"repeat": 1, "first": 0.5, "parameters": [_WEIGHT]}, "'float' object cannot be interpreted as an integer"),
-        ({"repeat": 2, "parameters": [_WEIGHT]}, "need {i} in their names"),
-        ([], "must be an object"),
-    ],
-)
-def test_a_wrong_entry_is_named(tmp_path: Path, entry: Any, message: str) -> None:
-    path = _write(tmp_path / "m.json", [entry])
-    with pytest.raises(ValueError, match=message) as caught:
-        read_shapes(path)
-    assert str(path) in str(caught.value)
-
-
-def test_text_that_is_no_json_and_an_empty_list_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "m.json").write_text("{")
-    with pytest.raises(ValueError, match="is no JSON"):
-        read_shapes(tmp_path / "m.json")
-    with pytest.raises(ValueError, match="parameters is empty"):
-        read_shapes(_write(tmp_path / "m.json", []))
-    with pytest.raises(ValueError, match="the file: there is no option 'sourc'"):
-        read_shapes(_write(tmp_path / "m.json", [_WEIGHT], sourc="x"))

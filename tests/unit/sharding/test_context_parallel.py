@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
+from lightning_muon.sharding.context_parallel import split_sequence
 
 
 class OneAxis:
@@ -65,26 +65,3 @@ def test_only_what_the_keys_name_is_divided(keys: Any) -> None:
     part = _parts((tokens, image) if is_tuple else {"text": {"tokens": tokens}, "image": image}, 2, keys=keys)[1]
     found, whole = part if is_tuple else (part["text"]["tokens"], part["image"])
     assert torch.equal(found, tokens[:, 2:]) and whole is image
-
-
-def _with_two_axes() -> Any:
-    mesh = OneAxis(2, 0)
-    mesh.ndim, mesh.mesh_dim_names = 2, ("shard", "context")  # type: ignore[assignment]
-    return mesh
-
-
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda x: _parts({"a": {"tokens": x[:, :7]}}, 2), r"a\.tokens \(2, 7\) has 7 positions in dimension 1"),
-        (lambda x: _parts(x[:, :5], 2), r"the batch \(2, 5\) has 5 positions"),
-        (lambda x: _parts({"tokens": x}, 2, keys=("token",)), "keys names token, but the batch has no tensor"),
-        (lambda x: _parts({"tokens": x}, 2, keys="tokens"), "keys must be a collection of names"),
-        (lambda x: _parts({"tokens": x[0], "name": "a"}, 2), r"no tensor of the batch \(dict\) has a dimension 1"),
-        (lambda x: split_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
-        (lambda x: gather_sequence(x, _with_two_axes()), "one axis of a mesh, got 2 axes"),
-    ],
-)
-def test_what_cannot_work_is_an_error(call: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        call(torch.zeros(2, 8))

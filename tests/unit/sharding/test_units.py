@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_muon.sharding.shard_model import check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 
 
@@ -89,32 +88,6 @@ def test_transformers_models_are_cut_at_declared_classes(wrapped: bool) -> None:
     assert sorted(name.removeprefix("model.") for name in names) == ["transformer.h.0", "transformer.h.1"]
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (["Blok"], "wrap_policy: no module is a Blok; the model has Block, .*ModuleList"),
-        ("all", "wrap_policy must be 'auto'"),
-        ([nn.ModuleList], "ModuleList, which has no forward"),
-    ],
-)
-def test_an_impossible_policy_is_an_error(policy: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        _names(nn.Sequential(nn.ModuleList(_blocks(2))), policy)
-
-
-def _model() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-
-
-def test_a_module_half_on_meta_is_refused() -> None:
-    model = _model()
-    model[2].to("meta")
-    check_meta(model)
-    model[0].weight = nn.Parameter(model[0].weight.to("meta"))
-    with pytest.raises(ValueError, match="0: weight on the meta device, but bias not"):
-        check_meta(model)
-
-
 def test_layers_of_another_dtype_become_units_of_their_own() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)).to(torch.bfloat16)
     model[1].float()
@@ -122,10 +95,3 @@ def test_layers_of_another_dtype_become_units_of_their_own() -> None:
     assert dtype_units(model, [model[0], model[1]]) == []
     model[1].requires_grad_(False)  # Frozen layers may have any dtype.
     assert dtype_units(model, []) == []
-
-
-def test_two_dtypes_in_one_layer_are_refused_by_name() -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    model[0].bias = nn.Parameter(model[0].bias.to(torch.bfloat16))
-    with pytest.raises(ValueError, match=r"0\.bias is bfloat16, but its FSDP2 unit Sequential is float32"):
-        dtype_units(model, [])

@@ -55,14 +55,6 @@ def _pid() -> int:
     return os.getpid()
 
 
-def test_an_error_comes_with_the_traceback_of_its_rank(pool: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match=r"rank 2 raised builtins\.ValueError: bad value on rank 2") as caught:
-        pool.run(_raise_on, (2,), world_size=3)
-    assert "in _raise_on" in str(caught.value)
-    assert caught.value.results == {0: "rank 0 is fine", 1: "rank 1 is fine"}
-    assert pool.run(_raise_on, (), world_size=3)[2] == "rank 2 is fine"
-
-
 def test_a_call_that_takes_too_long_is_ended(pool: ProcessPool) -> None:
     old = pool.run(_pid, world_size=2)
     with pytest.raises(RanksFailedError, match="rank 1 was still running") as caught:

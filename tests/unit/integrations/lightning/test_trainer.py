@@ -136,17 +136,3 @@ def test_a_supported_plugin_learns_to_clip_shards(name: str, args: Any) -> None:
     assert type(plugin).clip_grad_by_norm is EnginePlugin.clip_grad_by_norm
     assert type(plugin).clip_grad_by_value is EnginePlugin.clip_grad_by_value
     assert sharded_plugin(plugin, LightningPackage(name)) is plugin  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("args", "match"),
-    [
-        (("MixedPrecision", "16-mixed", "cpu"), "16-mixed.*float16 needs loss scaling.*'bf16-mixed'"),
-        (("HalfPrecision", "16-true"), "16-true"),
-        (("DoublePrecision",), "DoublePrecision"),
-        (("FSDPPrecision", "bf16-mixed"), "FSDPPrecision"),
-    ],
-)
-def test_any_other_plugin_is_an_error(args: Any, match: str) -> None:
-    with pytest.raises(ValueError, match=match):
-        _plugin(PACKAGES[0], *args)

@@ -1,5 +1,7 @@
 """What a Trainer is given, the groups it makes, and Accelerators that cannot work with it."""
 
+from __future__ import annotations
+
 import re
 import textwrap
 import warnings
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
 from lightning_muon import FlexDeMoConfig, MuonConfig, ParallelMuon
+from lightning_muon.hf import decayed_names
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -72,16 +76,6 @@ def test_numbers_of_the_arguments_count_where_none_are_given(
     assert len(texts) == (warned is not None) and all(re.search(warned or "", text) for text in texts), texts
 
 
-def test_a_wrong_option_names_the_nearest_right_one() -> None:
-    make = lightning_muon.hf.optimizer
-    with pytest.raises(TypeError, match=r"MuonConfig: there is no option 'wieght_decay'; did you mean 'weight_decay'"):
-        make(wieght_decay=0.1)
-    with pytest.raises(TypeError, match=r"FlexDeMoConfig: there is no option 'replikator'; did you mean 'replicator'"):
-        make(FlexDeMoConfig(), replikator=3)
-    with pytest.raises(TypeError, match=r"a MuonConfig or a FlexDeMoConfig, got 0\.1"):
-        make(0.1)
-
-
 def _make_under(kind: str, config: Any) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
     with fsdp2_on_cpu(FSDP_VERSION="1") if kind == "fsdp1" else fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
@@ -113,3 +107,16 @@ def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
 )
 def test_what_cannot_be_right_is_an_error(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
     gloo.expect_error_on_all_ranks(_make_under, kind, config, match=message, world_size=2)
+
+
+_LLAMA = LlamaConfig(
+    vocab_size=11, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=1, attention_bias=True
+)
+_T5 = T5Config(vocab_size=11, d_model=4, d_kv=2, d_ff=6, num_layers=1, num_heads=2)
+
+
+def test_names_that_decay_are_those_of_a_trainer(tmp_path: Path) -> None:
+    for model in (LlamaForCausalLM(_LLAMA), T5ForConditionalGeneration(_T5)):
+        run = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
+        assert decayed_names(model) == set(run.get_decay_parameter_names(model))
+    assert decayed_names(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))) == {"0.weight"}

@@ -100,47 +100,6 @@ def test_evaluation_idles_only_at_its_first_and_last_microbatch(name: str) -> No
     assert timeline(order, pipeline).makespan <= work + 2 * (pipeline.num_ranks - 1)
 
 
-_REFUSED = [
-    ("gpipe", (4, 8, 2), "gpipe needs exactly 1 stages per rank, got stages_per_rank=2; .* interleaved_1f1b"),
-    ("1f1b", (4, 3, 1), "1f1b needs at least 4 micro-batches on 4 ranks, got num_microbatches=3; split"),
-    ("zb_h1", (4, 3, 1), "zb_h1 needs at least 4 micro-batches"),
-    ("zb_1p", (4, 3, 1), "zb_1p needs at least 4 micro-batches"),
-    ("zb_2p", (4, 8, 2), "zb_2p needs exactly 1 stages per rank"),
-    ("interleaved_1f1b", (4, 9, 2), r"divisible by max\(1, num_microbatches // num_ranks\) = 2, .*=9 .*; take 8"),
-    ("zb_1p", (4, 9, 2), "zb_1p needs num_microbatches to be divisible"),
-    ("zb_v", (4, 8, 1), "zb_v needs exactly 2 stages per rank, got stages_per_rank=1; set it to 2"),
-    ("v_half", (4, 8, 3), "v_half needs exactly 2 stages per rank"),
-    ("v_min", (4, 8, 1), "v_min needs exactly 2 stages per rank"),
-    ("zbv", (4, 8, 2), "there is no schedule 'zbv'; did you mean 'zb_v'"),
-]
-
-
-@pytest.mark.parametrize(("name", "sizes", "message"), _REFUSED)
-def test_sizes_that_a_schedule_cannot_take_are_refused(name: str, sizes: tuple[int, int, int], message: str) -> None:
-    num_ranks, num_microbatches, stages_per_rank = sizes
-    pipeline = Pipeline(num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
-    with pytest.raises(ValueError, match=message):
-        make_order(name, pipeline)
-
-
-def test_a_pipeline_with_impossible_numbers_is_refused() -> None:
-    for options, message in (
-        ({"num_ranks": 0}, "num_ranks must be an integer of at least 1, got 0"),
-        ({"num_ranks": 2.0}, "num_ranks must be an integer of at least 1, got 2.0"),
-        ({"memory_limit": float("nan")}, "memory_limit=nan holds less"),
-        ({"memory_limit": 1, "stages_per_rank": 2}, "memory_limit=1 holds less than one .* at least 2"),
-        ({"costs": StageCosts(forward=(1.0, 2.0))}, r"costs.forward must be one number or 4, .*\(1.0, 2.0\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Pipeline(**{"num_ranks": 4, "num_microbatches": 8, **options})
-    with pytest.raises(ValueError, match="communication must be finite and at least 0, got -1"):
-        StageCosts(communication=-1)
-    with pytest.raises(ValueError, match=r"communication must be a number, .* got \(1.0, 2.0\)"):
-        StageCosts(communication=(1.0, 2.0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"1f1b.: rank 0 holds 4 activations, memory_limit=3; .* v_min"):
-        make_order("1f1b", Pipeline(num_ranks=4, num_microbatches=8, memory_limit=3))
-
-
 def test_a_schedule_of_a_user_takes_ten_lines() -> None:
     try:
 

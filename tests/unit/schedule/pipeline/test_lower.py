@@ -20,7 +20,6 @@ from lightning_muon.schedule.pipeline import (
     W,
     add_optimizer,
     add_reduce_grad,
-    add_tied,
     add_unshard,
     build_program,
     make_order,
@@ -31,7 +30,7 @@ from lightning_muon.schedule.pipeline import (
 from lightning_muon.schedule.pipeline.play import Run, play_order
 from lightning_muon.schedule.program import Program
 from lightning_muon.schedule.simulate import simulate
-from tests.unit.schedule.pipeline.problems import BUILT_IN, fitting, problems
+from tests.unit.schedule.pipeline.problems import fitting, problems
 
 
 def _full(pipeline: Pipeline, name: str) -> Program:
@@ -53,6 +52,9 @@ def test_every_program_is_valid_and_takes_the_time_of_its_order(problem: tuple[s
     for rank, listed in without.spans.items():
         ends = {span.op.name: span.end for span in spans[rank]}
         assert all(ends[span.op.name] <= span.end + 1e-9 for span in listed), "an optimizer step delays nothing"
+        sums = [span.op.name for span in listed if span.op.kind == PipelineKind.REDUCE_GRAD]
+        (step,) = (op for op in program[rank] if op.kind == PipelineKind.OPTIMIZER)
+        assert sorted(step.deps) == sorted(sums), "it waits for all gradients"
 
 
 def _any_order(pipeline: Pipeline, rank_of: dict[int, int], seed: int) -> Order:
@@ -149,42 +151,3 @@ def test_too_many_activations_or_a_missing_step_are_refused() -> None:
         ValueError, match=r"rank 1 has optimizer of the stages \[\]; it must have one of each of \[1, 2\]"
     ):
         validate_pipeline(_without(program, 1, "optimizer[1+2]"), pipeline)
-
-
-def test_an_optimizer_without_sums_of_gradients_is_refused() -> None:
-    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
-    with pytest.raises(ValueError, match="call add_reduce_grad first"):
-        add_optimizer(build_program(make_order("1f1b", pipeline), pipeline))
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_the_loss_is_sent_behind_the_last_forward(name: str, num_ranks: int) -> None:
-    pipeline = fitting(name, num_ranks, 2 * num_ranks)
-    program = build_program(make_order(name, pipeline), pipeline, tells_loss=True)
-    program = add_reduce_grad(add_unshard(program))
-    rank_of = {op.items[0]: rank for rank, ops in program.items() for op in ops if op.kind == PipelineKind.FORWARD}
-    source = rank_of[pipeline.num_stages - 1]
-    # Copies on the first and the last stage, on three of them, and on stages that may be of one rank.
-    tied = [(0, pipeline.num_stages - 1), tuple(range(min(3, pipeline.num_stages))), (pipeline.num_stages - 1, 0)]
-    program = add_tied(program, tied)
-    validate_pipeline(program, pipeline)
-    simulate(program, replace(pipeline.costs, communication=0.3))
-
-    last = f"F[{pipeline.num_stages - 1}.{pipeline.num_microbatches - 1}]"
-    for rank, ops in program.items():
-        losses = [op for op in ops if op.kind == PipelineKind.LOSS]
-        peers = [other for other in program if other != source] if rank == source else [rank]
-        assert [op.group for op in losses] == [(source, peer) for peer in peers if peer != source]
-        assert rank != source or all(op.deps == (last,) for op in losses)
-        for op in ops:
-            if op.kind == PipelineKind.REDUCE_GRAD and rank != source:
-                assert losses[0].name in op.deps
-        sums = [op for op in ops if op.kind == PipelineKind.TIED]
-        assert [op.items[0] for op in sums] == [
-            index for index, stages in enumerate(tied) if any(rank_of[stage] == rank for stage in stages)
-        ]
-        for op in sums:
-            ranks = {rank_of[stage] for stage in tied[op.items[0]]}
-            assert op.group == (tuple(sorted(ranks)) if len(ranks) > 1 else ())
-            assert set(op.deps) == {f"reduce_grad[{s}]" for s in tied[op.items[0]] if rank_of[s] == rank}

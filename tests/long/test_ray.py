@@ -16,7 +16,6 @@ from tests.support.warm_python import warm_python
 pytest.importorskip("ray")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_worker_comes_back_with_equal_bits(tmp_path: Path) -> None:
     program = (warm_python(), ROOT / "examples" / "ray_train.py", "--folder", tmp_path, "--kill-at", "6")

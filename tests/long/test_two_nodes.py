@@ -85,7 +85,6 @@ def _on_two_nodes(program: Path, *arguments: str) -> str:
     return printed
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 def test_two_nodes_train_and_restart_as_one_with_two_replicas(tmp_path: Path) -> None:
     """A rank of the second node is killed: both agents start all ranks again, with the losses of two ranks here."""

@@ -8,14 +8,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from lightning_muon.integrations.strategy import store_of_attempt
 from tests.support.programs import ROOT, is_alive, program_environment
 from tests.support.warm_python import warm_python
 
@@ -105,19 +101,16 @@ def require_saved(
     assert end(start(folder), folder) == whole, "no step is lost or run again"
 
 
-@pytest.mark.slow
 def test_killed_ranks_come_back_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
     require_restarted(whole, tmp_path, kill_at=6)
 
 
-@pytest.mark.slow
 def test_nvidias_launcher_and_callback_go_on_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext")
     require_restarted(whole, tmp_path, kill_at=6, launcher=("-m", _NVIDIA, *_RANKS))
     assert (tmp_path / "finished").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
     [(TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGTERM, 143), ((), signal.SIGINT, 130)],
@@ -127,17 +120,3 @@ def test_a_launcher_that_is_told_to_end_saves(
     whole: list[list[str]], tmp_path: Path, launcher: tuple[str, ...], number: int, code: int
 ) -> None:
     require_saved(whole, tmp_path, launcher, number, code)
-
-
-def test_an_attempt_meets_in_a_store_without_old_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", str(server.port))
-    with ThreadPoolExecutor(3) as threads:
-        for _ in range(3):
-            stores = list(threads.map(lambda rank: store_of_attempt(rank, 3, timedelta(seconds=20)), (2, 0, 1)))
-            assert not any(store.check(["address"]) for store in stores)
-            stores[0].set("address", "rank 2")
-            assert [store.get("address") for store in stores] == [b"rank 2"] * 3
-    with pytest.raises(TimeoutError, match="rank 0 has not come"):
-        store_of_attempt(1, 3, timedelta(seconds=0.3))

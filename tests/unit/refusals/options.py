@@ -1,0 +1,280 @@
+"""Options in Python and in mappings: values, sizes, keywords."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import lightning_muon
+from lightning_muon import (
+    DCTTopK,
+    DiLoCo,
+    FlexDeMo,
+    FlexDeMoConfig,
+    MuonConfig,
+    NoReplication,
+    Options,
+    ParallelMuon,
+    ParallelMuonFabricStrategy,
+    ParallelMuonStrategy,
+    Random,
+    Striding,
+)
+from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.schedule.cost import PRESETS, CostModel
+from tests.unit.refusals import INF, NAN, Table
+
+_POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}
+_CALLABLE = {"class_path": "sympy.Lambda", "init_args": {"signature": "x", "expr": "exit(1)"}}
+_MAPPING = {"class_path": "shelve.DbfilenameShelf", "init_args": {"filename": "made_by_a_stranger"}}
+
+
+def _mapping(mapping: dict[Any, Any]) -> None:
+    Options.from_mapping(mapping, source="side.yaml")
+
+
+# Values of MuonConfig; the message has the name of the option.
+_WRONG_VALUES: dict[str, list[Any]] = {
+    "adamw_patterns": ["*.x"],
+    "adjust_lr_fn": ["adamw"],
+    "betas": [(0.9,), ("0.9", 0.95)],
+    "bucket_bytes": [0],
+    "cautious_weight_decay": [1],
+    "compute_dtype": ["float64", torch.bfloat16],
+    "eps": [-1.0],
+    "error_if_nonfinite": [1],
+    "fused": [["*.qkv"], {"*": True}, {"*": "4"}, {"*": (2, 2.0)}, {"*": ()}, {3: 3}, {"*": 0}],
+    "fused_inputs": [["*.o_proj"], {"*": 0}],
+    "look_ahead": [True],
+    "lora": ["b", True],
+    "lr": [-1e-3, INF, "1e-3", None],
+    "max_skipped_steps": [-1, "x"],
+    "momentum": [1.0, True],
+    "muon_lr_factor": ["fast", -1, NAN, None],
+    "muon_patterns": [(3,)],
+    "nesterov": ["no"],
+    "normuon": [1],
+    "normuon_beta2": [1.0, "x"],
+    "ns_coefficients": [(1, 2), (1, 2, "3"), "jordans", ((1, 2, 3),), (1.0, 2.0, NAN)],
+    "ns_quality": ["best", (0.9, 1.1), 0.9],
+    "ns_steps": [100, 2.5, True],
+    "orthogonalize": ["svd", None],
+    "wire_dtype": ["float16", "bf16"],
+}
+_ALONE = [
+    ({"replicator": each, "value_format": "fp32"}, f"value_format=.* means nothing with {type(each).__name__}.* remove")
+    for each in (DiLoCo(period=4), NoReplication())
+]
+_NO_INNER_MOMENTUM = [
+    (options | {key: value}, rf"{key}={value} is of base='muon' .*decay=\.\.\., remove it")
+    for options in ({}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)})
+    for key, value in (("momentum", 0.9), ("nesterov", False))
+]
+OPTIONS = {
+    "MuonConfig": Table(MuonConfig, [({key: each}, key) for key, values in _WRONG_VALUES.items() for each in values]),
+    "FlexDeMoConfig": Table(
+        FlexDeMoConfig,
+        [
+            ({"base": "adam"}, r"base must be one of \('sgd', 'adamw', 'muon'\), got 'adam'"),
+            ({"merge": "sum"}, r"merge must be one of \('contributors', 'mean'\), got 'sum'"),
+            ({"value_format": "fp8"}, r"value_format must be one of \('fp32', 'bf16'\), got 'fp8'"),
+            ({"dense_below": -1}, "dense_below must be an integer of at least 0, got -1"),
+            ({"check_every": True}, "check_every must be an integer of at least 0, got True"),
+            ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
+            ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
+            ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
+            ({"decay": NAN}, r"decay must be in \[0, 1\], got nan"),
+            ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
+            ({"replicator": "dct"}, r"replicator must be a Replicator, such as DCTTopK\(top_k=8\), got 'dct'"),
+            ({"replicator": DCTTopK}, "replicator must be a Replicator, .* got "),
+            ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
+            *_ALONE,
+            *_NO_INNER_MOMENTUM,
+        ],
+        (ValueError, TypeError),
+    ),
+    "DCTTopK": Table(
+        DCTTopK,
+        [
+            ({"chunk_size": 0}, "DCTTopK: chunk_size must be an integer of at least 1, got 0"),
+            ({"top_k": -3}, "DCTTopK: top_k must be an integer of at least 1"),
+        ],
+    ),
+    "Random": Table(
+        Random,
+        [
+            ({"rate": 0.0}, r"Random: rate must be in \(0, 1\]"),
+            ({"rate": NAN}, r"Random: rate must be in \(0, 1\]"),
+            ({"rate": "0.5"}, r"rate must be a number, got '0\.5'"),
+            ({"rate": 0.7}, r"got 0\.7, use 1/2 = 0\.5 or 1/1 = 1"),
+        ],
+        (ValueError, TypeError),
+    ),
+    "Striding": Table(Striding, [({"rate": 1.01}, r"Striding: rate must be in \(0, 1\]")]),
+    "DiLoCo": Table(
+        DiLoCo,
+        [
+            ({"period": 0}, "DiLoCo: period must be an integer of at least 1, got 0"),
+            ({"period": 2.5}, "integer of at least 1, got 2.5"),
+            ({"period": True}, "period must be an integer"),
+            ({"period": 5, "outer_lr": 0.0}, "outer_lr must be positive"),
+            ({"period": 5, "outer_lr": NAN}, "outer_lr must be positive"),
+            ({"period": 5, "outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\)"),
+        ],
+    ),
+    "Options": Table(
+        Options,
+        [
+            ({"timeout": 30}, "timeout must be a datetime.timedelta of more than 0 seconds, got 30"),
+            ({"timeout": timedelta(-1)}, "timeout must be a .* of more than 0 seconds, got .*days=-1"),
+            ({"early_all_gather": "no"}, "early_all_gather must be True or False, got 'no'"),
+            ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
+            ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
+            ({"process_group_backend": 3}, "process_group_backend must be None or a name such as 'nccl', got 3"),
+            *(({"wrap_policy": value}, "wrap_policy must be 'auto', a sequence of") for value in ("Block", [3], Path)),
+            ({"optimizer": {"momentun": 0.5}}, r"^optimizer \(MuonConfig\): .*did you mean 'momentum'"),
+            ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
+            ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
+            ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
+            ({"bucket_bytes": 0}, "bucket_bytes must be 'auto' or an integer of at least 1, got 0"),
+            ({"optimizer": FlexDeMoConfig(), "sharding": "zero2"}, "needs sharding='fsdp', got 'zero2'"),
+            ({"optimizer": FlexDeMoConfig(), "tensor_parallel_size": 2}, "needs the axes replicate .* without tensor_"),
+            ({"optimizer": FlexDeMoConfig(), "data_parallel_size": 4}, "data_parallel_size; give replicate_size and"),
+            ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
+            ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
+            ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
+            ({"pipeline_schedule": "zb_v"}, "pipeline_schedule='zb_v' means nothing without"),
+            ({"pipeline_microbatches": 8}, "pipeline_microbatches=8 means nothing without"),
+            ({"pipeline_split": ["a"]}, r"pipeline_split=\['a'\] means nothing without"),
+        ],
+    ),
+    "Options of a pipeline": Table(
+        lambda **options: Options(**({"pipeline_size": 2} | options)),
+        [
+            ({"pipeline_schedule": "1f1p"}, "there is no schedule '1f1p'; did you mean '1f1b'"),
+            ({"pipeline_schedule": "nothing of the kind"}, "there is no schedule .*; there are .*gpipe, 1f1b"),
+            ({"pipeline_microbatches": 0}, "pipeline_microbatches must be 'auto' or"),
+            ({"pipeline_stages_per_rank": 0}, "pipeline_stages_per_rank must be 'auto' or"),
+            ({"pipeline_stages_per_rank": 2}, "1f1b needs exactly 1 stages per rank"),
+            ({"pipeline_schedule": "zb_v", "pipeline_stages_per_rank": 1}, "zb_v needs exactly 2"),
+            ({"pipeline_microbatches": 1}, "1f1b needs at least 2 micro-batches"),
+            ({"pipeline_schedule": "interleaved_1f1b", "pipeline_microbatches": 5}, "to be divisible by"),
+            ({"pipeline_size": 0}, "pipeline_size must be"),
+            ({"context_size": 2}, "pipeline_size=2 goes with replicate_size and shard_size only"),
+            ({"data_parallel_size": 2}, "pipeline_size=2 goes with"),
+            ({"sharding": "zero2"}, "pipeline_size=2 needs sharding='fsdp'"),
+            ({"save_distributed_checkpoint": False}, "does not go with pipeline_size"),
+            ({"wrap_policy": ("Block",)}, "wrap_policy=.*means nothing with pipeline_size"),
+            ({"reshard_after_forward": False}, "reshard_after_forward=False means nothing with pipeline_size"),
+            ({"reshard_after_backward": False}, "reshard_after_backward=False means nothing with pipeline_size"),
+        ],
+    ),
+    "MeshSizes": Table(
+        MeshSizes,
+        [
+            ({"replicate_size": 0}, "replicate_size must be"),
+            ({"shard_size": "all"}, "shard_size must be"),
+            ({"shard_size": True}, "shard_size must be"),
+            ({"context_size": "auto"}, "context_size must be an integer"),
+            ({"tensor_size": 0}, "tensor_size must be an integer"),
+            ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 'auto' or an integer"),
+            ({"tensor_size": 2, "tensor_parallel_size": 1}, "tensor_size=2 contradicts tensor_parallel_size=1"),
+            ({"data_parallel_size": 4, "replicate_size": 2}, "contradicts"),
+            ({"data_parallel_size": 4, "context_size": 2}, "no context axis for context_size=2"),
+        ],
+    ),
+    "sizes on 2 nodes of 4": Table(
+        lambda **sizes: MeshSizes(**sizes).resolve(num_nodes=2, num_processes=4),
+        [
+            ({"shard_size": 3}, "^2 replicas x 3 shards = 6 ranks, but there are 8 .*change shard_size=3, or"),
+            ({"replicate_size": 3}, "^3 replicas x 2 shards = 6"),
+            ({"tensor_size": 3}, "x 3 tensor ranks = 6 ranks"),
+            ({"pipeline_size": 3}, "3 pipeline ranks = 6 ranks, but there are 8"),
+            ({"shard_size": 4, "context_size": 4}, "x 4 shards x 4 context ranks = 16 .*shard_size=4, context_size=4"),
+            ({"replicate_size": 2, "shard_size": 2}, "= 4 ranks, but there are 8 .*2 nodes x 4 dev.*replicate_size=2"),
+            (
+                {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},
+                "2 replicas x 2 shards x 3 context ranks x 4 tensor ranks = 48 ranks, .*context_size=3, tensor_size=4",
+            ),
+            ({"data_parallel_size": 4}, "but there are 8"),
+        ],
+    ),
+    "CostModel": Table(
+        lambda **change: CostModel.from_dict(asdict(PRESETS["h100"]) | change),
+        [
+            ({"bandwith": [1]}, "CostModel: there is no option 'bandwith'; did you mean 'bandwidth'"),
+            ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
+            ({"bandwidth": [1.0, -2.0]}, r"bandwidth must be finite and above 0, got \(1.0, -2.0\)"),
+            ({"bandwidth": []}, r"bandwidth must be finite and above 0, got \(\)"),
+            ({"latency_seconds": -1}, r"latency_seconds must be finite and at least 0, got \(-1,\)"),
+            ({"flops_per_second": INF}, "flops_per_second must be finite and above 0, got inf"),
+            ({"op_seconds": NAN}, "op_seconds must be finite and at least 0, got nan"),
+            ({"bandwidth": "fast"}, r"bandwidth must be finite and above 0, got \('fast',\)"),
+        ],
+        (ValueError, TypeError),
+    ),
+}
+
+
+_STRATEGIES = (Options, ParallelMuonStrategy, ParallelMuonFabricStrategy)
+KEYWORDS = {
+    "a keyword": Table(
+        lambda kind, options: kind(**options),
+        [
+            *(((kind, {"ns_stepss": 3}), "did you mean 'ns_steps'") for kind in (MuonConfig, ParallelMuon)),
+            ((FlexDeMo, {"ns_stepss": 3}), "^FlexDeMo: .*'ns_stepss'; did you mean 'ns_steps'"),
+            *(((kind, {"replicat_size": 2}), r"did you mean 'replicate_size'\?") for kind in _STRATEGIES),
+            *(((kind, {"momentum": 0.9}), "'momentum'; it belongs in optimizer=MuonConfig") for kind in _STRATEGIES),
+            *(((kind, {"shard_size": 2}), "'shard_size'; it belongs beside optimizer, to the strategy$")
+              for kind in (MuonConfig, FlexDeMoConfig)),
+            ((Options, {"momentum": 1}), r"^Options: there is no option 'momentum'; it belongs in optimizer=Muon"),
+            ((Options, {"learning_rate": 1}), r"did you mean 'lr'\? It belongs in optimizer=MuonConfig\("),
+            ((Options, {"replicator": 1}), r"it belongs in optimizer=FlexDeMoConfig\(\.\.\.\)$"),
+            ((lambda **options: FlexDeMo([nn.Parameter(torch.eye(3))], **options), {"normuon": True}),
+             "there is no option 'normuon'; it belongs to ParallelMuon"),
+            ((lightning_muon.hf.optimizer, {"wieght_decay": 0.1}), "MuonConfig: .* did you mean 'weight_decay'"),
+            ((lambda **options: lightning_muon.hf.optimizer(FlexDeMoConfig(), **options), {"replikator": 3}),
+             "FlexDeMoConfig: there is no option 'replikator'; did you mean 'replicator'"),
+        ],
+        TypeError,
+    ),
+    "a value without a name": Table(
+        lambda kind: kind(MuonConfig()),
+        [(kind, "name the option that the MuonConfig is for; .* shard_size, .*optimizer") for kind in _STRATEGIES],
+        TypeError,
+    ),
+    "hf.optimizer": Table(
+        lightning_muon.hf.optimizer, [(0.1, r"a MuonConfig or a FlexDeMoConfig, got 0\.1")], TypeError
+    ),
+}  # fmt: skip
+MAPPINGS = {
+    "a mapping": Table(
+        _mapping,
+        [
+            (({"optimizer": {"base": "sgd", "decy": 0}},), r"FlexDeMoConfig\): .*'decy'; did you mean 'decay'"),
+            (({"learning_rate": 1},), "^side.yaml: .*'learning_rate'; did you mean 'lr'. It belongs under optimizer:"),
+            (({"replicator": {}},), "^side.yaml: there is no option 'replicator'; it belongs under optimizer:"),
+            (({1: 2},), "^side.yaml: there is no option 1; the options are replicate_size, shard_size, .*optimizer, "),
+            (({"optimizer": {"look_ahead": 2, "base": "adamw"}},),
+             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig"),
+            *((({"optimizer": config},), rf"^side.yaml: optimizer{key}: class_path '.*Popen' names no {names}$")
+              for config, key, names in (
+                  (_POPEN, "", "MuonConfig or FlexDeMoConfig"),
+                  ({"replicator": _POPEN}, ".*: replicator", "Replicator or LocalSteps"),
+                  ({"decay": _POPEN}, ".*: decay", "class that this option takes"),
+              )),
+            (({"optimizer": {"orthogonalize": _CALLABLE}},), "orthogonalize: class_path 'sympy.Lambda' names no class"),
+            (({"optimizer": {"fused": _MAPPING}},), "fused: class_path 'shelve.DbfilenameShelf' names no class that"),
+            (({"wrap_policy": _CALLABLE},), "^side.yaml: wrap_policy: .* names no class that"),
+            (({"wrap_policy": None},), "^side.yaml: wrap_policy must be 'auto', .* got None"),
+            (({"wrap_policy": "os.system"},), "^side.yaml: wrap_policy: 'os.system' is a function of Python itself"),
+            (({"optimizer": {"orthogonalize": "subprocess.getoutput"}},), "orthogonalize: 'subprocess.getoutput' is"),
+            (({"optimizer": {"orthogonalize": "no_module.f"}},), "expects a function or a callable class"),
+        ],
+    ),
+}  # fmt: skip
