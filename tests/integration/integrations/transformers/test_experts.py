@@ -16,14 +16,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import lightning_muon.hf
 from lightning_muon import ParallelMuon, ParallelMuonStrategy
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.integration.integrations.transformers import runs
 from tests.integration import training
+from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
 
-pytestmark = pytest.mark.skipif(
-    Version("5.23") > Version(transformers.__version__), reason="before 5.23 transformers has no ep_size for training"
-)
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        Version("5.23") > Version(transformers.__version__), reason="before 5.23 transformers has no ep_size to train"
+    ),
+]
 NORM = 0.3
 _EXCHANGE = {"ep_implementation": "all_to_all"}  # How tokens get to their experts.
 
@@ -98,7 +101,9 @@ def test_experts_train_like_one_process_and_go_on_on_other_ranks(gloo: ProcessPo
         assert max_difference(resumed, expected) < 1e-6, sizes
 
 
-def _fit(directory: str, sizes: dict[str, Any] | None, *, epochs: int = 2, resume: str | None = None) -> dict[str, Tensor]:
+def _fit(
+    directory: str, sizes: dict[str, Any] | None, *, epochs: int = 2, resume: str | None = None
+) -> dict[str, Tensor]:
     """The same with a Trainer of Lightning, two steps an epoch; saved at the end."""
     pl = training.load()
 
