@@ -29,6 +29,8 @@ def accelerator_on_cpu(
         context = fsdp2_on_cpu(replicate_size=replicate_size, shard_size=shard_size, **environment)
     else:
         context = ddp_on_cpu(**environment)
+        sizes = {"replicate_size": replicate_size, "shard_size": shard_size}
+        options |= {key: size for key, size in sizes.items() if size is not None}
     with context:
         accelerator = lightning_muon.accelerate.Accelerator(
             gradient_accumulation_steps=accumulate, options={"optimizer": EXACT} | options
