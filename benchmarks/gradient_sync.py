@@ -164,10 +164,11 @@ def zero(net: nn.Module) -> list[torch.optim.Optimizer]:
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
 
 
-def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
+def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace, **options: Any) -> Contender:
     net = new_net(arguments)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB)))
+    shape = (arguments.replicas, dist.get_world_size() // arguments.replicas)[arguments.replicas == 1 :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=int(arguments.bucket_mib * MIB), **options))
     mode.prepare(net)
     made = optimizers(net)
     mode.attach(net, made)
@@ -215,7 +216,8 @@ def new_net(arguments: argparse.Namespace) -> Transformer:
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
     "zero2 + ParallelMuon": partial(ours, "zero2", muon),
-    "fsdp + ParallelMuon": partial(ours, "fsdp", muon),
+    "fsdp + ParallelMuon": partial(ours, "fsdp", muon, accumulate="sharded"),
+    'fsdp, accumulate="whole" + ParallelMuon': partial(ours, "fsdp", muon, accumulate="whole"),
     "ddp + ParallelMuon": partial(ours, "ddp", muon),
     "torch DDP + torch.optim.Muon and AdamW": partial(distributed_data_parallel, torch_muon),
     "zero2 + AdamW": partial(ours, "zero2", parallel_adamw),
@@ -342,6 +344,7 @@ def parse_arguments() -> argparse.Namespace:
     for name, value in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--replicas", type=int, default=1, help="of the modes of this package")
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     return parser.parse_args()

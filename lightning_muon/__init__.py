@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
     from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
+    from lightning_muon.integrations.lightning.ema import EMAWeightsCallback
     from lightning_muon.integrations.lightning.muon_monitor import MuonMonitorCallback
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
     class AutoResume(AutoResumeCallback, OnExceptionCheckpoint, ModelCheckpoint):  # noqa: D101
         pass
 
+    class EMAWeights(EMAWeightsCallback, Callback):  # noqa: D101
+        pass
+
     class MuonMonitor(MuonMonitorCallback, Callback):  # noqa: D101
         pass
 
@@ -69,6 +73,7 @@ __all__ = [
     # optimizers, strategies and their options
     "AutoResume",
     "DamagedCheckpointError",
+    "EMAWeights",
     "FlexDeMo",
     "FlexDeMoConfig",
     "MuonConfig",
@@ -116,7 +121,7 @@ _MODULES = {
     "flexdemo.replicators": (
         "Components DCTTopK DiLoCo ExchangeStep Full NoReplication Random Replicator Slicing Striding"
     ),
-    "integrations.registry": "AutoResume MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
+    "integrations.registry": "AutoResume EMAWeights MuonMonitor ParallelMuonFabricStrategy ParallelMuonStrategy",
     "monitor.signals": "StopSignals",
     "monitor.step_monitor": "StepMonitor",
     "optim.parallel_muon": "ParallelMuon",

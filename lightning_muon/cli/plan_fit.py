@@ -287,7 +287,7 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
         gathered, accumulated = used * every.numel, summed * every.trained
     elif way.is_fsdp:  # Gathered are the root and two layers.
         gathered = used * (root.numel + min(2, sizes.layers) * layer.numel)
-        accumulated = summed * every.trained if way.passes > 1 else 0
+        accumulated = gradients if way.passes > 1 else 0.0  # Shards; see `accumulate` of the options.
         # Gradients of the root stay whole until the end, and are packed to be summed.
         whole, sent = used * root.trained, used * root.numel + summed * root.trained
     else:
@@ -315,8 +315,11 @@ def _send(job: Job, num_bytes: float, between: float, calls: float = 1) -> float
     return waits + job.cost.transfer_seconds(num_bytes * (1 - between), num_bytes * between)
 
 
-def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float]:
-    """Seconds to gather all weights once, or with zero2 to send new values, and to sum all gradients."""
+def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float, float]:
+    """Seconds to gather all weights once, or with zero2 to send new values, and to sum all gradients.
+
+    The last two are for the sums over the shard axis, and for those over the replicas.
+    """
     (own, used, summed), part, calls = PRECISIONS[job.precision], sizes.all, sizes.layers + 1
     memory = job.cost.memory_bytes_per_second
 
@@ -331,13 +334,13 @@ def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float]:
         inside = min(way.shard, job.node_ranks)
         between = (way.shard - inside) / (way.shard - 1)
         there = _send(job, num_bytes * (way.shard - 1) / way.shard, between, math.ceil(num_bytes / BUCKET_BYTES))
-        return there, there + 3 * num_bytes * (1 - 1 / way.shard) / memory + sums
+        return there, there + 3 * num_bytes * (1 - 1 / way.shard) / memory, sums
     if not way.is_fsdp:
-        return 0.0, sums
+        return 0.0, 0.0, sums
     scatter = ring(num_bytes, way.shard, shard_nodes) * (2 if job.is_cpu else 1)  # gloo's sends as an all-reduce.
     # FSDP2 copies shards into a buffer and that into weights, and gradients into a buffer.
     gather = ring(used * part.numel, way.shard, shard_nodes) + 2 * used * part.numel * (1 + 1 / way.shard) / memory
-    return gather, scatter + 2 * num_bytes / memory + sums
+    return gather, scatter + 2 * num_bytes / memory, sums
 
 
 def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
@@ -352,19 +355,19 @@ def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
         for some in (part, Counts().plus(layer, sizes.layers))
     )
     backward = 2 * forward + (again if way.recompute else 0)
-    gather, reduce = _transfers(job, sizes, way)
+    gather, scatter, sums = _transfers(job, sizes, way)
     # Further passes read two gradients and write one.
     adding = (way.passes - 1) * 3 * STATE_ITEMSIZE * part.trained / cost.memory_bytes_per_second
     if way.pipeline > 1:  # Of m + p - 1 times that a stage takes, p - 1 are the bubble.
         message = way.tokens(job) * sizes.width * PRECISIONS[job.precision][1]
         messages = 2 * _send(job, message, float(job.num_ranks > job.node_ranks))
-        return gather + (way.passes + way.pipeline - 1) * max(forward + backward, messages) + adding + reduce
-    again = gather if way.is_fsdp else 0.0  # zero2 sends new values once.
+        return gather + (way.passes + way.pipeline - 1) * max(forward + backward, messages) + adding + scatter + sums
+    again, early = (gather, scatter) if way.is_fsdp else (0.0, 0.0)  # zero2 sends new values once.
     both = sum if job.is_cpu else max  # The cores of a CPU do both.
-    seconds = both((forward, gather)) + (way.passes - 1) * (both((forward, again)) + both((backward, again)))
-    seconds += both((backward, again + reduce)) + adding
+    seconds = both((forward, gather)) + (way.passes - 1) * (both((forward, again)) + both((backward, again + early)))
+    seconds += both((backward, again + scatter + sums)) + adding
     if not job.is_cpu:  # Nothing hides the gather of the embedding, and the sum of its gradients.
-        seconds += sizes.embedding / part.numel * (gather + reduce)
+        seconds += sizes.embedding / part.numel * (gather + scatter + sums)
     return seconds + (_exchange_seconds(job, part, way) if way.mode == "flexdemo" else 0)
 
 

@@ -251,6 +251,7 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
     """Drop what backward passes without reduction have left for those of ``parameters``, or all, of an FSDP2 unit."""
     wanted = None if parameters is None else set(parameters)
     for group in _parameter_groups(unit):
+        _drop_partial_sums(group, wanted)
         for held in group.fsdp_params:
             if wanted is not None and held.sharded_param not in wanted:
                 continue
@@ -261,6 +262,26 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
                 held.unsharded_accumulated_grad.zero_()
             if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
                 held._unsharded_param.grad = None
+
+
+def has_partial_sums(unit: FSDPModule) -> bool:
+    """Whether an FSDP2 unit has gradients that are summed over the shard axis, and not over the replicas; local."""
+    return any(group._partial_reduce_output is not None for group in _parameter_groups(unit))
+
+
+@torch.no_grad()
+def _drop_partial_sums(group: Any, wanted: Collection[torch.Tensor] | None) -> None:
+    """Drop what :func:`has_partial_sums` of those ``wanted``, or all; local."""
+    trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+    if wanted is None or all(held.sharded_param in wanted for held in trained):
+        group._partial_reduce_output = None
+    elif group._partial_reduce_output is not None:
+        if group._post_reduce_event is not None:
+            group.device_handle.current_stream().wait_event(group._post_reduce_event)
+        sizes = [held.padded_sharded_param_size.numel() for held in trained]
+        for held, part in zip(trained, group._partial_reduce_output.split(sizes), strict=True):
+            if held.sharded_param in wanted:
+                part.zero_()
 
 
 def drop_unreduced_gradients_of(parameters: Collection[torch.Tensor]) -> None:

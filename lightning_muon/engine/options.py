@@ -23,7 +23,7 @@ from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.sharding.base import BucketBytes, ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import Accumulate, BucketBytes, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
 from lightning_muon.sharding.units import WrapPolicy
 
@@ -35,6 +35,10 @@ _CONFIGS = (MuonConfig, FlexDeMoConfig)
 # Where else a wrong key may belong, in a file and in Python.
 ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
 IN_PYTHON = {f"in optimizer={kind.__name__}(...)": [each.name for each in fields(kind)] for kind in _CONFIGS[::-1]}
+
+
+# Options of FSDP2 that a pipeline decides.
+_OF_UNITS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "accumulate")
 
 
 @takes_options(elsewhere=IN_PYTHON)
@@ -153,6 +157,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
 
     def _check_values(self) -> None:
         check_one_of("sharding", self.sharding, tuple(MODES))
+        check_one_of("accumulate", self.accumulate, get_args(Accumulate))
         check_one_of("clip_groups", self.clip_groups, get_args(ClipGroups))
         check_one_of("save_distributed_checkpoint", self.save_distributed_checkpoint, (True, False, "auto"))
         check_one_of("loss_scaling", self.loss_scaling, get_args(LossScaling))
@@ -189,7 +194,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 f"pipeline_size={self.pipeline_size} needs sharding='fsdp' (or 'none' without data-parallel ranks), "
                 f"got {self.sharding!r}, which reduces gradients in hooks that a backward in two parts does not call"
             )
-        for key in ("wrap_policy", "reshard_after_forward", "reshard_after_backward") if self.pipeline_size > 1 else ():
+        for key in _OF_UNITS if self.pipeline_size > 1 else ():
             if getattr(self, key) != getattr(Options, key):
                 raise ValueError(
                     f"{key}={getattr(self, key)!r} means nothing with pipeline_size: the parts of a stage are its "
@@ -242,6 +247,7 @@ class StrategyOptions(TypedDict, total=False):
     pipeline_split: Sequence[str] | None
     pipeline_stages_per_rank: int | Literal["auto"]
     reshard_after_backward: bool
+    accumulate: Accumulate
     bucket_bytes: BucketBytes
     early_all_gather: bool
     sharding: Sharding

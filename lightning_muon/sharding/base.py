@@ -22,6 +22,7 @@ from lightning_muon.sharding.weights import mesh_device
 
 T = TypeVar("T")
 BucketBytes = int | Literal["auto"]
+Accumulate = Literal["sharded", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,9 @@ class ShardingOptions:
         reshard_after_forward: FSDP2 frees the whole weights of a unit between forward and backward. ``True`` leaves
             those of the root, a number keeps them sharded over that many ranks.
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
+        accumulate: What FSDP2 keeps of the gradients between these. ``"sharded"``: the sums over the shard axis, of
+            which the last micro-batch makes those over the replicas. ``"whole"``: nothing is sent before the last one,
+            and every rank keeps gradients as large as the model.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB, as in torch's
             DDP.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only. Whatever changes
@@ -43,6 +47,7 @@ class ShardingOptions:
     wrap_policy: WrapPolicy = "auto"
     reshard_after_forward: bool | int = True
     reshard_after_backward: bool = True
+    accumulate: Accumulate = "sharded"
     bucket_bytes: BucketBytes = "auto"
     early_all_gather: bool = False
 

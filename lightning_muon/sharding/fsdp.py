@@ -19,11 +19,13 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
+from lightning_muon.compat import foreach
 from lightning_muon.compat.torch import (
     drop_unreduced_gradients,
     finish_reducing,
     forward_resharding,
     free_unsharded,
+    has_partial_sums,
     has_unfinished_backward,
     is_in_backward,
     reset_fsdp,
@@ -31,6 +33,7 @@ from lightning_muon.compat.torch import (
     start_reducing,
     unreduced_gradients,
 )
+from lightning_muon.math.norms import by_device_and_dtype
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
@@ -49,14 +52,21 @@ class Fsdp(ShardingMode):
     name = "fsdp"
     shards_weights = True
     takes = frozenset(
-        "wrap_policy reshard_after_forward reshard_after_backward early_all_gather decoupled_nodes roots".split()
+        (
+            *("wrap_policy", "reshard_after_forward", "reshard_after_backward", "accumulate", "early_all_gather"),
+            *("decoupled_nodes", "roots"),
+        )
     )
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self.listeners: list[UnitListener] = []  # Hear what happens to the units.
         self.call_log: CallLog | None = None  # The ranks are compared by it in the message of a step.
+        # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks. Units
+        # divide all passes of an accumulated batch alike, and the sum is corrected at its end.
         self._divisor: float | None = None
+        self._unit_divisor: float | None = None
+        self._is_accumulating = False  # Whether shards have sums of micro-batches.
         self._num_nodes = mesh.size() // self.reduced_over.size()
         self._host: AxisGroup | None = None  # The ranks that are averaged, in the memory of hosts; from `attach` on.
         self._hooks: ExitStack | None = None
@@ -71,6 +81,11 @@ class Fsdp(ShardingMode):
     @cached_property
     def _everyone(self) -> AxisGroup:
         return axis_group(self.reduced_over, tuple(range(self.reduced_over.ndim)))
+
+    @property
+    def _sums_shards(self) -> bool:
+        is_pipeline = self.options.roots is not None
+        return self.options.accumulate == "sharded" and not is_pipeline and self._everyone.group is not None
 
     @override
     def prepare(self, module: nn.Module) -> None:
@@ -110,20 +125,24 @@ class Fsdp(ShardingMode):
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
             for unit, meshes in self._resharding:
                 set_forward_resharding(unit, [None] * len(meshes))
-        self._set_gradient_sync(False)
+        self._is_accumulating |= self._sums_shards
+        self._set_last_backward(False)
         try:
             yield
         finally:
-            self._set_gradient_sync(True)
+            self._set_last_backward(True)
 
-    def _set_gradient_sync(self, enabled: bool) -> None:
-        """Choose, before the forward pass, whether the next backward pass reduces gradients over the mesh; local."""
+    def _set_last_backward(self, is_last: bool) -> None:
+        """Choose, before the forward pass, whether the next backward pass finishes the gradients; local."""
         for unit in fsdp_modules(self._module):
-            unit.set_requires_gradient_sync(enabled, recurse=False)
+            if self._sums_shards:
+                unit.set_requires_all_reduce(is_last, recurse=False)
+            else:
+                unit.set_requires_gradient_sync(is_last, recurse=False)
             # Otherwise the end of each micro-batch would wait for reductions and forget the prefetch order.
-            unit.set_is_last_backward(enabled)
+            unit.set_is_last_backward(is_last)
             if not self.options.reshard_after_backward:
-                unit.set_reshard_after_backward(enabled, recurse=False)
+                unit.set_reshard_after_backward(is_last, recurse=False)
 
     @override
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
@@ -152,11 +171,16 @@ class Fsdp(ShardingMode):
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
         self.attached(self._host)
-        if divisor is not None:
-            divisor /= self._num_nodes  # The average over nodes supplies that factor.
-        if divisor != self._divisor:
-            set_gradient_divisor(self._module, divisor)
-            self._divisor = divisor
+        # The average over nodes supplies the other factor.
+        self._divisor = None if divisor is None else divisor / self._num_nodes
+        if not self._is_accumulating:
+            self._divide_units()
+
+    def _divide_units(self) -> None:
+        """Let the units divide as was chosen, from the next backward pass on; local."""
+        if self._unit_divisor != self._divisor:
+            set_gradient_divisor(self._module, self._divisor)
+            self._unit_divisor = self._divisor
 
     @override
     def finish_gradients(self) -> None:
@@ -177,9 +201,35 @@ class Fsdp(ShardingMode):
             maxima = maxima_over(host, [*used, *calls])
             if self.call_log is not None:
                 self.call_log.require_equal(maxima[len(used) :])
+            if self._is_accumulating:
+                self._finish_accumulating(self._unused)
             self._unused.keep(maxima[: len(used)])
         if plain and (self._everyone.group is not None or self._divisor is not None):
             self._average(plain)
+
+    @torch.no_grad()
+    def _finish_accumulating(self, unused: UnusedParameters) -> None:
+        """Finish the sums of micro-batches. Collective over the meshes of the units."""
+        for root in self._roots:
+            # Units that the last micro-batch did not run: FSDP2 adds them up over the replicas from torch 2.13 on.
+            if units := [unit for unit in fsdp_modules(root) if has_partial_sums(unit)]:  # type: ignore[arg-type]
+                for unit in units:
+                    unused.enters_backward(unit)
+                start_reducing(root)
+                self._reducing.append(root)
+        self._finish_reducing()
+        size = self._everyone.size
+        factor = (self._unit_divisor or size) / (self._divisor or size)
+        if factor != 1:
+            if unused.has_kept():
+                raise ValueError(
+                    "the divisor of the gradients has changed while they were accumulated, with gradients of an "
+                    "earlier step among them, which are divided already; call zero_grad(set_to_none=True) between steps"
+                )
+            for gradients in by_device_and_dtype(unused.local_gradients()):
+                foreach.mul_(gradients, factor)
+        self._is_accumulating = False
+        self._divide_units()
 
     def _average(self, plain: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
+from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, own_places
 
 # Python's garbage collector does not look into hooks of tensors. They must not refer to the model, or it would never be
@@ -87,10 +88,21 @@ class UnusedParameters(UnitListener):
     def used(self) -> list[bool]:
         """Whether this rank has computed a gradient for the parameter at each place; local."""
         # Gradients may be accumulated over several steps: one that was kept before is kept until it is replaced.
+        return [is_used or is_kept for is_used, is_kept in zip(self._used, self._are_kept(), strict=True)]
+
+    def has_kept(self) -> bool:
+        """Whether there are gradients that were kept before, to which backward adds; local."""
+        return any(self._are_kept())
+
+    def _are_kept(self) -> list[bool]:
         return [
-            is_used or (index in self._kept and self._kept[index]() is parameter.grad is not None)
-            for index, (is_used, parameter) in enumerate(zip(self._used, self._parameters(), strict=True))
+            index in self._kept and self._kept[index]() is parameter.grad is not None
+            for index, parameter in enumerate(self._parameters())
         ]
+
+    def local_gradients(self) -> list[Tensor]:
+        """This rank's parts of all gradients; share memory. Local."""
+        return [local_tensor(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
 
     def keep(self, used: Sequence[int]) -> None:
         """Remove the gradients of parameters but those that any rank has ``used``; local, alike on all ranks."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.nodes import forget_own
-from lightning_muon.checkpoint.saving import OptimizerState, collect, write
+from lightning_muon.checkpoint.saving import OptimizerState, Weights, collect, write
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
@@ -36,6 +36,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
     share_metrics,
 )
+from lightning_muon.integrations.lightning.ema import AVERAGE
 from lightning_muon.integrations.lightning.first_callback import require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
@@ -296,6 +297,10 @@ class TrainerStrategy(MuonStrategy):
         if self._engine is not None:
             self._engine.mode.finish_parameters()
 
+    def weights_have_changed(self) -> None:
+        """Let the next forward gather the current weights; local."""
+        self._running_engine.weights_have_changed()
+
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why they will wait in vain, and wait for what is being saved; local."""
         told_to_end = self.package.module("utilities.exceptions").SIGTERMException  # Raised on all ranks together.
@@ -361,7 +366,8 @@ class TrainerStrategy(MuonStrategy):
         content, metadata_name = {}, None
         if not whole:
             states, metadata_name = enumerate(rest.pop("optimizer_states", [])), metadata_filename(self.package)
-            content = {f"optimizer_{index}": state for index, state in states} | {"state_dict": rest.pop("state_dict")}
+            content = {f"optimizer_{index}": state for index, state in states}
+            content |= {key: rest.pop(key) for key in ("state_dict", AVERAGE) if key in rest}
         about = {"step": rest.get("global_step"), "weights_only": "loops" not in rest}
         how = self._running_engine.format(whole=whole, metadata_name=metadata_name, **about)
         write({target: (content, rest)}, how)
@@ -369,6 +375,19 @@ class TrainerStrategy(MuonStrategy):
         is_last = self.lightning_module.trainer.state.status != "running" or target.name.startswith(PREFIX_OF_REQUEUE)
         if is_last and how.saves is not None:
             how.saves.finish()
+
+    def average_to_save(self, average: nn.Module) -> dict[str, Any]:
+        """What a checkpoint has of the module of :class:`EMAWeights`, as of the weights. Collective over all ranks."""
+        engine = self._running_engine
+        return collect(Weights(average, engine.mesh), engine.format(whole=engine.saves_one_file))
+
+    def load_average(self, average: nn.Module) -> bool:
+        """Fill that module from the checkpoint of a resumed run, if it has one. Collective over all ranks."""
+        opened = self._checkpoint
+        if opened is None or not (opened.shards_with(AVERAGE) if opened.is_sharded else AVERAGE in opened.content):
+            return False
+        opened.load_weights(AVERAGE, average, strict=True)
+        return True
 
     def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
         """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""

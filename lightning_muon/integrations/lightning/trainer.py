@@ -26,10 +26,7 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.modes import MODES
 
-_AVERAGE_INSTEAD = (
-    "save checkpoints with ModelCheckpoint and ParallelMuonStrategy(save_distributed_checkpoint=False), and average "
-    "their 'state_dict' entries after the training"
-)
+_AVERAGE_INSTEAD = "use lightning_muon.EMAWeights, which averages the shards of each rank"
 # Callback class -> (why, what to use in its place)
 _REFUSED = {
     "StochasticWeightAveraging": ("it copies whole weights and averages them with shards", _AVERAGE_INSTEAD),

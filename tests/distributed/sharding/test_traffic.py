@@ -144,7 +144,7 @@ def test_zero2_moves_each_gradient_and_value_once(gloo: ProcessPool, shape: tupl
 
 @pytest.mark.parametrize(("shape", "reshard"), [((3,), True), ((2, 2), False)], ids=str)
 def test_fsdp_reduces_in_the_last_micro_batch_only(gloo: ProcessPool, shape: tuple[int, ...], reshard: bool) -> None:
-    options = {"reshard_after_backward": reshard}
+    options = {"reshard_after_backward": reshard, "accumulate": "whole"}
     for sent in gloo.run(_run, "fsdp", shape, accumulate=4, options=options, world_size=math.prod(shape)):
         early = [each.operator for each in sent if each.phase in ("0", "1", "2")]
         assert set(early) == {ALL_GATHER}

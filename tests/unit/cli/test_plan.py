@@ -74,7 +74,7 @@ def test_ways_to_train_end_in_the_line_to_paste(shown: Any, capsys: pytest.Captu
     assert set(rows) == {"none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"}
     assert " * " in rows["fsdp"] and "+" in rows["ddp"] and next(iter(rows)) == "fsdp"
     assert text.endswith(
-        "recommended: fsdp, with accumulate_grad_batches=4 of the Trainer\n"
+        "recommended: fsdp, with accumulate_grad_batches=2 of the Trainer\n"
         "ParallelMuonStrategy(replicate_size=1, shard_size=16)\n"
     )
     assert max(map(len, text.splitlines())) <= WIDTH

@@ -1,0 +1,192 @@
+"""What FSDP2 keeps of gradients between the micro-batches of an accumulated batch, and what it sends."""
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_muon import ModeOptions, ParallelMuon, make_mode
+from lightning_muon.compat.torch import has_partial_sums, unreduced_gradients
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
+from tests.distributed.sharding.test_traffic import ALL_GATHER, ALL_REDUCE, Wire
+from tests.distributed.sharding.training import Block, largest_difference, mesh_of
+from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
+
+REDUCE_SCATTER = "_reduce_scatter_base_"
+STEPS, PASSES, WIDTH = 3, 3, 7
+SHAPES = [(2,), (3,), (2, 2), (2, 1)]
+
+
+class Net(nn.Module):
+    """Units of odd sizes, an unused and a 0-d parameter, and a unit that a forward may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.unused = nn.Parameter(torch.ones(5, 2))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.blocks[1].norm.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, leaves_out: bool) -> Tensor:
+        for block in self.blocks[:-1] if leaves_out else self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+def _optimizer(net: nn.Module) -> ParallelMuon:
+    return ParallelMuon(net, lr=0.02, compute_dtype="float32", wire_dtype="float32")
+
+
+def _rows(step: int, number: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+    return torch.randn(3 + (rank + number + step) % 3, WIDTH, generator=generator)
+
+
+def _loss(net: nn.Module, rows: Tensor, *, is_last: bool, by_rows: bool) -> Tensor:
+    """A sum over the rows, or a mean; the last micro-batch leaves out a unit."""
+    squares = net(rows, leaves_out=is_last).square()
+    return squares.sum() if by_rows else squares.mean() / PASSES
+
+
+def _num_rows(step: int, num_ranks: int) -> int:
+    return sum(len(_rows(step, number, rank)) for number in range(PASSES) for rank in range(num_ranks))
+
+
+def _alone(num_ranks: int, *, by_rows: bool) -> dict[str, Tensor]:
+    net = Net()
+    optimizer = _optimizer(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        divisor = _num_rows(step, num_ranks) if by_rows else num_ranks
+        for number in range(PASSES):
+            for rank in range(num_ranks):
+                rows = _rows(step, number, rank)
+                (_loss(net, rows, is_last=number == PASSES - 1, by_rows=by_rows) / divisor).backward()
+        optimizer.step()
+    return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+
+class Training:
+    """Of :class:`Net` with ``sharding="fsdp"``."""
+
+    def __init__(self, shape: tuple[int, ...], accumulate: Any) -> None:
+        self.net = Net()
+        self.mode = make_mode("fsdp", mesh_of(shape), ModeOptions(accumulate=accumulate))
+        self.mode.prepare(self.net)
+        self.optimizer = _optimizer(self.net)
+        self.mode.attach(self.net, [self.optimizer])
+
+    def run(self, step: int, number: int, *, by_rows: bool = False) -> None:
+        """A micro-batch."""
+        is_last = number == PASSES - 1
+        if is_last and by_rows:
+            self.mode.set_gradient_divisor(_num_rows(step, dist.get_world_size()))
+        with nullcontext() if is_last else self.mode.no_sync():
+            rows = _rows(step, number, dist.get_rank())
+            _loss(self.net, rows, is_last=is_last, by_rows=by_rows).backward()
+
+
+def _train(shape: tuple[int, ...], accumulate: str, *, by_rows: bool) -> dict[str, Tensor]:
+    training = Training(shape, accumulate)
+    for step in range(STEPS):
+        # What was accumulated before counts no more.
+        training.run(step + STEPS, 0)
+        training.optimizer.zero_grad()
+        for number in range(PASSES):
+            training.run(step, number, by_rows=by_rows)
+        training.mode.finish_gradients()
+        training.optimizer.step()
+    return weights_of(training.net)
+
+
+@pytest.mark.parametrize("by_rows", [False, True], ids=["mean", "by rows"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_are_those_of_one_process(gloo: ProcessPool, shape: tuple[int, ...], by_rows: bool) -> None:
+    size = math.prod(shape)
+    expected = _alone(size, by_rows=by_rows)
+    for accumulate in ("sharded", "whole"):
+        for found in gloo.run(_train, shape, accumulate, by_rows=by_rows, world_size=size):
+            assert largest_difference(found, expected)[0] < 1e-6, accumulate
+
+
+def _measure(shape: tuple[int, ...], accumulate: str) -> tuple[list[list[str]], int, int, int]:
+    """Payloads of each micro-batch; after the first one elements of whole gradients, of shards, and partial sums."""
+    training, operators, held = Training(shape, accumulate), list[list[str]](), (0, 0, 0)
+    for number in range(PASSES):
+        with Wire() as wire:
+            training.run(0, number)
+        operators.append([each.operator for each in wire.sent if each.is_payload])
+        if number == 0:
+            wholes = [each for root in fsdp_roots(training.net) for each in unreduced_gradients(root)]
+            shards = [local_tensor(p.grad) for p in training.net.parameters() if p.grad is not None and p.ndim]
+            sizes = [sum(each.numel() for each in some) for some in (wholes, shards)]
+            held = (*sizes, sum(map(has_partial_sums, fsdp_modules(training.net))))
+    return operators, *held
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_what_is_sent_and_held(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
+    trained = sum(p.numel() for p in Net().parameters() if p.requires_grad and p.ndim)
+    for operators, wholes, shards, partial in gloo.run(_measure, shape, "sharded", world_size=math.prod(shape)):
+        num_units = len(operators[0]) - operators[0].count(ALL_GATHER)
+        assert [each.count(REDUCE_SCATTER) for each in operators] == [num_units] * PASSES
+        # Each unit is summed over the replicas once.
+        assert [each.count(ALL_REDUCE) for each in operators] == [0, 0, num_units * (len(shape) > 1)]
+        assert wholes == 0
+        assert (shards, partial) == ((0, num_units) if len(shape) > 1 else (pytest.approx(trained / 2, abs=40), 0))
+    for operators, wholes, _, partial in gloo.run(_measure, shape, "whole", world_size=math.prod(shape)):
+        assert [set(each) for each in operators[:-1]] == [{ALL_GATHER}] * (PASSES - 1)
+        assert wholes >= trained - 10 and partial == 0
+
+
+def _divide_anew(shape: tuple[int, ...]) -> None:
+    training = Training(shape, "sharded")
+    for divisor in (5, 6):  # Without zero_grad in between.
+        training.run(0, 0)
+        training.run(0, PASSES - 1)
+        training.mode.set_gradient_divisor(divisor)
+        training.mode.finish_gradients()
+
+
+def test_gradients_of_an_earlier_step_are_not_divided_twice(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_divide_anew, (2,), match="earlier step .* zero_grad", world_size=2)
+
+
+def _two_optimizers(*, drops: bool) -> dict[str, Tensor]:
+    """Two of three micro-batches on (replicate, shard), between which one of two optimizers drops its gradients."""
+    net = Net()
+    mode = make_mode("fsdp", mesh_of((2, 2)), ModeOptions(accumulate="sharded", wrap_policy=()))
+    mode.prepare(net)
+    groups = [
+        list(net.blocks[0].parameters()),
+        [p for p in net.parameters() if p not in set(net.blocks[0].parameters())],
+    ]
+    optimizers = [ParallelMuon(group, lr=0.02, compute_dtype="float32", algorithm="adamw") for group in groups]
+    mode.attach(net, optimizers)
+    for number in range(2):
+        with nullcontext() if number else mode.no_sync():
+            net(_rows(0, number, dist.get_rank()), leaves_out=False).square().mean().backward()
+        if drops and not number:
+            optimizers[0].zero_grad()
+    mode.finish_gradients()
+    grads: dict[str, Any] = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
+
+
+def test_one_optimizer_drops_what_is_its_own(gloo: ProcessPool) -> None:
+    dropped, kept = (gloo.run(_two_optimizers, drops=drops, world_size=4)[0] for drops in (True, False))
+    net = Net()
+    for rank in range(4):
+        (net(_rows(0, 1, rank), leaves_out=False).square().mean() / 4).backward()
+    for name, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            expected = parameter.grad if name.startswith("blocks.0.") else kept[name]
+            torch.testing.assert_close(dropped[name], expected, rtol=0, atol=1e-6, msg=name)

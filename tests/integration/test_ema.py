@@ -1,0 +1,99 @@
+"""EMAWeights: the averages of EMAWeightAveraging in one process, evaluated, saved, and resumed on other ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_muon import FlexDeMoConfig
+from lightning_muon.flexdemo.replicators import DiLoCo
+from lightning_muon.integrations.registry import make
+from tests.integration import training
+from tests.support.processes import ProcessPool
+
+_DECAY, _OPTIONS = 0.8, {"optimizer": training.EXACT}
+
+
+def _fit(
+    directory: str | None, *, epochs: int = 3, resume: bool = False, ours: bool = True, every: int = 1, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """What validation saw after each epoch, and the weights at the end, on rank 0."""
+    pl, seen = training.load(), list[float]()
+    ema = (
+        make("EMAWeights", "lightning.pytorch")(_DECAY, every_n_steps=every)
+        if ours
+        else pl.callbacks.EMAWeightAveraging(decay=_DECAY, update_every_n_steps=every)
+    )
+    note = pl.callbacks.LambdaCallback(
+        on_validation_epoch_end=lambda trainer, _: seen.append(float(trainer.callback_metrics["val"]))
+    )
+    saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="saved", enable_version_counter=False)
+    model = training.language_model(pl, seed=int(resume))
+    fitter = training.trainer(
+        pl,
+        strategy=make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS, **options),
+        callbacks=[ema, note] + ([saving] if directory else []),
+        enable_checkpointing=directory is not None,
+        max_epochs=epochs,
+        num_sanity_val_steps=0,
+    )
+    path = f"{directory}/saved.ckpt" if resume else None
+    fitter.fit(model, training.loader(), training.loader(), ckpt_path=path)
+    return seen, training.full_weights(model)
+
+
+_EXPECTED: dict[int, Any] = {}
+
+
+def _expected(gloo: ProcessPool, every: int = 1) -> tuple[list[float], dict[str, Tensor]]:
+    if every not in _EXPECTED:
+        options = {"sharding": "none", "ours": False, "every": every}
+        _EXPECTED[every] = gloo.run(_fit, None, **options, world_size=1)[0]
+    return _EXPECTED[every]
+
+
+@pytest.mark.parametrize(
+    ("options", "every", "world_size"),
+    [
+        ({}, 3, 2),
+        ({"replicate_size": 2, "shard_size": 2, "early_all_gather": True}, 1, 4),
+        ({"sharding": "zero2"}, 1, 2),
+    ],
+    ids=str,
+)
+def test_averages_are_those_of_one_process(
+    gloo: ProcessPool, options: dict[str, Any], every: int, world_size: int
+) -> None:
+    seen, weights = _expected(gloo, every)
+    for rank, (found, averages) in enumerate(gloo.run(_fit, None, **options, every=every, world_size=world_size)):
+        assert found == pytest.approx(seen, abs=1e-5)
+        assert rank or training.max_difference(averages, weights) < 1e-5
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
+def test_a_run_goes_on_with_its_averages_on_other_ranks(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    seen, weights = _expected(gloo)
+    options = {"save_distributed_checkpoint": not whole}
+    first = gloo.run(_fit, str(tmp_path), epochs=2, **options, world_size=4)[0][0]
+    found, averages = gloo.run(_fit, str(tmp_path), resume=True, **options, world_size=2)[0]
+    assert [*first, *found] == pytest.approx(seen, abs=1e-5)
+    assert training.max_difference(averages, weights) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"pipeline_size": 2}, "EMAWeights does not go with pipeline_size=2"),
+        ({"optimizer": FlexDeMoConfig(replicator=DiLoCo(period=2))}, "EMAWeights does not go with DiLoCo"),
+        ("ddp", "with DDPStrategy use EMAWeightAveraging"),
+    ],
+    ids=["pipeline", "diloco", "ddp"],
+)
+def test_what_it_cannot_average_is_refused(options: Any, match: str) -> None:
+    import lightning.pytorch as pl
+
+    strategy = options if isinstance(options, str) else make("ParallelMuonStrategy", "lightning.pytorch")(**options)
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=match):
+        make("EMAWeights", "lightning.pytorch")().setup(trainer, None, "fit")
