@@ -43,7 +43,10 @@ def _loops() -> None:
     _add("zero2, 4 shards", "plain", 4, options={"sharding": "zero2", "bucket_bytes": 600}, optimizer=FUSED)
     _add("zero2, accumulated", "plain", 3, options={"sharding": "zero2", "replicate_size": 1}, accumulate=3)
     _add("ddp, clipped", "plain", 3, options={"sharding": "ddp"}, max_norm=0.3)
-    _add("fsdp, 3 shards, accumulated", "plain", 3, accumulate=3)
+    for accumulate in ("sharded", "whole"):
+        for ranks, sizes in ((3, {}), (4, HSDP)):
+            _add(f"fsdp, {ranks} ranks {sizes}, accumulated {accumulate}", "plain", ranks, accumulate=3,
+                 options={**sizes, "accumulate": accumulate})  # fmt: skip
     for ranks, sizes in ((1, {}), (4, {}), (4, HSDP), (4, {"replicate_size": 4, "shard_size": 1})):
         _add(f"fsdp, {ranks} ranks, {sizes}", "plain", ranks, options=sizes, max_norm=0.3)
     _add("float64", "plain", 2, dtype=torch.float64, parts=(*ODD, "no bias", "frozen block"))
@@ -91,6 +94,7 @@ def _frameworks() -> None:
              resumed={"ranks": 4, "options": zero2})  # fmt: skip
         _add(f"{name}, none", plain, 1, options={"sharding": "none"}, **both)
         _add(f"{name}, tokens, fsdp", name, 4, options={**loss, **HSDP}, **tokens)
+        _add(f"{name}, tokens, fsdp, whole", name, 4, options={**loss, **HSDP, "accumulate": "whole"}, **tokens)
         _add(f"{name}, tokens, zero2", plain, 2, options={**loss, **zero2}, **tokens)
         _add(f"{name}, tokens, ddp", plain, 3, options={**loss, **ddp}, **tokens)
         _add(f"{name}, llama", name, 2, model="llama", parts=("tied",), accumulate=2, max_norm=0.3)
@@ -320,6 +324,7 @@ def draw(seed: int) -> Row:
         "wrap_policy": [("Linear",), ("Block",), ("Missing",)],
         "reshard_after_forward": [False],
         "reshard_after_backward": [False],
+        "accumulate": ["whole"],
         "bucket_bytes": [1, 300],
         "clip_groups": ["elementwise"],
         "check_replicas_every_n_steps": [2, -1],

@@ -15,7 +15,8 @@ from lightning_muon.compat.torch import has_partial_sums, unreduced_gradients
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 from tests.distributed.sharding.test_traffic import ALL_GATHER, ALL_REDUCE, Wire
-from tests.distributed.sharding.training import Block, largest_difference, mesh_of
+from tests.distributed.sharding.training import largest_difference, mesh_of
+from tests.matrix.row import Block
 from tests.support.processes import ProcessPool
 from tests.support.tensors import weights_of
 
@@ -30,7 +31,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block(WIDTH, 13, bias=True, has_lora=False) for _ in range(3))
         self.unused = nn.Parameter(torch.ones(5, 2))
         self.scale = nn.Parameter(torch.tensor(0.7))
         self.blocks[1].norm.weight.requires_grad_(False)
