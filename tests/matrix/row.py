@@ -115,9 +115,9 @@ class Net(nn.Module):
         if "frozen block" in parts:
             self.blocks[0].requires_grad_(False)
 
-    def forward(self, input_ids: Tensor, branch: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, branch: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
         x = self.embedding(input_ids)
-        for block in self.blocks:
+        for block in self.blocks[:-1] if skip is not None and bool(skip) else self.blocks:
             x = block(x)
         return self.tail(x, branch)
 
@@ -243,6 +243,8 @@ class Row:
             batch = {key: value[rank :: self.num_data_ranks] for key, value in batch.items()}
             if "branches" in self.parts:  # In the first step nobody takes the second one.
                 batch["branch"] = torch.tensor((rank + step) % 2 if step else 0)
+            if "skips" in self.parts:  # A unit that the last micro-batch leaves out.
+                batch["skip"] = torch.tensor(index == self.accumulate - 1)
         return batch
 
     def loss(self, model: Any, batch: Batch, call: Any = None) -> Tensor:

@@ -46,7 +46,7 @@ def _loops() -> None:
     for accumulate in ("sharded", "whole"):
         for ranks, sizes in ((3, {}), (4, HSDP)):
             _add(f"fsdp, {ranks} ranks {sizes}, accumulated {accumulate}", "plain", ranks, accumulate=3,
-                 options={**sizes, "accumulate": accumulate})  # fmt: skip
+                 parts=(*ODD, "skips"), options={**sizes, "accumulate": accumulate})  # fmt: skip
     for ranks, sizes in ((1, {}), (4, {}), (4, HSDP), (4, {"replicate_size": 4, "shard_size": 1})):
         _add(f"fsdp, {ranks} ranks, {sizes}", "plain", ranks, options=sizes, max_norm=0.3)
     _add("float64", "plain", 2, dtype=torch.float64, parts=(*ODD, "no bias", "frozen block"))
