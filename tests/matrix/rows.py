@@ -183,6 +183,9 @@ def _goes_on() -> None:
     # Nodes go on between two averages, and everybody while the file is written.
     average = {"replicator": DiLoCo(period=3), "base": "adamw"}
     nodes = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 16, "base": "adamw", "value_format": "fp32"}
+    for loop in ("lightning", "accelerate ddp"):
+        _add(f"goes on, DiLoCo, {loop}", loop, 2, options={"replicate_size": 2}, optimizer=average, steps=6, saved_at=2,
+             parts=("frozen", "tied"), tolerance=1e-5)  # fmt: skip
     for format_, written in (("directory", directory), ("one file", one_file), ("async", {"async_save": True})):
         _add(f"goes on, DiLoCo, {format_}", "fabric", 2, options={"replicate_size": 2, **written}, optimizer=average,
              parts=("frozen", "tied"), steps=6, saved_at=2, tolerance=1e-5)  # fmt: skip
