@@ -29,7 +29,7 @@ _DESCRIPTION = """Say which versions, devices, backends and network interfaces t
 why. Under torchrun the ranks exchange known numbers on each axis of the mesh that they make, on CUDA if there is any.
 Exits with 1 if something is broken, and with 0 if there are notes only."""
 _PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "accelerate", "transformers", "jsonargparse")
-_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT")
+_SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
 _MIB = 64  # Of the tensor that is exchanged.
 # Ranks need descriptors for their connections, DataLoader workers and files; the default of Linux is 1024.
 _LEAST_DESCRIPTORS, _LEAST_SHARED_BYTES = 1024, 2**30
@@ -106,6 +106,11 @@ def _devices(notes: list[str]) -> Rows:
     if not torch.cuda.is_available():
         why = "this torch was built without CUDA" if torch.version.cuda is None else "torch finds no device"
         notes.append(f"no CUDA: {why}; everything runs on CPUs over gloo")
+    elif os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        notes.append(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 lets all streams of a card share one queue: gathers and transfers wait "
+            "for products in place of running behind them; unset it"
+        )
     if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").total < _LEAST_SHARED_BYTES:
         notes.append("/dev/shm is small: DataLoader workers and NCCL share memory there; set --shm-size of a container")
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -195,10 +195,11 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
 
 def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = False, apart: bool = False) -> Found:
     options = {"optimizer": row.config} | dict(row.options)
+    sizes = {name: options.pop(name) for name in ("replicate_size", "shard_size") if name in options}
     variables = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if compiles else {}
     arguments: dict[str, Any] = {"is_fsdp": is_fsdp, "accumulate": row.accumulate, "variables": variables}
     arguments["mixed_precision"] = {"32-true": "no", "bf16-mixed": "bf16"}[row.precision]
-    with accelerator_on_cpu(**arguments, **options) as accelerator:
+    with accelerator_on_cpu(**arguments, **sizes, given=options) as accelerator:
         net = row.make_model(task.seed)
         optimizer: Any = row.make_optimizer(net)
         scheduler: Any = _scheduler(row, optimizer, per_step=row.ranks)  # Accelerate steps it once for each process.
@@ -292,6 +293,15 @@ def _plain(row: Row, task: Task) -> Found:
     mode.prepare(net)
     optimizer = ParallelMuon(net, **(_OWN | dict(row.optimizer)))
     mode.attach(net, [optimizer])
+    graphs = list[None]()
+
+    def count(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(None)
+        return graph
+
+    torch.compiler.reset()
+    for module in {"units": net.blocks, "model": [net]}.get(row.compiles, ()):
+        module.compile(backend=count)
     losses = list[float]()
     for step in task.begin():
         optimizer.zero_grad()
@@ -307,6 +317,7 @@ def _plain(row: Row, task: Task) -> Found:
         optimizer.step()
         mode.end_step()
     mode.finish_parameters()
+    assert bool(graphs) == bool(row.compiles)
     return weights_of(net), losses
 
 

@@ -164,6 +164,7 @@ class Row:
     shapes: Sequence[str] = tuple(SHAPES)
     dtype: torch.dtype = torch.float32
     precision: str = "32-true"  # As Lightning calls it.
+    compiles: str = ""  # "units" or "model".
     accumulate: int = 1
     max_norm: float | None = None
     max_value: float | None = None

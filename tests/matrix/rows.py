@@ -50,6 +50,10 @@ def _loops() -> None:
     for ranks, sizes in ((1, {}), (4, {}), (4, HSDP), (4, {"replicate_size": 4, "shard_size": 1})):
         _add(f"fsdp, {ranks} ranks, {sizes}", "plain", ranks, options=sizes, max_norm=0.3)
     _add("float64", "plain", 2, dtype=torch.float64, parts=(*ODD, "no bias", "frozen block"))
+    for mode in ("fsdp", "zero2", "ddp"):
+        for what in ("units", "model"):
+            _add(f"{mode}, compiled {what}", "plain", 2, options={"sharding": mode}, compiles=what, accumulate=2,
+                 max_norm=0.3)  # fmt: skip
     for lora in ("both", "b_only"):
         # AdamW divides by moments of gradients that are near zero, since B begins with zeros.
         for ranks, sizes in ((3, {}), (4, {"replicate_size": 2})):
@@ -180,6 +184,8 @@ def _goes_on() -> None:
     ]:
         _add(f"goes on, {name}", "lightning", ranks, options=options, optimizer={"normuon": True}, inner=14,
              tolerance=2e-6, saved_at=1, resumed=resumed)  # fmt: skip
+    for loop, sharding in (("accelerate", {}), ("accelerate ddp", ddp)):
+        _add(f"goes on, {loop}, async", loop, 2, options={**sharding, "async_save": True}, saved_at=1)
     # Nodes go on between two averages, and everybody while the file is written.
     average = {"replicator": DiLoCo(period=3), "base": "adamw"}
     nodes = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 16, "base": "adamw", "value_format": "fp32"}

@@ -290,6 +290,10 @@ class TrainerAccelerator(Accelerator):
     @override
     def _checked(self, options: Options) -> Options:
         kind, sharding = self.state.distributed_type, sharding_of(self.state, options)
+        if options.async_save:
+            raise ValueError(
+                "async_save=True does not go with the Trainer of transformers, which writes by itself; remove it"
+            )
         if kind != DistributedType.FSDP and (options.has_nodes or sharding not in ("ddp", "none")):
             what = "FlexDeMo" if options.has_nodes else f"sharding={sharding!r}"
             raise ValueError(

@@ -37,6 +37,7 @@ def save_state(accelerator: Any, session: Session, stock: Callable[[], Any]) -> 
     if not accelerator.sync_gradients:
         text = "save_state inside of an accumulated batch: the gradients of its micro-batches are in no checkpoint; "
         warn_on_first_rank(f"{text}call it where accelerator.sync_gradients is true", stacklevel=3)
+    session.finish_saving()  # Accelerate may remove older states.
     engine, plugin = session.engines[0], getattr(accelerator.state, "fsdp_plugin", None)
     whole = plugin is not None and plugin.state_dict_type == StateDictType.FULL_STATE_DICT
     if plugin is None or accelerator.options.save_distributed_checkpoint != "auto":
@@ -67,12 +68,21 @@ def write_states(session: Session, directory: Path, *, whole: bool, with_model: 
         both = _paths(directory, name, index)
         places[both[whole]] = {"" if whole else key: part}
         others.append(both[not whole])
+    if session.saves is not None:
+        there = [path.name for path in (*places, *others) if path.exists()]
+        problem = (
+            f"{directory} has {', '.join(there)} already, which async_save=True would leave beside new schedulers "
+        )
+        problem += "and random states until all is written; give each save_state a directory of its own"
+        fail_together(FileExistsError(problem) if there else None, None)
     session.save(places, whole=whole)
-    on_first_rank(lambda: [discard(path) for path in others])  # What was saved in the other format.
+    if session.saves is None:
+        on_first_rank(lambda: [discard(path) for path in others])  # What was saved in the other format.
 
 
 def load_state(accelerator: Any, session: Session, stock: Callable[[], Any], directory: Any) -> None:
     """Call ``stock``, Accelerate's ``load_state``; we load models and optimizers. Collective over all ranks."""
+    session.finish_saving()
     require_equal([("input_dir", str(directory))], None, "what load_state is to load")
     missing = directory is not None and not Path(directory).expanduser().is_dir()
     fail_together(FileNotFoundError(f"there is no directory {directory}") if missing else None, None)

@@ -87,11 +87,6 @@ def check_state(state: Any, options: Options) -> None:
             raise ValueError(
                 "fsdp_activation_checkpointing: true drops activations where an fsdp_auto_wrap_policy says; set one"
             )
-    if options.async_save:
-        raise ValueError(
-            "async_save=True goes with Lightning and Fabric. save_state also writes files of Accelerate's own, which "
-            "would be there before those of the model; remove it"
-        )
     for key in ("context_size", "tensor_size"):
         if getattr(options, key) > 1:
             raise ValueError(

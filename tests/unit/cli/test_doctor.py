@@ -88,3 +88,11 @@ def test_what_is_broken_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     text = capsys.readouterr().out
     assert "broken: torch 2.9.1 is installed; this package is tested with <2.15,>=2.11" in text
     assert "broken: the exchange of 3 ranks failed: " in text and "nowhere" in text
+
+
+def test_one_queue_of_a_card_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.dist, "is_nccl_available", lambda: True)
+    assert _doctor() == 0
+    assert "to know: CUDA_DEVICE_MAX_CONNECTIONS=1 lets all streams" in capsys.readouterr().out

@@ -32,6 +32,73 @@ class _Counter:
         self.value = state["value"]
 
 
+def _loaded(directory: str, *, resumes: bool) -> tuple[int, int, float]:
+    """What was registered, the number of the micro-batch, and a random number, behind a save or a load."""
+    with training_on_cpu() as (accelerator, model, optimizer):
+        counter = _Counter()
+        accelerator.register_for_checkpointing(counter)
+        if resumes:
+            torch.manual_seed(99)
+            accelerator.load_state(directory)
+        else:
+            run_steps(accelerator, model, optimizer, steps=range(1))
+            counter.value = 7
+            accelerator.save_state(directory)
+        return counter.value, accelerator.step, float(torch.rand(()))
+
+
+def test_a_state_has_what_was_registered_and_random_numbers(gloo: ProcessPool, tmp_path: Path) -> None:
+    saved, loaded = (gloo.run(_loaded, str(tmp_path), resumes=resumes, world_size=2) for resumes in (False, True))
+    assert loaded == saved and saved[0][:2] == (7, 2)
+
+
+def _save_twice(directory: str) -> None:
+    with training_on_cpu(async_save=True) as (accelerator, *_):
+        accelerator.save_state(f"{directory}/1")
+        accelerator.save_state(f"{directory}/2")
+        assert Path(directory, "1", "optimizer_0", "manifest.json").exists(), "the second save waits for the first"
+        accelerator.save_state(f"{directory}/1")
+
+
+def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.expect_error_on_all_ranks(
+        _save_twice,
+        str(tmp_path),
+        match="has pytorch_model_fsdp_0, optimizer_0 already",
+        exception=FileExistsError,
+        world_size=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "before", "after"),
+    [
+        ((4, 2), {"replicate_size": 2, "shard_size": 2}, {}),
+        ((2, 4), {"save_distributed_checkpoint": False}, {"is_fsdp": False, "sharding": "zero2"}),
+        ((2, 1), {"is_fsdp": False, "sharding": "ddp"}, {"is_fsdp": False, "sharding": "none"}),
+    ],
+)
+def test_other_ranks_and_shardings_go_on(
+    gloo: ProcessPool, tmp_path: Path, sizes: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    gloo.run(_train, str(tmp_path), save_at=1, end=1, world_size=sizes[0], **before)
+    found = gloo.run(_train_without_schedule, str(tmp_path), world_size=sizes[1], **after)
+    assert max_difference(found[0], reference(steps=3)) <= _TOLERANCE
+
+
+def _train_without_schedule(directory: str, **options: Any) -> dict[str, Tensor]:
+    with accelerator_on_cpu(**options) as accelerator:
+        model: Any = network(seed=7)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        accelerator.register_for_checkpointing(_Counter())
+        accelerator.load_state(directory)
+        for group in optimizer.param_groups:  # The schedule has changed it.
+            group["lr"] = HYPER["lr"]
+        assert accelerator.step == 2
+        run_steps(accelerator, model, optimizer, steps=range(1, 3))
+        return accelerator.get_state_dict(model)
+
+
 def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
     """Files, and a weight that is loaded by a hook; and one after it was loaded by us."""
     taken: list[Any] = []

@@ -74,7 +74,6 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({}, {"context_size": 2}, "context_size=2"),
         ({"kind": DistributedType.MULTI_CPU}, {"pipeline_size": 2}, "pipeline_size=2: no loop of Accelerate"),
         ({}, {"pipeline_size": 2, "sharding": "none"}, "use ParallelMuonStrategy of Lightning, or .* of Fabric"),
-        ({}, {"async_save": True}, "async_save=True goes with Lightning and Fabric"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(state: dict[str, Any], options: dict[str, Any], match: str) -> None:
