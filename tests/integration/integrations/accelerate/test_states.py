@@ -70,35 +70,6 @@ def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_p
     )
 
 
-@pytest.mark.parametrize(
-    ("sizes", "before", "after"),
-    [
-        ((4, 2), {"replicate_size": 2, "shard_size": 2}, {}),
-        ((2, 4), {"save_distributed_checkpoint": False}, {"is_fsdp": False, "sharding": "zero2"}),
-        ((2, 1), {"is_fsdp": False, "sharding": "ddp"}, {"is_fsdp": False, "sharding": "none"}),
-    ],
-)
-def test_other_ranks_and_shardings_go_on(
-    gloo: ProcessPool, tmp_path: Path, sizes: tuple[int, int], before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    gloo.run(_train, str(tmp_path), save_at=1, end=1, world_size=sizes[0], **before)
-    found = gloo.run(_train_without_schedule, str(tmp_path), world_size=sizes[1], **after)
-    assert max_difference(found[0], reference(steps=3)) <= _TOLERANCE
-
-
-def _train_without_schedule(directory: str, **options: Any) -> dict[str, Tensor]:
-    with accelerator_on_cpu(**options) as accelerator:
-        model: Any = network(seed=7)
-        model, optimizer = accelerator.prepare(model, adamw(model))
-        accelerator.register_for_checkpointing(_Counter())
-        accelerator.load_state(directory)
-        for group in optimizer.param_groups:  # The schedule has changed it.
-            group["lr"] = HYPER["lr"]
-        assert accelerator.step == 2
-        run_steps(accelerator, model, optimizer, steps=range(1, 3))
-        return accelerator.get_state_dict(model)
-
-
 def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
     """Files, and a weight that is loaded by a hook; and one after it was loaded by us."""
     taken: list[Any] = []
