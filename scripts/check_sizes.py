@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_056, 151),
-    "tests/**/*.py": (31_294, 256),
+    "lightning_muon/**/*.py": (26_069, 151),
+    "tests/**/*.py": (31_312, 256),
     "benchmarks/**/*.py": (4_083, 19),
     "recipes/**/*.*": (4_922, 58),
-    "docs/**/*.md": (4_397, 31),
+    "docs/**/*.md": (4_398, 31),
     "README.md": (271, 1),
 }
 

@@ -264,6 +264,15 @@ def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tens
                 held._unsharded_param.grad = None
 
 
+def rounds_sums_of_shards(unit: FSDPModule) -> bool:
+    """Whether an FSDP2 unit would add up micro-batches in a dtype with fewer digits than that of the reduction; local.
+
+    With replicas it keeps that of the reduction until their sum.
+    """
+    groups = [group for group in _parameter_groups(unit) if not hasattr(group.mesh_info, "replicate_mesh_size")]
+    return any(group._reduce_dtype not in (None, group._orig_dtype) for group in groups)
+
+
 def has_partial_sums(unit: FSDPModule) -> bool:
     """Whether an FSDP2 unit has gradients that are summed over the shard axis, and not over the replicas; local."""
     return any(group._partial_reduce_output is not None for group in _parameter_groups(unit))

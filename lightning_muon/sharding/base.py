@@ -37,7 +37,8 @@ class ShardingOptions:
         reshard_after_backward: FSDP2 frees them also between the micro-batches of an accumulated batch.
         accumulate: What FSDP2 keeps of the gradients between these. ``"sharded"``: the sums over the shard axis, of
             which the last micro-batch makes those over the replicas. ``"whole"``: nothing is sent before the last one,
-            and every rank keeps gradients as large as the model.
+            and every rank keeps gradients as large as the model; so do bfloat16 weights without replicas, whose sums
+            of shards FSDP2 would round.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB, as in torch's
             DDP.
         early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only. Whatever changes

@@ -29,6 +29,7 @@ from lightning_muon.compat.torch import (
     has_unfinished_backward,
     is_in_backward,
     reset_fsdp,
+    rounds_sums_of_shards,
     set_forward_resharding,
     start_reducing,
     unreduced_gradients,
@@ -135,7 +136,7 @@ class Fsdp(ShardingMode):
     def _set_last_backward(self, is_last: bool) -> None:
         """Choose, before the forward pass, whether the next backward pass finishes the gradients; local."""
         for unit in fsdp_modules(self._module):
-            if self._sums_shards:
+            if self._sums_shards and not rounds_sums_of_shards(unit):
                 unit.set_requires_all_reduce(is_last, recurse=False)
             else:
                 unit.set_requires_gradient_sync(is_last, recurse=False)

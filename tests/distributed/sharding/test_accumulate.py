@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_muon import ModeOptions, ParallelMuon, make_mode
@@ -51,9 +52,11 @@ def _rows(number: int, rank: int) -> Tensor:
 class Training:
     """Of :class:`Net` with ``sharding="fsdp"``."""
 
-    def __init__(self, shape: tuple[int, ...], accumulate: Any) -> None:
+    def __init__(self, shape: tuple[int, ...], accumulate: Any, **options: Any) -> None:
         self.net = Net()
-        self.mode = make_mode("fsdp", mesh_of(shape), ModeOptions(accumulate=accumulate))
+        if "mp_policy" in options:
+            self.net.bfloat16()
+        self.mode = make_mode("fsdp", mesh_of(shape), ModeOptions(accumulate=accumulate, **options))
         self.mode.prepare(self.net)
         self.optimizer = _optimizer(self.net)
         self.mode.attach(self.net, [self.optimizer])
@@ -93,6 +96,21 @@ def test_what_is_sent_and_held(gloo: ProcessPool, shape: tuple[int, ...]) -> Non
     for operators, wholes, _, partial in gloo.run(_measure, shape, "whole", world_size=math.prod(shape)):
         assert [set(each) for each in operators[:-1]] == [{ALL_GATHER}] * (PASSES - 1)
         assert wholes >= trained - 10 and partial == 0
+
+
+def _sums_of_bfloat16(shape: tuple[int, ...]) -> tuple[set[Any], bool]:
+    """Dtypes of whole gradients after a micro-batch, and whether there are sums of shards."""
+    training = Training(shape, "sharded", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    with training.mode.no_sync():
+        rows = _rows(0, 0, dist.get_rank()).bfloat16()
+        _loss(training.net, rows, is_last=False, by_rows=False).backward()
+    wholes = {each.dtype for root in fsdp_roots(training.net) for each in unreduced_gradients(root)}
+    return wholes, any(map(has_partial_sums, fsdp_modules(training.net)))
+
+
+def test_sums_are_not_rounded_in_between(gloo: ProcessPool) -> None:
+    assert gloo.run(_sums_of_bfloat16, (2,), world_size=2) == [({torch.float32}, False)] * 2
+    assert gloo.run(_sums_of_bfloat16, (2, 2), world_size=4) == [(set(), True)] * 4
 
 
 def _divide_anew(shape: tuple[int, ...]) -> None:
