@@ -102,8 +102,7 @@ def _sums_of_bfloat16(shape: tuple[int, ...]) -> tuple[set[Any], bool]:
     """Dtypes of whole gradients after a micro-batch, and whether there are sums of shards."""
     training = Training(shape, "sharded", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
     with training.mode.no_sync():
-        rows = _rows(0, 0, dist.get_rank()).bfloat16()
-        _loss(training.net, rows, is_last=False, by_rows=False).backward()
+        training.net(_rows(0, dist.get_rank()).bfloat16(), leaves_out=False).square().mean().backward()
     wholes = {each.dtype for root in fsdp_roots(training.net) for each in unreduced_gradients(root)}
     return wholes, any(map(has_partial_sums, fsdp_modules(training.net)))
 
