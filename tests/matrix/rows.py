@@ -128,7 +128,7 @@ def _frameworks() -> None:
     _add("lightning, context with zero2", "lightning", 4, parts=FLAT, **tokens,
          options={"context_size": 2, "sharding": "zero2", **loss})  # fmt: skip
     _add("lightning, tensor and replicas", "lightning", 4, inner=14, **tokens,
-         options={"tensor_size": 2, "replicate_size": 2, **loss}, saved_at=1)  # fmt: skip
+         options={"tensor_size": 2, "replicate_size": 2, "accumulate": "whole", **loss}, saved_at=1)  # fmt: skip
     _add("lightning, tensor and context", "lightning", 4, parts=FLAT, inner=14, accumulate=2, max_norm=0.3,
          options={"tensor_size": 2, "context_size": 2})  # fmt: skip
     staged = tuple(part for part in ODD if part != "unused")
