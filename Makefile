@@ -39,7 +39,7 @@ test: $(STAMP)
 
 # A seed that is printed repeats a series: make soak KILLS=20 ARGS="--seed 21".
 soak: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --kills $(KILLS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.long.soak --kills $(KILLS) $(ARGS)
 
 # Installs nothing: takes .venv if it is there, otherwise a Python that has torch with CUDA (make gpu PYTHON=python3).
 gpu:
@@ -53,6 +53,7 @@ check: $(STAMP)
 	$(BIN)/python -m scripts.check_imports
 	$(BIN)/python -m scripts.check_sizes
 	$(BIN)/python -m scripts.check_ascii
+	$(BIN)/python -m scripts.check_figures
 	$(BIN)/python -m scripts.walks
 	@echo "make check: no complaints"
 

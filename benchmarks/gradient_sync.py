@@ -40,7 +40,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.loss import GPT
 from benchmarks.ranks import run_on_ranks
+from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon import ParallelMuon
 from lightning_muon.comm.agreement import gather
 from lightning_muon.params.layout import local_tensor
@@ -48,43 +50,8 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
-HEADS = 4
 ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
-
-
-class Block(nn.Module):
-    """Attention and feed-forward part of a transformer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.queries, self.keys, self.values, self.out = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = self.norms[0](x)
-        q, k, v = (
-            part(inputs).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.queries, self.keys, self.values)
-        )
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
-
-
-class Transformer(nn.Module):
-    """A small language model; with the defaults of this script 10.5 million parameters."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(arguments.words, arguments.width)
-        self.blocks = nn.ModuleList(Block(arguments.width) for _ in range(arguments.layers))
-        self.head = nn.Linear(arguments.width, arguments.words, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 @dataclass(kw_only=True)
@@ -144,7 +111,9 @@ def parallel_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer
 def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
     named = dict(net.named_parameters())
     matrices = [
-        p for name, p in named.items() if p.ndim == 2 and not name.endswith(("embedding.weight", "head.weight"))
+        p
+        for name, p in named.items()
+        if p.ndim == 2 and not name.endswith(("embedding.weight", "positions.weight", "head.weight"))
     ]
     rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
     return [
@@ -209,9 +178,9 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
     return Contender(net=net, optimizers=optimizers(net), no_sync=no_sync)
 
 
-def new_net(arguments: argparse.Namespace) -> Transformer:
+def new_net(arguments: argparse.Namespace) -> GPT:
     torch.manual_seed(0)
-    return Transformer(arguments)
+    return GPT(words=arguments.words, width=arguments.width, layers=arguments.layers, context=arguments.length)
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
@@ -327,24 +296,20 @@ def peak_of(profile: torch.profiler.profile) -> int:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
     heads += ["MiB held: parameters", "gradients", "state", "peak MiB"]
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    cells: list[list[str]] = []
     for row in rows:
         base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
-        ratios = [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
-        sizes = [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
-        cells = [str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}", *ratios, *sizes]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append([str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}"])
+        cells[-1] += [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
+        cells[-1] += [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
+    return markdown(heads, cells)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     numbers = {"rounds": 7, "steps": 3, "layers": 8, "width": 256, "words": 8000, "batch": 2, "length": 32}
-    for name, value in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=value, help=f"default {value}")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--replicas", type=int, default=1, help="of the modes of this package")
+    # Micro-batches of a step, and replicas of the modes of this package.
+    parser = parser_of(__doc__, numbers | {"accumulate": 1, "replicas": 1})
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     return parser.parse_args()
@@ -353,6 +318,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     print(table([row for ranks in arguments.ranks for row in run_on_ranks(worker, ranks, arguments, num_ranks=ranks)]))
+    print(origin(__spec__.name))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
-import inspect
 import json
 import math
 import os
@@ -46,9 +45,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from benchmarks.tables import ROOT, markdown, origin, parser_of
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 
-ROOT = Path(__file__).parents[1]
 # Options of ParallelMuon; None is torch's AdamW.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "adamw": None,
@@ -163,26 +162,29 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes ``(batch, context)`` to logits ``(batch, context, 256)``; heads of 32 channels."""
+    """Tokens ``(batch, context)`` to logits ``(batch, context, words)``; heads of 32 channels."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, *, words: int, width: int, layers: int, context: int, init_std: float = 0.02) -> None:
         super().__init__()
-        width, layers = settings["width"], settings["layers"]
-        self.bytes, self.positions = nn.Embedding(256, width), nn.Embedding(settings["context"], width)
+        self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 # Less in layers that add to the residual stream.
                 depth = 2 * layers if name.endswith(("out.weight", "down.weight")) else 1
-                nn.init.normal_(parameter, std=settings["init_std"] / math.sqrt(depth))
+                nn.init.normal_(parameter, std=init_std / math.sqrt(depth))
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
+        x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+
+def byte_model(settings: dict[str, Any]) -> GPT:
+    return GPT(words=256, **{name: settings[name] for name in ("width", "layers", "context", "init_std")})
 
 
 @cache
@@ -291,7 +293,7 @@ class Recipe:
 
 PROGRAMS: dict[str, Supervised | Recipe] = {
     "gpt": Supervised(
-        model=GPT,
+        model=byte_model,
         loss=lambda model, batch: F.cross_entropy(model(batch[0][:, :-1]).mT, batch[0][:, 1:]),
         batches=bytes_of,
         held_out=held_out_bytes,
@@ -374,49 +376,38 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
     curves = {name: [curve(replace(run, seed=seed), folder) for seed in seeds] for name, run in runs.items()}
     finals = {name: [each[-1][1] for each in found] for name, found in curves.items()}
     seconds = {name: median(each[-1][3] for each in found) for name, found in curves.items()}
-    lines = [["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"], ["---"] * 7]
+    rows: list[list[str]] = []
     for name, run in runs.items():
         base = next(its for its in runs if runs[its].options is None and runs[its].lr == run.lr)
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
         goal = mean(finals[base])
         reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
-        lines.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
-        lines[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
+        rows.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
+        rows[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
         other = mean(each[-1][2] for each in curves[name])
-        lines[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        rows[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
+    heads = ["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"]
+    return markdown(heads, rows)
 
 
 def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
-    """What the command line names, AdamW always; configurations with unknown options are left out."""
+    """What the command line names, AdamW always."""
     chosen: dict[str, dict[str, Any] | None] = {"adamw": None}
-    known = inspect.signature(ParallelMuon).parameters
     for entry in only or CONFIGURATIONS:
         name, _, given = entry.partition("=")
         if not given and name not in CONFIGURATIONS:
             raise SystemExit(f"no configuration {name!r}; there are {', '.join(CONFIGURATIONS)}, or NAME=JSON")
-        options = json.loads(given) if given else CONFIGURATIONS[name]
-        if unknown := sorted((options or {}).keys() - known.keys()):
-            print(f"skipped: {name}, since ParallelMuon has no option {', '.join(unknown)}")
-        else:
-            chosen[name] = options
+        chosen[name] = json.loads(given) if given else CONFIGURATIONS[name]
     return chosen
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    text = sysconfig.get_path("stdlib")
-    parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
-    parser.add_argument("--text", nargs="+", default=[text], help="default: Python's library")
     sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "evaluations": 20}
-    rates = {
-        "lr": 4e-3,
-        "factor": 3.0,
-        "weight-decay": 0.1,
-        "embedding-lr": 0.16,
-    }
-    for name, value in (sizes | rates | {"megabytes": 20.0, "init-std": 0.02}).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value, help=f"default {value}")
+    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "embedding-lr": 0.16, "init-std": 0.02}
+    parser = parser_of(__doc__, sizes | rates | {"megabytes": 20.0})
+    parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
+    text = sysconfig.get_path("stdlib")
+    parser.add_argument("--text", nargs="+", default=[text], help="default: Python's library")
     parser.add_argument("--steps", type=int, default=0, help="default: as the program says")
     parser.add_argument("--tune", nargs="*", default=[], metavar="CONFIGURATION")
     parser.add_argument("--grid", action="store_true", help="all rates and factors, and no search")
@@ -440,7 +431,7 @@ def main() -> None:
         runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]
         train_all(wanted, arguments.out)
-        print(f"\n{program}\n\n{table(runs, arguments)}\n", flush=True)
+        print(f"\n{program}\n\n{table(runs, arguments)}\n{origin(__spec__.name)}\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.ranks import run_on_ranks
+from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon import ParallelMuon
 from lightning_muon.config import NsQuality
 from lightning_muon.math.coefficients import steps_of
@@ -57,13 +58,13 @@ def main() -> None:
         shape = tuple(map(int, mesh.split("x")))
         rows[mesh] = run_on_ranks(worker, shape, arguments, num_ranks=math.prod(shape))
     print(table(rows, arguments.shapes))
+    print(origin(__spec__.name))
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, {"rounds": 5})
     parser.add_argument("--meshes", nargs="+", default=["2", "4", "2x2"], help="ranks, or replicas x shards: 4 2x2")
     parser.add_argument("--shapes", choices=SHAPES, default="t5-small")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compute-dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument("--ns-quality", choices=("fast",), help="measure ParallelMuon with this option, too")
     parser.add_argument("--dion", type=Path, help="folder of microsoft/dion, to measure its Muon too")
@@ -208,17 +209,14 @@ def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter], *, atol: f
 def table(rows: dict[str, Row], shapes: str) -> str:
     newton_schulz = NewtonSchulz(steps_of("jordan", 5), torch.float32)
     flops = sum(newton_schulz.flops(r, c) * n for r, c, n in SHAPES[shapes])
-    lines = [
-        f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step",
-        "| mesh | optimizer | ms per step | of torch.optim.Muon | processor ms | of torch.optim.Muon |",
-        "| --- | --- | ---: | ---: | ---: | ---: |",
-    ]
+    cells: list[list[str]] = []
     for mesh, row in rows.items():
         for name, values in row.items():
-            pairs = zip(values, row["torch.optim.Muon"], strict=True)
-            cells = [f"{1e3 * value:.0f} | {value / base:.3f}" for value, base in pairs]
-            lines.append(f"| {mesh} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells.append([mesh, name])
+            for value, base in zip(values, row["torch.optim.Muon"], strict=True):
+                cells[-1] += [f"{1e3 * value:.0f}", f"{value / base:.3f}"]
+    heads = ["mesh", "optimizer", "ms per step", "of torch.optim.Muon", "processor ms", "of torch.optim.Muon"]
+    return f"{shapes}: {flops / 1e9:.0f} GFLOP of Newton-Schulz per step\n\n{markdown(heads, cells)}"
 
 
 if __name__ == "__main__":

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.plan_accuracy import host_order
 from benchmarks.ranks import run_on_ranks
-from benchmarks.timelines import host_order
+from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon import ModeOptions, Options
 from lightning_muon.comm.agreement import gather
 from lightning_muon.engine.training import TrainingEngine
@@ -179,7 +180,6 @@ class Contender:
             if op.kind in COMPUTE:
                 begin, end = ranges.spans[op.name]
                 found.setdefault((op.kind, op.items[0]), []).append(end - begin + host_seconds)
-        found["host", dist.get_rank()] = [host_seconds]
         return {key: statistics.median(values) for key, values in found.items()}, ranges
 
     def predicted(self, costs: Measured, num_steps: int) -> Timeline:
@@ -221,11 +221,8 @@ class Measured:
         return self.agreement if op.group else self.seconds_of.get((op.kind, op.items[0] if op.items else op.rank), 0.0)
 
 
-def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> Program:
-    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it.
-
-    With ``is_together`` ranks wait for each other before they step, as for the norm of all gradients.
-    """
+def in_a_row(program: Program, num_steps: int) -> Program:
+    """The program so many times, each time with the comparison of batches before and the optimizer's step behind it."""
     rows: Program = {rank: [] for rank in program}
     for rank, ops in program.items():
         before: tuple[str, ...] = ()  # The optimizer's step.
@@ -239,45 +236,39 @@ def in_a_row(program: Program, num_steps: int, *, is_together: bool = False) -> 
                 deps = tuple(name.replace("[", f"[{step} ") for name in op.deps)
                 rows[rank].append(replace(op, key=f"{step} {op.key}", deps=(*deps, *before)))
             before = tuple(op.name for op in rows[rank][-len(ops) :] if op.kind == PipelineKind.REDUCE_GRAD)
-            if is_together:
-                rows[rank].append(replace(whole, kind="norm", lane="agreement", deps=before))
-                before = (rows[rank][-1].name,)
             rows[rank].append(replace(whole, kind=PipelineKind.OPTIMIZER, deps=before, group=()))
             before = (rows[rank][-1].name,)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbers = {"microbatches": 8, "steps": 4, "rounds": 3}
+    parser = parser_of(__doc__, numbers | {"milliseconds": 6.0})  # Of each pass of a layer; a rank has two.
     parser.add_argument("--compute", choices=("wait", "real"), default="wait")
     parser.add_argument("--ranks", type=int, help="default: 4, and 2 with --compute real")
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--milliseconds", type=float, default=6.0, help="of each pass of a layer; a rank has two")
     parser.add_argument("--rows", type=int, help="of a micro-batch; default: 16, and 256 with --compute real")
     parser.add_argument("--width", type=int, help="default: 64, and 192 with --compute real")
-    parser.add_argument("--steps", type=int, default=4, help="in a row")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=SCHEDULES)
     parser.add_argument("--draw", type=Path, help="folder for pipeline-SCHEDULE.svg, a step above its prediction")
     arguments = parser.parse_args()
-    is_wait = arguments.compute == "wait"
-    defaults = {"ranks": 4, "rows": 16, "width": 64} if is_wait else {"ranks": 2, "rows": 256, "width": 192}
-    for name, value in defaults.items():
+    defaults = {"wait": {"ranks": 4, "rows": 16, "width": 64}, "real": {"ranks": 2, "rows": 256, "width": 192}}
+    for name, value in defaults[arguments.compute].items():
         setattr(arguments, name, getattr(arguments, name) or value)
     print(run_on_ranks(worker, arguments, num_ranks=arguments.ranks))
+    print(origin(__spec__.name))
 
 
 def worker(arguments: argparse.Namespace) -> str:
-    """The tables. Collective; every rank must call it."""
+    """The table. Collective; every rank must call it."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     size = arguments.rows * arguments.microbatches, arguments.width
     batch = torch.randn(size, generator=generator), torch.randn(size, generator=generator)
     contenders = [Contender(name, arguments) for name in dict.fromkeys(("1f1b", *arguments.schedules))]
-    lines = compare_schedules(contenders, batch, arguments)
+    table = compare_schedules(contenders, batch, arguments)
     for contender in contenders:
         contender.engine.close()
-    return "\n".join(lines)
+    return table
 
 
 def medians(found: Sequence[Mapping[Key, float]], arguments: argparse.Namespace) -> Measured:
@@ -308,7 +299,7 @@ def link_seconds(arguments: argparse.Namespace) -> tuple[float, float]:
     return repeated(there_and_back) / 2, repeated(lambda: dist.all_reduce(words))
 
 
-def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: argparse.Namespace) -> list[str]:
+def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: argparse.Namespace) -> str:
     """A table: a step alone, and steps in a row."""
     numbers = (1, arguments.steps)
     seconds: dict[tuple[str, int], list[float]] = {(each.name, number): [] for each in contenders for number in numbers}
@@ -325,26 +316,22 @@ def compare_schedules(contenders: Sequence[Contender], batch: Batch, arguments: 
                 seconds[each.name, number].append(each.timed(batch, number))
     known = {name: medians(found, arguments) for name, found in costs.items()}
     median = {key: statistics.median(values) for key, values in seconds.items()}
-    lines = [
-        f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches",
-        "| schedule | one step, ms | of 1f1b | measured / predicted "
-        f"| {arguments.steps} steps in a row, ms each | of 1f1b | measured / predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows: list[list[str]] = []
     for each in contenders:
-        cells = [each.name]
+        rows.append([each.name])
         for number in numbers:
             measured = median[each.name, number]
             predicted = each.predicted(known[each.name], number).makespan / number
             ratios = measured / median["1f1b", number], measured / predicted
-            cells += [f"{1e3 * measured:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
-        lines.append(f"| {' | '.join(cells)} |")
+            rows[-1] += [f"{1e3 * measured:.1f}", *(f"{ratio:.3f}" for ratio in ratios)]
         if arguments.draw is not None and dist.get_rank() == 0:
             fastest = min(steps[each.name], key=lambda timeline: timeline.makespan)
             timelines = {"measured": fastest, "planned": each.predicted(known[each.name], 1)}
             title = f"{each.name} on {arguments.ranks} ranks, {arguments.microbatches} micro-batches"
             draw_timelines(timelines, arguments.draw / f"pipeline-{each.name}.svg", title=title)
-    return lines
+    ratios = ["of 1f1b", "measured / predicted"]
+    heads = ["schedule", "one step, ms", *ratios, f"{arguments.steps} steps in a row, ms each", *ratios]
+    return f"{arguments.ranks} ranks, {arguments.microbatches} micro-batches\n\n{markdown(heads, rows)}"
 
 
 if __name__ == "__main__":

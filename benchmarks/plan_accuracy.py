@@ -30,18 +30,22 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import mesh_of, run_on_ranks, sharded_muon, this_device
-from benchmarks.timelines import Recording, predict, record_step, write
+from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.coefficients import JORDAN
 from lightning_muon.math.newton_schulz import NewtonSchulz
+from lightning_muon.monitor.recorder import TimelineRecorder
+from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import OpKind
-from lightning_muon.schedule.simulate import Span, Timeline
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
+from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 SCHEDULES = {"serial": {"overlap": "off"}, "overlapped": {"overlap": "step"}}
 # Larger sides are cut to this: smaller products already reach the full rate, and the measurement stays short.
@@ -58,33 +62,126 @@ _MESSAGE_BYTES, _NUM_MESSAGES = (2**16, 2**22), 15
 def main() -> None:
     arguments = parse_arguments()
     is_first = os.environ.get("RANK", "0") == "0"
-    if is_first:
-        print("| shapes | ranks | schedule | measured ms | predicted ms | predicted / measured, rounds | median |")
-        print("| --- | --- | --- | --- | --- | --- | --- |")
+    rows: list[list[str]] = []
     for name in arguments.shapes:
         model = read_shapes(name)
         for num_ranks in arguments.ranks:
             rounds = run_on_ranks(measure, model, arguments, num_ranks=num_ranks)
-            for schedule in SCHEDULES if is_first else ():
-                print(row(name, num_ranks, schedule, [found[schedule] for found in rounds]), flush=True)
+            rows += [
+                [name, str(num_ranks), schedule, *figures([found[schedule] for found in rounds])]
+                for schedule in SCHEDULES
+            ]
             if arguments.out is not None and is_first:
                 write_last(arguments, model, num_ranks, rounds[-1]["overlapped"])
+    if is_first:
+        ratios = "predicted / measured, rounds"
+        print(markdown(["shapes", "ranks", "schedule", "measured ms", "predicted ms", ratios, "median"], rows))
+        print(origin(__spec__.name))
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, {"rounds": 5, "steps": 5})
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--replicas", type=int, default=1, help="replicas among them")
     parser.add_argument("--shapes", nargs="+", default=["t5-small"], help="names that plan --shapes takes, or files")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="recorded steps per schedule and round")
     parser.add_argument("--compute-dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--out", type=Path, help="folder for the cost model, trace and pictures of the last round")
     return parser.parse_args()
 
 
+def record_step(optimizer: ParallelMuon) -> Timeline:
+    """Take one step, not the first, and record it. Collective over all ranks, which are on one machine."""
+    planned = optimizer._planned
+    if planned is None:
+        raise ValueError("the optimizer has no plan yet; take one step before a step is recorded")
+    recorder, executor = TimelineRecorder(planned.plan.device), planned.executor
+    dist.barrier()
+    begun = time.monotonic()
+    executor.recorder = recorder
+    optimizer.step()
+    executor.recorder = None
+    spans = [
+        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start, end)
+        for op, start, end in recorder.spans()
+    ]
+    return merge(gather((begun, spans), None))
+
+
+def _world_ranks(op: Op, planned: MatrixStep) -> tuple[int, ...]:
+    """The group of an op in global ranks."""
+    bucket = planned.plan.buckets.get(op.key)
+    if not op.group or bucket is None or bucket.group.axes.group is None:
+        return ()
+    members = dist.get_process_group_ranks(bucket.group.axes.group)
+    return tuple(members[member] for member in op.group)
+
+
+def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Timeline:
+    """The ops of all ranks in the order in which they were issued, in seconds since the last rank began the step.
+
+    A communication begins when all ranks of its group have reached it, as in :func:`simulate`.
+
+    Args:
+        everyone: Of each rank the begin of the step, and its ops with global ranks.
+    """
+    begun = max(start for start, _ in everyone)
+    reached: dict[tuple[str, tuple[int, ...]], float] = {}
+    for _, spans in everyone:
+        for op, start, _ in spans:
+            key = op.name, op.group
+            reached[key] = max(start, reached.get(key, start))
+    timeline: dict[int, list[Span]] = {}
+    for rank, (_, spans) in enumerate(everyone):
+        timeline[rank] = []
+        for op, start, end in spans:
+            start = min(end, reached[op.name, op.group]) if op.group else start
+            timeline[rank].append(Span(op, max(0.0, start - begun), max(0.0, end - begun)))
+    return Timeline(timeline)
+
+
+def predict(recorded: Timeline, cost: CostModel, *, device_type: str) -> Timeline:
+    """Simulate the recorded ops with a cost model. A CPU starts no transfer while it computes."""
+    program = {rank: [span.op for span in spans] for rank, spans in recorded.spans.items()}
+    return simulate(host_order(program) if device_type == "cpu" else program, cost)
+
+
+def host_order(program: Program) -> Program:
+    """Make each transfer wait for the compute op before it: on a CPU a host that computes starts nothing."""
+    ordered: Program = {}
+    for rank, ops in program.items():
+        last: str | None = None
+        ordered[rank] = []
+        for op in ops:
+            if op.lane == COMPUTE:
+                last = op.name
+            elif last is not None and last not in op.deps:
+                op = replace(op, deps=(*op.deps, last))
+            ordered[rank].append(op)
+    return ordered
+
+
+def trace_events(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Timelines in the format of Chrome's tracing: a process per rank and timeline, a thread per lane."""
+    events: list[dict[str, Any]] = []
+    for number, (title, timeline) in enumerate(timelines.items()):
+        for rank, spans in timeline.spans.items():
+            process = rank + number * len(timeline.spans)
+            lanes = list(dict.fromkeys((COMPUTE, TRANSFER, *(span.op.lane for span in spans))))
+            names = {"process_name": [f"{title}: rank {rank}"], "thread_name": lanes}
+            events += [
+                {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+                for kind, named in names.items()
+                for thread, name in enumerate(named)
+            ]
+            for op, start, end in spans:
+                arguments = {"bytes": op.bytes, "gflop": op.cost / 1e9}
+                event = {"ph": "X", "name": op.name, "cat": op.kind, "pid": process, "tid": lanes.index(op.lane)}
+                events.append({**event, "ts": 1e6 * start, "dur": 1e6 * (end - start), "args": arguments})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
 # The fastest of the recorded steps, the cost model that was measured just before, and the same ops simulated.
-Comparison = tuple[Recording, CostModel, Timeline]
+Comparison = tuple[Timeline, CostModel, Timeline]
 
 
 def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str, Comparison]]:
@@ -101,20 +198,24 @@ def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str,
     return rounds
 
 
-def row(name: str, num_ranks: int, schedule: str, found: Sequence[Comparison]) -> str:
-    measured, predicted = [each[0].seconds for each in found], [each[2].makespan for each in found]
+def figures(found: Sequence[Comparison]) -> list[str]:
+    measured, predicted = [each[0].makespan for each in found], [each[2].makespan for each in found]
     ratios = [one / other for one, other in zip(predicted, measured, strict=True)]
-    times = f"{1e3 * median(measured):.0f} | {1e3 * median(predicted):.0f}"
-    listed = " ".join(f"{ratio:.2f}" for ratio in ratios)
-    return f"| {name} | {num_ranks} | {schedule} | {times} | {listed} | {median(ratios):.2f} |"
+    times = [f"{1e3 * median(seconds):.0f}" for seconds in (measured, predicted)]
+    return [*times, " ".join(f"{ratio:.2f}" for ratio in ratios), f"{median(ratios):.2f}"]
 
 
 def write_last(arguments: argparse.Namespace, model: ModelShapes, num_ranks: int, found: Comparison) -> None:
-    shape = f"{arguments.replicas} x {num_ranks // arguments.replicas}"
-    recording, cost, predicted = found
-    write(arguments.out, recording, predicted, f"{model.name} on {shape} ranks")
-    (arguments.out / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
-    print(f"wrote cost.json (for plan --cost), trace.json, timeline.png and timeline.svg to {arguments.out}")
+    """The cost model, and the step as it was measured and as it was predicted."""
+    (recording, cost, predicted), folder = found, arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    timelines = {"measured": recording, "predicted": predicted}
+    title = f"{model.name} on {arguments.replicas} x {num_ranks // arguments.replicas} ranks"
+    (folder / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
+    (folder / "trace.json").write_text(json.dumps(trace_events(timelines)), encoding="utf-8")
+    for suffix in (".png", ".svg"):
+        draw_timelines(timelines, folder / f"timeline{suffix}", title=title)
+    print(f"wrote cost.json (for plan --cost), trace.json, timeline.png and timeline.svg to {folder}")
 
 
 def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, Any]) -> CostModel:
@@ -135,7 +236,7 @@ def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, An
         fastest_step(sample, num_replicas, _NUM_STEPS, {**arithmetic, "overlap": overlap, "bucket_bytes": bucket_bytes})
         for overlap, bucket_bytes in (("off", _BUCKET_BYTES[0]), ("step", _BUCKET_BYTES[0]), ("off", _BUCKET_BYTES[1]))
     )
-    spans = [span for step in (serial, pieces) for each in step.timeline.spans.values() for span in each]
+    spans = [span for step in (serial, pieces) for each in step.spans.values() for span in each]
     latencies, bandwidths = [], []
     mesh = mesh_of(num_replicas, device_type)
     groups = [axis_group(mesh, (axis,)) for axis in (1, 0) if mesh.size(axis) > 1]
@@ -169,12 +270,12 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
     return ModelShapes(name="sample", source="", parameters=tuple(parameters))
 
 
-def fastest_step(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> Recording:
+def fastest_step(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> Timeline:
     """The fastest of so many steps after a first one. Collective; every rank must call it."""
     fixed = {"dedupe": "never", "error_if_nonfinite": False}
     optimizer = sharded_muon(model.parameters, num_replicas, this_device().type, **options, **fixed)
     optimizer.step()
-    return min((record_step(optimizer) for _ in range(num_steps)), key=lambda each: each.seconds)
+    return min((record_step(optimizer) for _ in range(num_steps)), key=lambda each: each.makespan)
 
 
 def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
@@ -189,11 +290,11 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
     return {"flops_per_second": rate, "memory_bytes_per_second": 1 / per_byte, "op_seconds": op_seconds}
 
 
-def fit_steps(cost: CostModel, recordings: Sequence[Recording], *, device_type: str) -> CostModel:
+def fit_steps(cost: CostModel, recordings: Sequence[Timeline], *, device_type: str) -> CostModel:
     """Correct ``flops_per_second`` so that predicted steps take as long as measured ones, in geometric mean."""
     # A fit to single ops gives too short steps: ranks share cores, and wait for the last one at each communication.
-    begun = [min(spans[0].start for spans in each.timeline.spans.values() if spans) for each in recordings]
-    measured = [each.seconds - start for each, start in zip(recordings, begun, strict=True)]
+    begun = [min(spans[0].start for spans in each.spans.values() if spans) for each in recordings]
+    measured = [each.makespan - start for each, start in zip(recordings, begun, strict=True)]
 
     def surplus(factor: float) -> float:
         changed = replace(cost, flops_per_second=factor * cost.flops_per_second)

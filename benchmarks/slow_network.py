@@ -46,10 +46,10 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 import lightning_muon
 from benchmarks.namespaces import TwoNodes, sent_bytes, set_rate, why_not
+from benchmarks.tables import ROOT, markdown, origin, parser_of
 from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
-ROOT = Path(__file__).resolve().parent.parent
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 NUM_NODES = 2
 NUM_HELD_OUT = 8
@@ -159,6 +159,7 @@ def main() -> None:
             rows[name] = run(name, ranks_per_node, arguments.timeout)
             print(f"2 x {ranks_per_node}, {name}: {rows[name]}", file=sys.stderr, flush=True)
         print(f"\n2 nodes x {ranks_per_node}\n\n{table(rows, arguments.rates, arguments.loss_steps)}", flush=True)
+    print(origin(__spec__.name))
 
 
 def chosen(words: Sequence[str]) -> list[str]:
@@ -210,34 +211,29 @@ def parse_rate(text: str) -> float | None:
 def table(rows: Mapping[str, Mapping[str, Any]], rates: Sequence[str], loss_steps: int) -> str:
     heads = ["contender", *(f"s per step, {rate}" for rate in rates), "MB sent"]
     heads += [f"loss after {loss_steps} steps", "lr"] if loss_steps else []
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    cells: list[list[str]] = []
     base = [each["seconds"] for each in rows.get(BASELINE, {}).get("rates", [])]
     for name, row in rows.items():
         if "failed" in row:
-            lines.append(f"| {name} | {' | '.join([row['failed']] + [''] * (len(heads) - 2))} |")
+            cells.append([name, row["failed"], *[""] * (len(heads) - 2)])
             continue
         seconds = [each["seconds"] for each in row["rates"]]
         ratios = [f" ({old / new:.1f}x)" for old, new in zip(base, seconds, strict=True)] if base else [""] * len(rates)
         times = [f"{value:.3f}{ratio}" for value, ratio in zip(seconds, ratios, strict=True)]
-        cells = [name, *times, f"{max(each['sent'] for each in row['rates']) / 1e6:.2f}"]
-        cells += [f"{row['loss']:.3f}", f"{row['lr']:g}"] if loss_steps else []
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        cells.append([name, *times, f"{max(each['sent'] for each in row['rates']) / 1e6:.2f}"])
+        cells[-1] += [f"{row['loss']:.3f}", f"{row['lr']:g}"] if loss_steps else []
+    return markdown(heads, cells)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Seconds and steps are those measured at each rate, at most; layers those of the encoder, and of the decoder.
+    numbers = {"steps": 20, "seconds": 30.0, "warmup": 2, "batch": 8, "layers": 4, "timeout": 1800.0}
+    parser = parser_of(__doc__, numbers)
     parser.add_argument("--ranks-per-node", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "100mbit", "10mbit"])
     parser.add_argument("--contenders", nargs="+", default=[""], help="parts of their names; default: all")
     parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="to try for the loss")
     parser.add_argument("--loss-steps", type=int, default=60, help="0: no loss, and the first of --lrs for the times")
-    parser.add_argument("--steps", type=int, default=20, help="measured at each rate, at most")
-    parser.add_argument("--seconds", type=float, default=30, help="measured at each rate, about")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=8, help="samples per rank and step")
-    parser.add_argument("--layers", type=int, default=4, help="of the encoder, and of the decoder")
-    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one contender")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for rate in arguments.rates:

@@ -73,7 +73,7 @@ REMOVED: dict[str, str] = {
     },
     "lightning-muon report": "curves are drawn by TensorBoard, by Weights & Biases, or of metrics.csv by pandas",
     "lightning-muon config": "start from examples/accelerate.yaml, which has every option, see docs/options.md",
-    "lightning-muon tune": "a loop over `lightning-muon fit` does it, see docs/learning-rates.md",
+    "lightning-muon tune": "a loop over `lightning-muon fit` does it, see docs/family.md",
     "lightning-muon convert --to": "it follows from SOURCE and TARGET; for transformers see docs/checkpoints.md",
     "lightning-muon convert --optimizers": "the strategies go on from SOURCE itself, with any number of ranks",
     "lightning-muon convert --key": "the weights keep the keys of SOURCE",
@@ -92,7 +92,7 @@ REMOVED: dict[str, str] = {
         "benchmarks/plan_accuracy.py of the repository measures a machine; pass the cost.json that it writes as --cost"
     ),
     "lightning-muon trace": (
-        "each op of a step is a range of torch.profiler, see docs/traces.md; benchmarks/plan_accuracy.py draws a step "
+        "each op of a step is a range of torch.profiler, see docs/monitor.md; benchmarks/plan_accuracy.py draws a step "
         "above its prediction"
     ),
 }

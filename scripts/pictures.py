@@ -1,4 +1,4 @@
-"""Makes the pictures of docs/concepts.md from runs on this machine, in minutes: ``python -m scripts.pictures``.
+"""Makes the pictures of docs/how-it-works.md from runs on this machine, in minutes: ``python -m scripts.pictures``.
 
 - ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
 - ``step.svg``: an optimizer step on the parameters of T5-small on two ranks, by ``benchmarks/plan_accuracy.py``.

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.parts import PARTS, run_part
-
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.tables import ROOT, markdown, origin, parser_of
 
 
 def main() -> int:
@@ -37,16 +36,15 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     path = arguments.out / f"{re.sub(r'[^A-Za-z0-9.]+', '-', result['card']).strip('-')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\n{result['card']}, {result['date']}:\n\n{table(result)}\n\nwritten to {path}")
+    print(f"\n{result['card']}, {result['date']}:\n\n{table(result)}\n{origin(__spec__.name)}\n\nwritten to {path}")
     return 1 if broken(result) else 0
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, {"seconds": 520.0})  # For all parts together.
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--small", action="store_true", help="tiny shapes")
     parser.add_argument("--parts", default=",".join(PARTS), help="names, with commas between them")
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all parts together")
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "gpu", help="folder of the JSON file")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -105,13 +103,11 @@ def broken(result: dict[str, Any]) -> list[str]:
 def table(result: dict[str, Any]) -> str:
     """Markdown."""
     promises = {True: "kept", False: "**broken**", None: ""}
-    rows = ["| part | what | measured | promise |", "| --- | --- | --- | --- |"]
+    rows: list[list[str]] = []
     for name, outcome in result["parts"].items():
-        rows += [
-            f"| {name} | {row['what']} | {row['figure']} | {promises[row['held']]} |" for row in outcome.get("rows", [])
-        ]
-        rows += [f"| {name} | | {outcome['error']} | **not done** |"] if "error" in outcome else []
-    return "\n".join(rows)
+        rows += [[name, row["what"], row["figure"], promises[row["held"]]] for row in outcome.get("rows", [])]
+        rows += [[name, "", outcome["error"], "**not done**"]] if "error" in outcome else []
+    return markdown(["part", "what", "measured", "promise"], rows)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
+from benchmarks.gpu import steps as stepped
 from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mode, train_two_ranks
 from lightning_muon import Components, FlexDeMoConfig, ParallelMuon
 from lightning_muon.flexdemo.bucket import merge
@@ -320,8 +321,6 @@ def _launches(device: Device, optimizer: ParallelMuon) -> str:
 
 def training(device: Device) -> Iterator[Row]:
     """Steps of a training of 1.2 billion weights as rank 0 of 8, with Muon and with AdamW, by turns."""
-    from benchmarks.gpu.training import LENGTH, RANKS, SEQUENCES, idle_of_step, seconds_of_steps, training_with
-
     times: dict[str, list[float]] = {"AdamW": [], "Muon": []}
     options: Any = {"device": device.name, "is_small": device.is_small}
     for _ in range(2):
@@ -329,16 +328,16 @@ def training(device: Device) -> Iterator[Row]:
             if device.is_cuda:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-            with training_with(name, **options) as each:
-                seconds.append(seconds_of_steps(each, device.synchronize))
+            with stepped.training_with(name, **options) as each:
+                seconds.append(stepped.seconds_of_steps(each, device.synchronize))
             del each
             peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
-            tokens = f"{SEQUENCES} x {LENGTH} tokens on each of {RANKS} ranks"
+            tokens = f"{stepped.SEQUENCES} x {stepped.LENGTH} tokens on each of {stepped.RANKS} ranks"
             yield Row(f"{name}, {tokens}", f"{1e3 * seconds[-1]:.1f} ms{peak}")
     yield Row("Muon over AdamW", f"{min(times['Muon']) / min(times['AdamW']):.3f} of the time")
     if device.is_cuda:
-        with training_with("Muon", **options) as each:
-            longest, idle = idle_of_step(each)
+        with stepped.training_with("Muon", **options) as each:
+            longest, idle = stepped.idle_of_step(each)
         figure = f"{longest:.2f} ms at once, {idle:.2f} ms in all, as the profiler slows it"
         yield Row("the device has nothing to do from the end of backward to the end of a step", figure)
 

@@ -1,9 +1,11 @@
-"""What ``make gpu`` steps: rank 0 of many in one process, and two processes on one device."""
+"""What ``make gpu`` steps: rank 0 of many in one process, two processes on one device, and a Llama as rank 0 of 8."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu.loopback import loopback_world
@@ -24,6 +27,14 @@ from lightning_muon.config import Overlap
 from lightning_muon.params.shapes import read_shapes
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.modes import Sharding
+
+RANKS, SEQUENCES, LENGTH = 8, 4, 2048
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+_SIZES += ("num_attention_heads", "num_key_value_heads")
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
+    "Muon": lambda model: ParallelMuon(model, lr=1e-4),
+}
 
 
 @contextmanager
@@ -156,3 +167,73 @@ def _whole(parameter: Tensor) -> Tensor:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local, placements = parameter.detach().to_local().cpu(), parameter.placements
     return DTensor.from_local(local, mesh, placements, shape=parameter.shape, stride=parameter.stride()).full_tensor()
+
+
+@contextmanager
+def training_with(optimizer: str, *, device: str, is_small: bool) -> Iterator[OneRank]:
+    """Rank 0 of 8 that train a Llama of 1.2 billion weights with FSDP2, in bfloat16, after two steps."""
+    from transformers import LlamaConfig, LlamaForCausalLM  # The other parts need not wait for it.
+
+    torch.manual_seed(0)
+    sizes = dict(zip(_SIZES, (256, 64, 128, 2, 4, 2) if is_small else (128256, 2048, 8192, 16, 32, 8), strict=True))
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True, use_cache=False))
+    tokens = torch.randint(sizes["vocab_size"], (1, 32) if is_small else (SEQUENCES, LENGTH), device=device)
+    with loopback_world(RANKS):
+        mesh = init_device_mesh(device, (RANKS,), mesh_dim_names=("shard",))
+        mode = make_mode("fsdp", mesh, ModeOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+        mode.prepare(model)
+        rank = OneRank(mode, OPTIMIZERS[optimizer](model), lambda: model(input_ids=tokens, labels=tokens).loss)
+        mode.attach(model, [rank.optimizer])
+        for _ in range(2):
+            rank.backward()
+            rank.step()
+        yield rank
+        mode.finish_parameters()
+        mode.close()
+
+
+def seconds_of_steps(training: OneRank, synchronize: Callable[[], None], *, rounds: int = 4) -> float:
+    """Seconds of one step of the training, the median of ``rounds`` times three steps that no host waits between."""
+    times: list[float] = []
+    for _ in range(rounds):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(3):
+            training.backward()
+            training.step()
+        synchronize()
+        times.append((time.perf_counter() - start) / 3)
+    return statistics.median(times)
+
+
+def idle_of_step(training: OneRank) -> tuple[float, float]:
+    """Milliseconds in which the device runs nothing, from a profile: the longest gap, and all.
+
+    From the time at which the host begins the step, while the device still runs the backward pass, to the last kernel.
+    """
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler:
+        training.backward()
+        with torch.profiler.record_function("whole step"):
+            training.optimizer.step()
+        torch.cuda.synchronize()
+    training.mode.end_step()
+    training.optimizer.zero_grad()
+    events: list[Any] = list(profiler.events() or ())
+    begins = min(event.time_range.start for event in events if event.name == "whole step" and _is_on_host(event))
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in events
+        if not _is_on_host(event) and not event.is_user_annotation and event.time_range.end > begins
+    )
+    gaps: list[float] = []
+    ended = kernels[0][0]
+    for start, end in kernels:
+        gaps.append(max(0.0, start - ended))
+        ended = max(ended, end)
+    return max(gaps) / 1e3, sum(gaps) / 1e3
+
+
+def _is_on_host(event: Any) -> bool:
+    return event.device_type == torch.autograd.DeviceType.CPU

@@ -65,7 +65,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         save_distributed_checkpoint: A directory with the shards of each rank, or one file in the usual format.
             ``"auto"``: one file if weights and states have less than 2 GiB, and there is no pipeline.
         check_replicas_every_n_steps: After so many steps compare weights and optimizer state between the ranks
-            that must have them alike (see docs/reliability.md); 0 never.
+            that must have them alike (see docs/checkpoints.md); 0 never.
         async_save: Checkpoints are written while the training goes on, from a copy in the memory of the host.
         process_group_backend: ``None``: gloo for CPUs, NCCL for CUDA. ``CPUOffloadPolicy`` needs
             ``"cpu:gloo,cuda:nccl"``.

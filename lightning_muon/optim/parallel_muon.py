@@ -29,7 +29,8 @@ class ParallelMuon(PlannedOptimizer):
     weight decay and update on the shards; the traffic of one bucket hides behind the arithmetic of another.
 
     ``step()`` is collective over the meshes of the parameters. A gradient that only some ranks have counts as zero on
-    the others; one that no rank has leaves parameter and state as they are.
+    the others; one that no rank has leaves parameter and state as they are. ``adjust_lr_fn=None`` means ``"original"``, as
+    in ``torch.optim.Muon``.
 
     Example::
 
@@ -42,7 +43,6 @@ class ParallelMuon(PlannedOptimizer):
     Args:
         params: A module (its types, ties and uses decide what is a matrix), parameters, named parameters, or groups.
             Without a module the number of dimensions decides alone, until :meth:`attach` is called.
-        adjust_lr_fn: Rule of the learning rate per shape; ``None`` means ``"original"``, as in ``torch.optim.Muon``.
         algorithm: ``"auto"`` routes each parameter; ``"muon"`` and ``"adamw"`` force a whole group.
         mesh: 1-D or 2-D mesh on which the plain tensors in ``params`` are replicated with equal gradients (as after a
             DDP backward), so that the ranks divide the work. Without it plain tensors are local to their process.

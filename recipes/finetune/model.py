@@ -19,13 +19,7 @@ from recipes.t5_summarization.model import warmup_then_linear_decay
 
 
 def build_model(model_name: str, lora: Mapping[str, Any] | None, dtype: str = "float32") -> nn.Module:
-    """The pretrained model, ready to train.
-
-    Args:
-        model_name: Name on the hub, or folder.
-        lora: Arguments of ``peft.LoraConfig``; ``None`` trains all weights.
-        dtype: Of the weights. Factors of LoRA are float32 in any case.
-    """
+    """The pretrained model, ready to train; see :class:`FineTuned`. Factors of LoRA are float32 in any case."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=getattr(torch, dtype))
     if lora is not None:
         import peft
@@ -51,13 +45,9 @@ def loss_sum(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def export(model: Any, weights: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write what ``from_pretrained`` reads, on one rank: all weights, or for LoRA the adapters, and both merged.
+    """Write what ``from_pretrained`` reads, on one rank, from the whole ``weights`` of a model that may have shards.
 
-    Args:
-        model: From :func:`build_model`; its own weights may be shards.
-        weights: Its whole state dict.
-        tokenizer: Saved beside the weights.
-        folder: Of the weights or the adapters; those of LoRA are in ``folder / "merged"`` as well, added to the base.
+    All weights, or for LoRA the adapters, and in ``folder / "merged"`` the base with the adapters added.
     """
     model.save_pretrained(folder, state_dict=dict(weights))
     tokenizer.save_pretrained(folder)
@@ -75,7 +65,7 @@ class FineTuned(LightningModule):
     Args:
         model_name: Name on the hub, or folder.
         lora: Arguments of ``peft.LoraConfig``, such as ``{"r": 16}``; ``None`` trains all weights.
-        dtype: Of the weights, see :func:`build_model`.
+        dtype: Of the weights.
         lr: Peak learning rate of AdamW.
         weight_decay: Decoupled weight decay.
         warmup_share: Share of all steps for the linear warm-up; then the rate falls linearly to 0.

@@ -1,9 +1,9 @@
 """The same fine-tuning as a loop of Accelerate, which asks for AdamW and knows nothing of Muon.
 
-    PYTHONPATH=. lightning-muon launch --config_file recipes/finetune/accelerate.yaml \
+    PYTHONPATH=. lightning-muon launch --config_file examples/accelerate.yaml \
         recipes/finetune/with_accelerate.py --model_name Qwen/Qwen3-0.6B --source rows.jsonl --lora_rank 16 --lr 2e-4
 
-Without --lora_rank it trains all weights; the config file then says ``optimizer: keep``.
+Without --lora_rank it trains all weights; a copy of the config file then says ``optimizer: keep`` in its last section.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nothing in this script knows of Muon, and AdamW is all that it asks for. Started by
 
-    PYTHONPATH=. lightning-muon launch --config_file recipes/gpt/accelerate.yaml recipes/gpt/accelerate_gpt.py
+    PYTHONPATH=. lightning-muon launch --config_file examples/accelerate.yaml recipes/gpt/accelerate_gpt.py
 
 the same lines divide the model with FSDP2 and run its matrices on ParallelMuon; with ``accelerate launch`` they train
 with AdamW. On CPUs, with two processes:

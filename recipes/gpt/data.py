@@ -33,12 +33,7 @@ class Batch(TypedDict):
 
 
 class Windows(Dataset[Batch]):
-    """Consecutive windows of ``context_size`` tokens; what is left at the end is dropped.
-
-    Args:
-        tokens: (tokens,), unsigned integers; read from the file window by window.
-        context_size: Tokens of a window.
-    """
+    """Consecutive windows of ``context_size`` of the ``tokens`` of a file; what is left at the end is dropped."""
 
     def __init__(self, tokens: np.ndarray, context_size: int) -> None:
         self.tokens, self.context_size = tokens, context_size

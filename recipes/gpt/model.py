@@ -26,16 +26,7 @@ PROMPT_TOKENS = 16
 def build(
     architecture: Literal["gpt2", "llama"], *, vocab_size: int, context_size: int, width: int, layers: int, heads: int
 ) -> GPT2LMHeadModel | LlamaForCausalLM:
-    """The network, with embeddings that are also the output layer.
-
-    Args:
-        architecture: ``"gpt2"`` or ``"llama"``.
-        vocab_size: Tokens of the tokenizer, at least.
-        context_size: Tokens of a window, at most.
-        width: Of the residual stream; a multiple of ``heads``.
-        layers: Transformer blocks.
-        heads: Attention heads of each block.
-    """
+    """The network, with embeddings that are also the output layer; ``width`` is a multiple of ``heads``."""
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if architecture == "gpt2":
         sizes = {"n_positions": context_size, "n_embd": width, "n_layer": layers, "n_head": heads}

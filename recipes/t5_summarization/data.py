@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -10,15 +12,18 @@ from typing import Any, TypedDict
 
 import torch
 from lightning.pytorch import LightningDataModule
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from recipes.t5_summarization.files import write_folder_atomically
 from recipes.t5_summarization.sources import DOCSTRINGS, Row, Split, load_rows, rows_to_predict
-from recipes.t5_summarization.tokenization import load_tokenizer
 
 IGNORED_LABEL = -100  # torch's default ignore_index
+# T5's own ids: 0, 1, 2.
+_PAD, _END, _UNKNOWN = "<pad>", "</s>", "<unk>"
 
 
 class Example(TypedDict):
@@ -34,6 +39,37 @@ class Batch(TypedDict):
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
+
+
+def train_bpe(rows: Sequence[Row], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that appends ``</s>``, of at most ``vocab_size`` tokens; any text decodes to itself."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[_PAD, _END, _UNKNOWN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((text for row in rows for text in row), trainer=trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {_END}", special_tokens=[(_END, tokenizer.token_to_id(_END))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=_PAD, eos_token=_END, unk_token=_UNKNOWN)
+
+
+def load_tokenizer(name: str, rows: Sequence[Row], *, vocab_size: int, cache_dir: Path) -> PreTrainedTokenizerBase:
+    """``"bpe"``, trained on the rows once and cached, ``"byt5"``, which needs no files, or one of the hub."""
+    if name == "byt5":
+        return ByT5Tokenizer()
+    if name != "bpe":
+        return AutoTokenizer.from_pretrained(name)
+    digest = hashlib.sha256(json.dumps([vocab_size, *rows]).encode()).hexdigest()[:16]
+    folder = cache_dir / f"bpe-{vocab_size}-{digest}"
+    if not folder.exists():
+        write_folder_atomically(folder, train_bpe(rows, vocab_size).save_pretrained)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def encode(
@@ -62,13 +98,7 @@ def pad(sequences: Sequence[list[int]], value: int, length: int | None) -> Tenso
 
 
 def collate(examples: Sequence[Example], *, pad_id: int, lengths: tuple[int | None, int | None]) -> Batch:
-    """Pad a batch: sources with the pad token and a mask, labels with -100, which the loss leaves out.
-
-    Args:
-        examples: Rows of the batch.
-        pad_id: Id of the pad token.
-        lengths: (source, target) to pad to; None is the longest of the batch.
-    """
+    """Pad a batch to ``lengths`` (source, target), or the longest; labels with -100, which the loss leaves out."""
     sources = [example["source"] for example in examples]
     return Batch(
         input_ids=pad(sources, pad_id, lengths[0]),

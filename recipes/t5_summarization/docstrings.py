@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 from recipes.t5_summarization.files import write_atomically
@@ -27,50 +26,22 @@ from recipes.t5_summarization.files import write_atomically
 log = logging.getLogger(__name__)
 
 # Part of the cache's key: raise it when the rules below change what is harvested.
-_RULES = 1
+_RULES = 2
 # Tests repeat the docstrings of what they test; the others hold no prose or belong to another interpreter.
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "__pycache__", "site-packages", "dist-packages"})
 _MAX_FILE_BYTES = 2_000_000
 _FILES_PER_TASK = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairFilter:
-    """Which docstrings become a pair.
-
-    Args:
-        min_target_words: A shorter summary line says too little.
-        max_target_words: A longer one is no summary.
-        min_source_chars: A shorter body leaves nothing to summarize.
-        max_source_chars: The body is cut here; tokenizers cut it much earlier.
-    """
-
-    min_target_words: int = 3
-    max_target_words: int = 25
-    min_source_chars: int = 40
-    max_source_chars: int = 4000
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_target_words <= self.max_target_words:
-            raise ValueError(
-                f"PairFilter needs 1 <= min_target_words <= max_target_words, got {self.min_target_words} "
-                f"and {self.max_target_words}"
-            )
+_TARGET_WORDS = range(3, 26)  # A shorter summary line says too little, a longer one is no summary.
+_LEAST_SOURCE, _MOST_SOURCE = 40, 4000  # Characters of the body, which is cut there; tokenizers cut it much earlier.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One docstring.
+    """One docstring."""
 
-    Args:
-        module: File it stands in, as root folder's name / path below it, e.g. ``"site-packages/torch/optim/adam.py"``.
-        source: The body, white space normalized.
-        target: The summary line: the first line, with the lines that it wraps onto.
-    """
-
-    module: str
-    source: str
-    target: str
+    module: str  # File it stands in, as name of the root folder / path below: "site-packages/torch/optim/adam.py".
+    source: str  # The body, white space normalized.
+    target: str  # The summary line: the first line, with the lines that it wraps onto.
 
 
 def default_roots() -> list[Path]:
@@ -78,20 +49,11 @@ def default_roots() -> list[Path]:
     return list(dict.fromkeys(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")))
 
 
-def split_docstring(docstring: str, rules: PairFilter) -> tuple[str, str] | None:
-    """The (source, target) of one docstring, or None if the rules reject it.
-
-    Args:
-        docstring: As ``ast.get_docstring`` returns it, indentation removed.
-        rules: Length limits.
-
-    Returns:
-        Both texts with every run of white space replaced by one space.
-    """
+def split_docstring(docstring: str) -> tuple[str, str] | None:
+    """The (source, target) of a docstring, white space normalized; None if the rules reject it."""
     summary, _, body = docstring.partition("\n\n")
-    target, source = " ".join(summary.split()), " ".join(body.split())[: rules.max_source_chars]
-    num_words = len(target.split())
-    if not rules.min_target_words <= num_words <= rules.max_target_words or len(source) < rules.min_source_chars:
+    target, source = " ".join(summary.split()), " ".join(body.split())[:_MOST_SOURCE]
+    if len(target.split()) not in _TARGET_WORDS or len(source) < _LEAST_SOURCE:
         return None
     # Generated signatures ("f(x, y) -> z"), field lists and doctests are no sentences.
     num_plain = sum(letter.isalpha() or letter == " " for letter in target)
@@ -111,20 +73,15 @@ def docstrings_of(code: str) -> Iterator[str]:
                 yield docstring
 
 
-def read_file(location: tuple[str, str], rules: PairFilter) -> tuple[str, list[Pair]]:
-    """The SHA-256 and the pairs of one file; a file that Python cannot parse has none.
-
-    Args:
-        location: (path, name of the module in the pairs).
-        rules: Which docstrings to take.
-    """
+def read_file(location: tuple[str, str]) -> tuple[str, list[Pair]]:
+    """The SHA-256 and the pairs of a file at (path, name of the module); one that Python cannot parse has none."""
     path, module = location
     content = Path(path).read_bytes()
     try:
         docstrings = list(docstrings_of(content.decode()))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         docstrings = []
-    split = (split_docstring(docstring, rules) for docstring in docstrings)
+    split = (split_docstring(docstring) for docstring in docstrings)
     pairs = [Pair(module=module, source=pair[0], target=pair[1]) for pair in split if pair]
     return hashlib.sha256(content).hexdigest(), pairs
 
@@ -143,10 +100,7 @@ def find_files(roots: Iterable[Path]) -> list[tuple[str, str]]:
 def remove_duplicates(files: Iterable[tuple[str, list[Pair]]]) -> list[Pair]:
     """Pairs of distinct files whose source and whose target both occur for the first time, case ignored.
 
-    Any split of the result by module has no file, no source and no target in two parts.
-
-    Args:
-        files: (content hash, pairs) in a fixed order.
+    Any split of the result by module has no file, no source and no target in two parts. ``files`` are (hash, pairs).
     """
     hashes: set[str] = set()
     sources: set[str] = set()
@@ -165,56 +119,41 @@ def remove_duplicates(files: Iterable[tuple[str, list[Pair]]]) -> list[Pair]:
     return kept
 
 
-def harvest(roots: Sequence[Path], rules: PairFilter, num_workers: int = 2) -> list[Pair]:
-    """De-duplicated pairs of all Python files below the roots, in the same order on every run.
-
-    Args:
-        roots: Folders to walk.
-        rules: Which docstrings to take.
-        num_workers: Processes; 1 stays in this one.
-    """
+def harvest(roots: Sequence[Path]) -> list[Pair]:
+    """De-duplicated pairs of all Python files below the roots, in the same order on every run."""
     files = find_files(roots)
-    if num_workers == 1:
-        return remove_duplicates(read_file(location, rules) for location in files)
     # spawn: a fork of a process with gloo or OpenMP threads can inherit a locked lock.
-    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return remove_duplicates(pool.map(partial(read_file, rules=rules), files, chunksize=_FILES_PER_TASK))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return remove_duplicates(pool.map(read_file, files, chunksize=_FILES_PER_TASK))
 
 
-def cache_file(cache_dir: Path, roots: Sequence[Path], rules: PairFilter) -> Path:
-    """Where the pairs of this interpreter, these packages and these rules are kept."""
+def cache_file(cache_dir: Path, roots: Sequence[Path]) -> Path:
+    """Where the pairs of this interpreter and these packages are kept."""
     installed = sorted(f"{d.metadata['Name']}=={d.version}" for d in importlib.metadata.distributions())
-    key = json.dumps([_RULES, sys.version, [str(root) for root in roots], asdict(rules), installed])
+    key = json.dumps([_RULES, sys.version, [str(root) for root in roots], installed])
     return cache_dir / f"docstrings-{hashlib.sha256(key.encode()).hexdigest()[:16]}.jsonl"
 
 
-def load_pairs(cache_dir: Path, roots: Sequence[Path] | None = None, rules: PairFilter | None = None) -> list[Pair]:
-    """The pairs, from the cache if they are there, else harvested and cached.
-
-    Args:
-        cache_dir: Created if missing.
-        roots: Default: :func:`default_roots`.
-        rules: Default: ``PairFilter()``.
-    """
-    roots, rules = roots or default_roots(), rules or PairFilter()
-    path = cache_file(cache_dir, roots, rules)
+def load_pairs(cache_dir: Path, roots: Sequence[Path] | None = None) -> list[Pair]:
+    """The pairs below the roots, by default of all installed packages; cached when they are harvested first."""
+    roots = roots or default_roots()
+    path = cache_file(cache_dir, roots)
     if not path.exists():
         log.info("Harvesting the docstrings of the installed packages into %s; it takes about half a minute.", path)
-        _harvest_in_fresh_process(path, roots, rules)
+        _harvest_in_fresh_process(path, roots)
     with path.open(encoding="utf-8") as lines:
         return [Pair(**json.loads(line)) for line in lines]
 
 
-def _harvest_in_fresh_process(path: Path, roots: Sequence[Path], rules: PairFilter) -> None:
+def _harvest_in_fresh_process(path: Path, roots: Sequence[Path]) -> None:
     """Write the pairs to ``path``.
 
     Worker processes import the main module again. In a process of its own that is this light file, not a training
     script, which takes seconds to import and may start a training.
     """
-    order = {"path": str(path), "roots": [str(root) for root in roots], "rules": asdict(rules)}
     search_path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     subprocess.run(
-        [sys.executable, "-m", "recipes.t5_summarization.docstrings", json.dumps(order)],
+        [sys.executable, "-m", "recipes.t5_summarization.docstrings", path, *roots],
         env={**os.environ, "PYTHONPATH": search_path.rstrip(os.pathsep)},
         check=True,
     )
@@ -226,11 +165,10 @@ def in_validation(module: str, share: float, seed: int) -> bool:
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
 
-def _main(order: str) -> None:
-    request = json.loads(order)
-    pairs = harvest([Path(root) for root in request["roots"]], PairFilter(**request["rules"]))
-    write_atomically(Path(request["path"]), "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
+def _main(path: str, *roots: str) -> None:
+    pairs = harvest([Path(root) for root in roots])
+    write_atomically(Path(path), "".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(*sys.argv[1:])

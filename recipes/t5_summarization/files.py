@@ -11,12 +11,7 @@ from typing import Any
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that no other process can see half written.
-
-    Args:
-        path: Its folder is created if missing.
-        text: Content.
-    """
+    """Write a text file, and its folder, that no other process can see half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, encoding="utf-8", suffix=".tmp", delete=False) as file:
         file.write(text)
@@ -24,12 +19,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Fill a folder that no other process can see half filled; an existing one is kept.
-
-    Args:
-        path: Its parent is created if missing.
-        write: Fills the folder that it is given.
-    """
+    """Let ``write`` fill a folder that no other process can see half filled; an existing one is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=path.parent, suffix=".tmp"))
     try:
@@ -44,12 +34,6 @@ def write_folder_atomically(path: Path, write: Callable[[Path], object]) -> None
 
 
 def save_with_run(trainer: Any, processor: Any, name: str) -> None:
-    """Save a tokenizer, an image processor or a config with the run.
-
-    Args:
-        trainer: Of Lightning; on other ranks than 0 and without a log folder nothing is written.
-        processor: Has ``save_pretrained``.
-        name: Of a folder in the log folder of the run; empty: the log folder itself.
-    """
+    """Save what has ``save_pretrained``, such as a tokenizer, in a folder of the run's logs; rank 0 writes."""
     if trainer.is_global_zero and (folder := getattr(trainer.logger, "log_dir", None)):
         processor.save_pretrained(Path(folder, name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,30 +17,34 @@ from transformers import T5Config, T5ForConditionalGeneration
 from lightning_muon.comm.agreement import together
 from recipes.t5_summarization.data import IGNORED_LABEL, Batch
 from recipes.t5_summarization.files import save_with_run, write_atomically
-from recipes.t5_summarization.metrics import rouge
 
 # https://huggingface.co/google-t5/t5-small/blob/main/config.json and t5-base: what differs from T5Config's defaults.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "vocab_size": 32128},
     "t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128},
 }
-
-
 _NUM_SAMPLES = 4  # Of a validation.
 
 
 class Summary(NamedTuple):
-    """One generated summary.
-
-    Args:
-        source: What the encoder read.
-        target: The reference.
-        text: What the model wrote.
-    """
+    """One generated summary."""
 
     source: str
     target: str
     text: str
+
+
+@cache
+def _scorer() -> Any:
+    from rouge_score.rouge_scorer import RougeScorer  # It takes a second, which a plain fit need not pay.
+
+    return RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=True)
+
+
+def rouge(summaries: Sequence[Summary]) -> dict[str, float]:
+    """Mean F-measures of ROUGE-1, ROUGE-2 and ROUGE-L, in [0, 1]."""
+    scores = [_scorer().score(each.target, each.text) for each in summaries]
+    return {name: sum(score[name].fmeasure for score in scores) / len(scores) for name in scores[0]}
 
 
 def build_t5(architecture: str | Mapping[str, Any], *, pretrained: bool) -> T5ForConditionalGeneration:
@@ -143,8 +148,7 @@ class T5Summarizer(LightningModule):
         self.log("val_loss", loss, prog_bar=True, batch_size=num_positions, sync_dist=True)
         if batch_idx < self.hparams.rouge_batches and not self.trainer.sanity_checking:
             summaries = self._summarize(batch)
-            scores = rouge([summary.target for summary in summaries], [summary.text for summary in summaries])
-            self.log_dict(scores, batch_size=len(summaries), sync_dist=True)
+            self.log_dict(rouge(summaries), batch_size=len(summaries), sync_dist=True)
             self.summaries += summaries
 
     def on_validation_epoch_end(self) -> None:

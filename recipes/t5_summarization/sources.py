@@ -17,24 +17,14 @@ _LOCAL = (".csv", ".jsonl", ".parquet")
 
 
 class Row(NamedTuple):
-    """One example.
+    """One example."""
 
-    Args:
-        source: What the encoder reads.
-        target: What the decoder writes; empty for a text to be summarized that has none.
-    """
-
-    source: str
-    target: str
+    source: str  # What the encoder reads.
+    target: str  # What the decoder writes; empty for a text to be summarized that has none.
 
 
 class Split(NamedTuple):
-    """The rows of both parts.
-
-    Args:
-        train: Rows to learn from.
-        validation: Rows that are only measured.
-    """
+    """The rows to learn from, and those that are only measured."""
 
     train: list[Row]
     validation: list[Row]
@@ -55,13 +45,8 @@ def load_rows(
 ) -> Split:
     """Read, split and shuffle all rows of one source; the same arguments give the same rows in the same order.
 
-    Args:
-        location: ``"docstrings"``, the path of a ``.csv``, ``.jsonl`` or ``.parquet`` file, or a data set on the hub.
-        validation: Another such file or data set to validate on, in its own order; None splits ``location``.
-        columns: Of the source and of the target; docstrings have none.
-        cache_dir: Where harvested docstrings are kept.
-        validation_share: Of the rows, or of the source files of docstrings.
-        seed: Of the split and of the order.
+    See :class:`~recipes.t5_summarization.data.SummarizationData`. ``validation`` keeps its own order; without it a
+    ``validation_share`` of the rows, or of the files of docstrings, is held out.
     """
     if location == DOCSTRINGS:
         if validation is not None:
@@ -101,14 +86,7 @@ def split_rows(rows: Sequence[Row], *, validation_share: float, seed: int) -> Sp
 
 
 def rows_of(frame: pandas.DataFrame, source: str, target: str, *, keep_blank: bool = False) -> list[Row]:
-    """The rows of a table in which neither text is null or blank, or all of them.
-
-    Args:
-        frame: Has the two columns, of text.
-        source: Name of the column that the encoder reads.
-        target: Name of the column that the decoder writes.
-        keep_blank: Leave no row out.
-    """
+    """The rows of two columns in which neither text is null or blank; with ``keep_blank`` all of them."""
     missing = [column for column in (source, target) if column not in frame.columns]
     if missing:
         raise ValueError(
@@ -132,7 +110,7 @@ def read_table(location: str) -> pandas.DataFrame:
 
 
 def read_local(path: Path) -> pandas.DataFrame:
-    """A local table; ``FileNotFoundError`` names the path if there is none."""
+    """A local table."""
     import pandas  # optional extra of the recipe
 
     if path.suffix == ".parquet":

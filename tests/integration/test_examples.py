@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import accelerate
+import pytest
 import torch
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
@@ -17,7 +19,7 @@ from tests.integration.integrations.transformers.runs import accelerator_of
 from tests.recipes.rows import write_csv
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
-from tests.support.programs import ROOT
+from tests.support.programs import ROOT, run_program
 
 
 def _run_trainer(directory: str, parallel: str, *words: str) -> float:
@@ -76,3 +78,11 @@ def test_the_example_learns_saves_and_resumes(gloo: ProcessPool, tmp_path: Path)
     assert model.get_input_embeddings().weight.shape == (400, 16)
     assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
     assert not torch.equal(model.shared.weight, torch.zeros_like(model.shared.weight))
+
+
+@pytest.mark.parametrize("optimizer", ["auto", "keep"])
+def test_the_first_run_reports_loss_and_speed(tmp_path: Path, optimizer: str) -> None:
+    printed = run_program(_EXAMPLES / "first_run.py", optimizer, directory=tmp_path, num_ranks=2)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+), [\d.]+ s per step, [\d,]+ tokens/s", printed)]
+    # log(256) is 5.5.
+    assert len(losses) == 2 and losses[1] < losses[0] < 5.5

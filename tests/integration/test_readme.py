@@ -74,7 +74,7 @@ _PRINTED = {
     "trainer.fit(MyModule()": "Muon: 2 tensors, 6,144 parameters",
     "torch.nn.Linear(32, 64)": "Muon: 1 tensors, 2,048 parameters",
     "print(trained.summary())": "Muon: 2 tensors, 32,768 parameters (20.2%)",
-    "DCTTopK(top_k=8)), replicate_size=2)": "2 nodes",
+    "optimizer=config, replicate_size=2)": "2 nodes",
     "replicator=DCTTopK(top_k=8), mesh=mesh": "2 nodes",
 }
 

@@ -104,8 +104,7 @@ def data_of(folder: Path) -> PromptData:
 
 def launch(folder: Path, optimizer: dict[str, Any]) -> str:
     """Run the loop of Accelerate on two CPU processes."""
-    config = yaml.safe_load((RECIPE / "accelerate.yaml").read_text())
-    assert config["lightning_muon"] == {"optimizer": {"lora": "both"}}
+    config = yaml.safe_load((ROOT / "examples" / "accelerate.yaml").read_text())
     for section in (
         "fsdp_config",
         "parallelism_config",

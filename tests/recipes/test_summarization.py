@@ -1,5 +1,6 @@
 """The recipe for summarization on two ranks, against the model that it exports."""
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.integration.training import load as load_package
 from tests.integration.training import trainer
 from tests.recipes.rows import write_csv
 from tests.support.processes import ProcessPool
+from tests.support.programs import ROOT, run_program
 
 
 def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -72,3 +74,33 @@ def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: Proc
 
 
 TINY = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+
+
+@pytest.mark.parametrize("name", ["demo", "wikihow"])
+def test_a_config_trains_on_a_local_file(tmp_path: Path, name: str) -> None:
+    options = {
+        "trainer.accelerator": "cpu",
+        "trainer.devices": "2",
+        "trainer.precision": "32",
+        "trainer.max_epochs": "2",
+        "trainer.enable_progress_bar": "false",
+        "trainer.logger.init_args.save_dir": str(tmp_path),
+        "trainer.strategy.init_args.replicate_size": "1",
+        "trainer.strategy.init_args.shard_size": "2",
+        "model.init_args.architecture": json.dumps(TINY | {"vocab_size": 400}),
+        "model.init_args.max_new_tokens": "5",
+        "data.init_args.source": str(write_csv(tmp_path)),
+        "data.init_args.tokenizer": "bpe",
+        "data.init_args.vocab_size": "400",
+        "data.init_args.num_workers": "0",
+        "data.init_args.cache_dir": str(tmp_path / "cache"),
+    }
+    words = [f"--{key}={value}" for key, value in options.items()]
+    config = ROOT / "recipes" / "t5_summarization" / f"{name}.yaml"
+    printed = run_program("-m", "lightning_muon", "fit", "--config", config, *words, directory=ROOT, num_ranks=2)
+    assert "embedding, tied to model.lm_head.weight" in printed
+    (metrics,) = tmp_path.glob("*/version_0/metrics.csv")
+    with metrics.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["val_loss"]]
+    losses = [float(row["val_loss"]) for row in rows]
+    assert losses[-1] < losses[0] and all(0 <= float(row["rougeL"]) <= 1 for row in rows[-2:])

@@ -1,65 +1,56 @@
-"""Table 1: its rows are configs, the grid goes on where it stopped, and a row is trained by two processes."""
+"""Table 1: the grid goes on where it stopped, and a row is trained by two processes."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from recipes.t5_summarization.table1 import ROOT, missing_runs, run_grid
-from recipes.t5_summarization.table1_config import CONFIG, Run
-from recipes.t5_summarization.table1_fit import hsdp_sent_bytes, optimizer_choice
-from recipes.t5_summarization.table1_results import RESULTS, append_result
+from recipes.t5_summarization import table1
 from tests.recipes.rows import write_csv
-from tests.recipes.table1_runs import grid_of, result_of
-from tests.support.programs import run_program
-
-FILE = yaml.safe_load(CONFIG.read_text())
+from tests.support.programs import ROOT, run_program
 
 
-def test_an_interrupted_grid_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    reports: list[int] = []
-    arguments = ("--rows", "adamw", "k4", "k8", "--max-steps", "40")
-    grid, trained = grid_of(*arguments, folder=tmp_path), []
+def test_an_interrupted_grid_goes_on_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[tuple[str, int]] = []
 
-    def train(run: Run, log: Path) -> int:
-        trained.append((run.row, run.seed))
+    def start(words: Sequence[str], log: Path) -> int:
+        name, seed = words[1], int(words[2])
+        trained.append((name, seed))
         if len(trained) == 3:
             raise KeyboardInterrupt
-        append_result(tmp_path / RESULTS, result_of(run, 5.0))
+        if (name, seed) == ("k8", 1):
+            return 7
+        grid = table1.Grid("demo", table1.settings_of("demo", []), tmp_path / "demo")
+        loss = {"adamw": 4.0, "k4": 5.0, "k8": 6.0}[name] + 0.5 * seed
+        result: dict[str, Any] = {"key": grid.key(name, seed), "megabytes": 2.0, "train_loss": 3.0, "val_loss": loss}
+        with (grid.folder / table1.RESULTS).open("a") as file:
+            file.write(json.dumps(result) + "\n")
         return 0
 
-    def report() -> None:
-        reports.append(len(missing_runs(grid)))
-
+    monkeypatch.setattr(table1, "start", start)
+    words = ["--rows", "adamw", "k4", "k8", "--out", str(tmp_path)]
     with pytest.raises(KeyboardInterrupt):
-        run_grid(grid, train, report)
-    assert [(run.row, run.seed) for run in missing_runs(grid)] == [("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
-    assert run_grid(grid, train, report) == []
+        table1.main(words)
+    assert table1.main(words) == 1
     assert trained == [("adamw", 0), ("k4", 0), ("k8", 0), ("k8", 0), ("adamw", 1), ("k4", 1), ("k8", 1)]
-    assert reports == [5, 4, 3, 2, 1, 0], "the report is written after each run"
-    assert "4 of 6 runs to do" in capsys.readouterr().out
-    assert len(missing_runs(grid_of("--rows", "adamw", "--max-steps", "80", folder=tmp_path))) == 2
+    printed = capsys.readouterr().out
+    assert "[4/4] k8 seed 1: failed with status 7" in printed
+    assert "| AdamW (HSDP) | 2.000 | 3.000 | 4.250 +- 0.250 | +0.0% | 1 | 2 |" in printed
+    assert "| k = 4 of 64 x 64 | 2.000 | 3.000 | 5.250 +- 0.250 | +23.5% | 2 | 2 |" in printed
+    assert "| k = 8 of 64 x 64 | 2.000 | 3.000 | 6.000 | +41.2% | 2 | 1 |" in printed
+    assert table1.main([*words, "--report-only", "--set", "model.lr=1"]) == 0, "other settings are other runs"
+    assert "AdamW (HSDP)" not in capsys.readouterr().out
 
 
-def test_each_row_is_a_config_that_exists() -> None:
-    settings = {row: each["row"] for row, each in grid_of().settings.items()}
-    assert optimizer_choice(settings["adamw"]) == "keep"
-    assert optimizer_choice(settings["muon"]).dedupe == "never"
-    for each in (each for each in settings.values() if each["optimizer"] == "flexdemo"):
-        config = optimizer_choice(each)
-        assert type(config.replicator).__name__ == each["replicator"]["name"]
-        assert {key: getattr(config, key) for key in each["options"]} == each["options"]
-
-
-def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path) -> None:
-    config = tmp_path / "table1.yaml"
-    content = json.loads(json.dumps(FILE))
-    content["sizes"]["demo"]["output_dir"] = str(tmp_path / "out")
-    config.write_text(yaml.safe_dump(content))
+def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"vocab_size": 300, "d_model": 32, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 1}
     changes = {
         "trainer.devices": 2,
+        "trainer.limit_train_batches": 2,
         "strategy.replicate_size": 2,
         "strategy.shard_size": 1,
         "data.source": str(write_csv(tmp_path)),
@@ -68,17 +59,13 @@ def test_one_row_is_trained_by_two_processes_and_stored(tmp_path: Path) -> None:
         "data.validation_share": 0.25,
         "data.cache_dir": str(tmp_path / "cache"),
     } | {f"model.architecture.{name}": value for name, value in model.items()}
-    run_program(
-        *("-m", "recipes.t5_summarization.table1_run", "--row", "diloco_muon", "--seed", "5"),
-        *("--config", str(config), "--max-steps", "8"),
-        *("--set", *(f"{key}={json.dumps(value)}" for key, value in changes.items())),
-        directory=ROOT,
-        num_ranks=2,
-    )
-    [line] = (tmp_path / "out" / RESULTS).read_text().splitlines()
+    words = ["--out", str(tmp_path), "--set", *(f"{key}={json.dumps(value)}" for key, value in changes.items())]
+    module = "recipes.t5_summarization.table1"
+    run_program("-m", module, "--train", "diloco_muon", "5", *words, directory=ROOT, num_ranks=2)
+    [line] = (tmp_path / "demo" / table1.RESULTS).read_text().splitlines()
     stored = json.loads(line)
-    assert (stored["row"], stored["seed"], stored["steps"], stored["world"]) == ("diloco_muon", 5, 8, [2, 1])
-    assert len(stored["val_losses"]) == 4 and stored["val_losses"][-1] == stored["val_loss"]
-    assert 0 < stored["val_loss"] < 6
-    assert 0 < stored["sent_bytes"] < hsdp_sent_bytes(stored["num_parameters"], num_nodes=2)
-    assert stored["samples_per_second"] > 0
+    assert (stored["row"], stored["seed"], stored["steps"], stored["nodes"]) == ("diloco_muon", 5, 8, 2)
+    assert 0 < stored["val_loss"] < 6 and 0 < stored["train_loss"] < 6
+    assert stored["megabytes"] > 0
+    assert table1.main(["--report-only", "--seeds", "5", *words]) == 0
+    assert "| DiLoCo, period 10, Muon inside |" in capsys.readouterr().out

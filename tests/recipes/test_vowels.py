@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.t5_summarization.docstrings import Pair, PairFilter, cache_file
+from recipes.t5_summarization.docstrings import Pair, cache_file
 from recipes.vowels.data import PACKAGES, folders_of
 from tests.support.programs import program_environment
 from tests.support.warm_python import warm_python
@@ -16,7 +16,7 @@ from tests.support.warm_python import warm_python
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     """Sentences in the place of those that a harvest of the packages would find."""
-    path = cache_file(tmp_path, folders_of(PACKAGES), PairFilter())
+    path = cache_file(tmp_path, folders_of(PACKAGES))
     verbs, nouns = ("Return", "Remove", "Compute", "Replace"), ("number", "name", "value", "shape", "length")
     texts = [f"{verb} the {noun} of item number {n}." for verb in verbs for noun in nouns for n in range(10)]
     pairs = [Pair(module=f"file_{n % 37}.py", source="", target=text) for n, text in enumerate(texts)]

@@ -74,6 +74,8 @@ def _measure(shape: tuple[int, ...], accumulate: str) -> tuple[list[list[str]], 
     for number in range(PASSES):
         with Wire() as wire:
             training.run(number)
+            if number == PASSES - 1:  # Before torch 2.13 a unit that it leaves out is reduced here.
+                training.mode.finish_gradients()
         operators.append([each.operator for each in wire.sent if each.is_payload])
         if number == 0:
             wholes = [each for root in fsdp_roots(training.net) for each in unreduced_gradients(root)]
@@ -88,9 +90,10 @@ def test_what_is_sent_and_held(gloo: ProcessPool, shape: tuple[int, ...]) -> Non
     trained = sum(p.numel() for p in Net().parameters() if p.requires_grad and p.ndim)
     for operators, wholes, shards, partial in gloo.run(_measure, shape, "sharded", world_size=math.prod(shape)):
         num_units = len(operators[0]) - operators[0].count(ALL_GATHER)
-        assert [each.count(REDUCE_SCATTER) for each in operators] == [num_units] * PASSES
-        # Each unit is summed over the replicas once.
-        assert [each.count(ALL_REDUCE) for each in operators] == [0, 0, num_units * (len(shape) > 1)]
+        # The last micro-batch leaves out a unit, which has nothing to be summed then; from torch 2.13 on zeros.
+        assert [each.count(REDUCE_SCATTER) for each in operators[:-1]] == [num_units] * (PASSES - 1)
+        # Each unit is summed over the replicas once, and what no unit has over all ranks.
+        assert [each.count(ALL_REDUCE) for each in operators] == [0, 0, num_units * (len(shape) > 1) + 1]
         assert wholes == 0
         assert (shards, partial) == ((0, num_units) if len(shape) > 1 else (pytest.approx(trained / 2, abs=40), 0))
     for operators, wholes, _, partial in gloo.run(_measure, shape, "whole", world_size=math.prod(shape)):

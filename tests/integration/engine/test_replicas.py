@@ -109,7 +109,7 @@ def count(options: dict[str, Any], kind: str) -> int:
 @pytest.mark.parametrize("kind", ["weights", "state"])
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_flipped_bits_are_named_on_all_ranks(gloo: ProcessPool, setting: str, kind: str) -> None:
-    """The numbers are those of the table in docs/reliability.md."""
+    """The numbers are those of the table in docs/checkpoints.md."""
     options, size, *found = SETTINGS[setting]
     assert gloo.run(count, options, kind, world_size=size) == size * [found[kind == "state"]]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.timelines import host_order
+from benchmarks.plan_accuracy import host_order
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.exchange import ExchangeGroup
 from lightning_muon.schedule.graph import validate

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from benchmarks.soak import run_series
+from tests.long.soak import run_series
 from tests.support.processes import ProcessPool
 
 

@@ -1,6 +1,6 @@
 """Kills ranks at random times, restarts the program, and compares every loss with that of a run that nobody killed.
 
-    python -m benchmarks.soak --kills 200 --seed 1
+    python -m tests.long.soak --kills 200 --seed 1
 
 A small language model with dropout is trained by a Trainer with ``AutoResume``. At a random optimizer step one rank,
 chosen at random, gets SIGKILL at a random time after the beginning of its forward pass, backward pass, optimizer step

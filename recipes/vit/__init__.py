@@ -1,1 +1,0 @@
-"""A vision transformer on a folder of images."""
