@@ -273,6 +273,20 @@ def rounds_sums_of_shards(unit: FSDPModule) -> bool:
     return any(group._reduce_dtype not in (None, group._orig_dtype) for group in groups)
 
 
+def complete_accumulated(unit: FSDPModule) -> None:
+    """Give zeros to weights that micro-batches have not used, beside others with accumulated gradients; local.
+
+    FSDP2 reduces gradients of one dtype together, and a first gradient, or its zeros, have that of the weights.
+    """
+    for group in _parameter_groups(unit):
+        trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        sums = [held.unsharded_accumulated_grad for held in trained]
+        dtype = next((each.dtype for each in sums if each is not None), None)
+        for held, accumulated in zip(trained, sums, strict=True):
+            if dtype is not None and accumulated is None and held._unsharded_param.dtype != dtype:
+                held.unsharded_accumulated_grad = torch.zeros_like(held._unsharded_param, dtype=dtype)
+
+
 def has_partial_sums(unit: FSDPModule) -> bool:
     """Whether an FSDP2 unit has gradients that are summed over the shard axis, and not over the replicas; local."""
     return any(group._partial_reduce_output is not None for group in _parameter_groups(unit))

@@ -29,8 +29,8 @@ class ParallelMuon(PlannedOptimizer):
     weight decay and update on the shards; the traffic of one bucket hides behind the arithmetic of another.
 
     ``step()`` is collective over the meshes of the parameters. A gradient that only some ranks have counts as zero on
-    the others; one that no rank has leaves parameter and state as they are. ``adjust_lr_fn=None`` means ``"original"``, as
-    in ``torch.optim.Muon``.
+    the others; one that no rank has leaves parameter and state as they are. ``adjust_lr_fn=None`` means ``"original"``,
+    as in ``torch.optim.Muon``.
 
     Example::
 

@@ -21,6 +21,7 @@ from lightning_muon.comm.agreement import maxima_over
 from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
 from lightning_muon.compat import foreach
 from lightning_muon.compat.torch import (
+    complete_accumulated,
     drop_unreduced_gradients,
     finish_reducing,
     forward_resharding,
@@ -63,8 +64,8 @@ class Fsdp(ShardingMode):
         super().__init__(mesh, options)
         self.listeners: list[UnitListener] = []  # Hear what happens to the units.
         self.call_log: CallLog | None = None  # The ranks are compared by it in the message of a step.
-        # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks. Units
-        # divide all passes of an accumulated batch alike, and the sum is corrected at its end.
+        # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks, which
+        # is what units do in an accumulated batch, whose sum is corrected at its end.
         self._divisor: float | None = None
         self._unit_divisor: float | None = None
         self._is_accumulating = False  # Whether shards have sums of micro-batches.
@@ -126,11 +127,15 @@ class Fsdp(ShardingMode):
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
             for unit, meshes in self._resharding:
                 set_forward_resharding(unit, [None] * len(meshes))
-        self._is_accumulating |= self._sums_shards
+        if self._sums_shards and not self._is_accumulating:
+            self._is_accumulating = True
+            self._divide_units(None)
         self._set_last_backward(False)
         try:
             yield
         finally:
+            for unit in fsdp_modules(self._module):
+                complete_accumulated(unit)
             self._set_last_backward(True)
 
     def _set_last_backward(self, is_last: bool) -> None:
@@ -151,6 +156,7 @@ class Fsdp(ShardingMode):
             for gradient in unreduced_gradients(root):
                 gradient.mul_(scale)
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
+                complete_accumulated(unit)
                 if self._unused is not None:
                     self._unused.enters_backward(unit)
             start_reducing(root)
@@ -175,13 +181,13 @@ class Fsdp(ShardingMode):
         # The average over nodes supplies the other factor.
         self._divisor = None if divisor is None else divisor / self._num_nodes
         if not self._is_accumulating:
-            self._divide_units()
+            self._divide_units(self._divisor)
 
-    def _divide_units(self) -> None:
-        """Let the units divide as was chosen, from the next backward pass on; local."""
-        if self._unit_divisor != self._divisor:
-            set_gradient_divisor(self._module, self._divisor)
-            self._unit_divisor = self._divisor
+    def _divide_units(self, divisor: float | None) -> None:
+        """Let the units divide so from the next backward pass on; local."""
+        if self._unit_divisor != divisor:
+            set_gradient_divisor(self._module, divisor)
+            self._unit_divisor = divisor
 
     @override
     def finish_gradients(self) -> None:
@@ -219,8 +225,7 @@ class Fsdp(ShardingMode):
                 start_reducing(root)
                 self._reducing.append(root)
         self._finish_reducing()
-        size = self._everyone.size
-        factor = (self._unit_divisor or size) / (self._divisor or size)
+        factor = 1.0 if self._divisor is None else self._everyone.size / self._divisor
         if factor != 1:
             if unused.has_kept():
                 raise ValueError(
@@ -230,7 +235,7 @@ class Fsdp(ShardingMode):
             for gradients in by_device_and_dtype(unused.local_gradients()):
                 foreach.mul_(gradients, factor)
         self._is_accumulating = False
-        self._divide_units()
+        self._divide_units(self._divisor)
 
     def _average(self, plain: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.

@@ -1,7 +1,6 @@
-"""Optimizer state through torch's distributed checkpoint: same and other world size, meshes mixed in one optimizer."""
+"""Optimizer state through torch's distributed checkpoint: other numbers of ranks, several meshes in one optimizer."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from lightning_muon import ParallelMuon
 from tests.support.family import muon_eq
 from tests.support.processes import ProcessPool
-from tests.support.tensors import are_equal, set_gradients, weights_of, whole
+from tests.support.tensors import set_gradients, weights_of, whole
 
 
 def _model() -> nn.Sequential:
@@ -108,46 +107,3 @@ def _mixed_meshes(**options: bool) -> list[Tensor]:
 def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool, options: dict[str, bool]) -> None:
     for differences in gloo.run(_mixed_meshes, **options):
         assert max(map(float, differences)) <= 1e-6
-
-
-def _lose(optimizer: ParallelMuon, how: str) -> None:
-    if how == "clear":
-        optimizer.state.clear()
-    else:
-        for parameter in optimizer.param_groups[0]["params"][:2]:
-            optimizer.state.pop(parameter)
-
-
-def _train_and_lose(how: str, ranks: Sequence[int], when: str, **options: Any) -> list[Tensor]:
-    """Five steps; ``ranks`` lose state before and in the fourth, before or after its backward pass."""
-    model = _model()
-    if dist.get_world_size() > 1:
-        for layer in model[1:]:  # type: ignore[index]
-            fully_shard(layer)
-        fully_shard(model)
-    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", bucket_bytes=1, **options)
-    for step in range(5):
-        is_lost = step in (2, 3) and dist.get_rank() in ranks
-        if is_lost and when == "before backward":
-            _lose(optimizer, how)
-        tokens = torch.randint(17, (8,), generator=torch.Generator().manual_seed(step))
-        nn.functional.cross_entropy(model(tokens), tokens.flip(0)).backward()
-        if is_lost and when == "after backward":
-            _lose(optimizer, how)
-        optimizer.step()
-        optimizer.zero_grad()
-    return list(weights_of(model).values())
-
-
-@pytest.mark.parametrize("when", ["before backward", "after backward"])
-@pytest.mark.parametrize(("how", "ranks"), [("clear", (0, 1, 2)), ("pop", (1,))])
-def test_state_that_is_lost_begins_with_zeros_on_all_ranks(
-    gloo: ProcessPool, how: str, ranks: tuple[int, ...], when: str
-) -> None:
-    (expected,) = gloo.run(_train_and_lose, how, (0,), when, world_size=1)
-    early = gloo.run(_train_and_lose, how, ranks, when, world_size=3)
-    late = gloo.run(_train_and_lose, how, ranks, when, overlap="off", world_size=3)
-    for rank, weights in enumerate(early):
-        assert are_equal(weights, late[rank])
-        for found, wanted in zip(weights, expected, strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)

@@ -1,22 +1,19 @@
-"""What a step runs is the program that was checked, op by op, in every mode; and how far it is to its first message."""
+"""A net that each mode trains, for the tests of a step; how far it is from a step to its first message."""
 
 import sys
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon import DiLoCo, FlexDeMo, ParallelMuon
+from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
-from tests.support.recorded_ops import recorded_ops
 
 
 class Net(nn.Module):
@@ -41,65 +38,6 @@ def start(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[S
     optimizer = (FlexDeMo if is_flexdemo else ParallelMuon)(net, **options)
     mode.attach(net, [optimizer])
     return mode, net, optimizer
-
-
-def _train(name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bool) -> list[list[str]]:
-    """What each step has run; the third one uses half of the layers."""
-    mode, net, optimizer = start(name, shape, options)
-    ran: list[list[str]] = []
-    with recorded_ops() as recorded:
-        for step in range(4):
-            optimizer.zero_grad()
-            inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            F.mse_loss(net(inputs, 4 if step == 2 else 8), inputs.roll(1, 1)).backward()
-            mode.finish_gradients()
-            if clips:
-                mode.clip_grad_norm_(optimizer, 1e-3)
-            optimizer.step()
-            mode.end_step()
-            ran.append(recorded.check())
-    mode.finish_parameters()
-    return ran
-
-
-_SERIAL, _CLIPPED, _PLAIN = _ALL = [
-    ({"overlap": overlap}, clips) for overlap, clips in (("off", False), ("step", True), ("step", False))
-]
-_MUON = [
-    (name, shape, *each)
-    for name, shape, chosen in (
-        ("none", (1,), [_SERIAL, _CLIPPED]),
-        ("fsdp", (2,), _ALL),
-        ("fsdp", (2, 2), [_CLIPPED]),
-        ("zero2", (2,), _ALL),
-        ("zero2", (2, 2), [_CLIPPED, _PLAIN]),
-        ("ddp", (2,), [_SERIAL, _CLIPPED]),
-    )
-    for each in chosen
-]
-_NORMUON = {"normuon": True}
-_MUON += [
-    ("fsdp", (2, 2), _NORMUON, True),
-    *((name, (2,), _NORMUON, True) for name in ("fsdp", "zero2", "ddp")),
-]
-
-
-@pytest.mark.parametrize(("name", "shape", "options", "clips"), _MUON)
-def test_every_mode_runs_the_program(
-    gloo: ProcessPool, name: str, shape: tuple[int, ...], options: dict[str, Any], clips: bool
-) -> None:
-    for ran in gloo.run(_train, name, shape, options, clips, world_size=torch.Size(shape).numel()):
-        kinds = [[op.partition("[")[0] for op in step] for step in ran]
-        assert kinds[0].count("update") > kinds[2].count("update") > 0
-
-
-@pytest.mark.parametrize(
-    "options", [{"base": "sgd"}, {"base": "muon"}, {"base": "adamw", "replicator": DiLoCo(period=2)}], ids=str
-)
-def test_nodes_run_the_program(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    for ran in gloo.run(_train, "flexdemo", (2, 1), options, False, world_size=2):
-        kinds = {op.partition("[")[0] for op in ran[0]}
-        assert kinds == {"adamw"} | ({"momentum", "newton_schulz", "update"} if options["base"] == "muon" else set())
 
 
 def _frames() -> int:

@@ -1,4 +1,4 @@
-"""Gradients in a Trainer: scaled by tokens, clipped and logged, skipped when they are not finite."""
+"""Gradients in a Trainer: their norm is logged, and steps are skipped when they are not finite."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,64 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration import training
 from tests.support.processes import ProcessPool
-
-
-def _sum_of_losses(network: nn.Module, batch: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Each row counts for as many tokens as its first word says, some for none."""
-    tokens, targets = batch
-    counted = torch.arange(training.LENGTH) < (tokens[:, :1] % training.LENGTH)
-    losses = F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten(), reduction="none")
-    return (losses * counted.flatten()).sum(), int(counted.sum())
-
-
-def _by_tokens(sharding: str, accumulate: int, **options: Any) -> dict[str, Any]:
-    pl = training.load()
-    model = training.language_model(pl, configure=None)
-
-    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
-        loss, count = _sum_of_losses(self.network, batch)
-        self.trainer.strategy.report_tokens(count)
-        return loss
-
-    type(model).training_step = training_step
-    # In the middle of an accumulated batch, through the same code.
-    type(model).validation_step = training_step
-    del type(model).on_train_batch_end
-    strategy = training.strategy_class()(sharding=sharding, loss_scaling="tokens", optimizer=training.EXACT, **options)
-    fitter = training.trainer(pl, strategy=strategy, accumulate_grad_batches=accumulate, val_check_interval=3)
-    fitter.fit(model, training.loader(), training.loader())
-    return training.full_weights(model)
-
-
-def _whole_batch(accumulate: int) -> dict[str, Tensor]:
-    """One process; gradients are divided by the tokens of the window, the last one of an epoch being shorter."""
-    torch.manual_seed(0)
-    network = training.Network()
-    optimizer = ParallelMuon.from_config(network, training.EXACT)
-    for epoch in range(2):
-        batches = list(training.plain_loader(epoch))
-        for start in range(0, len(batches), accumulate):
-            window = batches[start : start + accumulate]
-            losses, counts = zip(*(_sum_of_losses(network, batch) for batch in window), strict=True)
-            optimizer.zero_grad()
-            (sum(losses) / sum(counts)).backward()  # type: ignore[union-attr]
-            optimizer.step()
-    return {f"network.{name}": value for name, value in network.state_dict().items()}
-
-
-@pytest.mark.parametrize(
-    ("sharding", "world_size", "options", "accumulate"),
-    [("fsdp", 4, {"replicate_size": 2}, 4), ("zero2", 4, {}, 1), ("zero2", 2, {}, 4), ("ddp", 2, {}, 4)],
-    ids=str,
-)
-def test_gradients_are_divided_by_the_tokens_of_all_ranks(
-    gloo: ProcessPool, sharding: str, world_size: int, options: dict[str, Any], accumulate: int
-) -> None:
-    weights = gloo.run(_by_tokens, sharding, accumulate, world_size=world_size, **options)[0]
-    assert training.max_difference(weights, _whole_batch(accumulate)) < 1e-6
 
 
 def _norms(sharding: str) -> list[float]:
@@ -88,36 +32,6 @@ def test_the_norm_before_clipping_is_logged(gloo: ProcessPool, sharding: str) ->
     for logged in gloo.run(_norms, sharding, world_size=2):
         assert logged == pytest.approx(alone, rel=1e-5)
     assert alone[-1] > 0.2
-
-
-def _clipped_weights(sharding: str) -> dict[str, Tensor]:
-    pl = training.load()
-    model = training.language_model(pl)
-    strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT, clip_groups="elementwise")
-    training.trainer(pl, strategy=strategy, gradient_clip_val=1e-3, max_epochs=1).fit(model, training.loader())
-    return training.full_weights(model)
-
-
-def _clip_elementwise_alone() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    network = training.Network()
-    groups = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
-    optimizer = ParallelMuon(network, compute_dtype="float32", muon_lr_factor=MEASURED_MUON_LR_FACTOR, **groups)
-    matrices = [route.algorithm == "muon" for route in optimizer.routes]
-    rest = [p for p, is_matrix in zip(network.parameters(), matrices, strict=True) if not is_matrix]
-    assert 0 < len(rest) < len(matrices)
-    for tokens, targets in training.plain_loader(0):
-        optimizer.zero_grad()
-        F.cross_entropy(network(tokens).flatten(0, 1), targets.flatten()).backward()
-        nn.utils.clip_grad_norm_(rest, 1e-3)
-        optimizer.step()
-    return {f"network.{name}": value for name, value in network.state_dict().items()}
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
-def test_the_gradients_of_matrices_can_be_left_as_they_are(gloo: ProcessPool, sharding: str) -> None:
-    weights = gloo.run(_clipped_weights, sharding, world_size=2)[0]
-    assert training.max_difference(weights, _clip_elementwise_alone()) < 5e-5
 
 
 def _poisoned(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon import FlexDeMoConfig, Full, ParallelMuon
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration import training
 from tests.support.processes import ProcessPool
@@ -87,19 +87,25 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool
     return Gan()
 
 
-def _train_gan(**options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
+# All of each momentum travels, so that nodes compute what one process would.
+_NODES = FlexDeMoConfig(
+    base="adamw", replicator=Full(), value_format="fp32", decay=0.0, merge="mean", check_every=1, dense_below=0
+)
+
+
+def _train_gan(*, nodes: int = 0, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
     pl = training.load()
     model = _gan(pl, **options)
     start = model.generator.layers[2].weight.detach().clone()
-    strategy = training.strategy_class()(optimizer=MuonConfig(compute_dtype="float32"))
-    fitter = training.trainer(pl, strategy=strategy)
+    chosen = {"optimizer": _NODES, "replicate_size": nodes} if nodes else {"optimizer": training.EXACT}
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**chosen))
     fitter.fit(model, training.loader())
     weights = training.full_weights(model)
     moved = (weights["generator.layers.2.weight"] - start).abs().max().item() if weights else 0.0
     return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
 
 
-def _plain_gan(**options: Any) -> tuple[list[Any], dict[str, Any]]:
+def _plain_gan(*, nodes: int = 0, **options: Any) -> tuple[list[Any], dict[str, Any]]:
     pl = training.load()
     model = _gan(pl, **options)
 
@@ -111,7 +117,8 @@ def _plain_gan(**options: Any) -> tuple[list[Any], dict[str, Any]]:
             optimizer.attach(self)  # As the strategy does: the whole module decides what is an output head.
         return optimizers
 
-    type(model).configure_optimizers = configure
+    if not nodes:
+        type(model).configure_optimizers = configure
     # The sampler of the strategy, which shuffles.
     training.trainer(pl, strategy="ddp_find_unused_parameters_true").fit(model, training.loader())
     return model.losses, dict(model.state_dict())
@@ -119,12 +126,18 @@ def _plain_gan(**options: Any) -> tuple[list[Any], dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("world_size", "options"),
-    [(4, {"shared": True}), (2, {"toggle": False}), (2, {"accumulate": True, "shared": True})],
+    [
+        (4, {"shared": True}),
+        (2, {"toggle": False}),
+        (2, {"accumulate": True, "shared": True}),
+        (2, {"nodes": 2}),
+        (4, {"nodes": 2, "toggle": False}),
+    ],
 )
-def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, world_size: int, options: dict[str, bool]) -> None:
+def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, world_size: int, options: dict[str, Any]) -> None:
     losses, weights, kinds, moved = gloo.run(_train_gan, world_size=world_size, **options)[0]
     plain = gloo.run(_plain_gan, world_size=1, **options)[0]
-    assert kinds == ["ParallelMuon", "ParallelMuon"]
+    assert kinds == 2 * ["FlexDeMo" if "nodes" in options else "ParallelMuon"]
     assert moved > 1e-2
     assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain[0] for x in pair], abs=2e-4)
     assert training.max_difference(weights, plain[1]) < 2e-4

@@ -27,6 +27,8 @@ class Rules:
     base: Literal["sgd", "adamw", "muon"] = "sgd"
     lr: float = 0.01
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)  # Of AdamW.
+    eps: float = 1e-8
     momentum: float = 0.95
     inner_nesterov: bool = True
     matrices: Sequence[str] = ()
@@ -74,8 +76,13 @@ def _inner(weights: Weights, rules: Rules) -> Callable[[Mapping[str, Tensor]], N
         matrices, lr=rules.lr, weight_decay=rules.weight_decay, momentum=rules.momentum,
         nesterov=rules.inner_nesterov, dtype=torch.float64,
     )  # fmt: skip
-    kind = torch.optim.SGD if rules.base == "sgd" else torch.optim.AdamW
-    others = {name: kind([weight], lr=rules.lr, weight_decay=rules.weight_decay) for name, weight in rest.items()}
+    shared = {"lr": rules.lr, "weight_decay": rules.weight_decay}
+    others = {
+        name: torch.optim.SGD([weight], **shared)
+        if rules.base == "sgd"
+        else torch.optim.AdamW([weight], betas=rules.betas, eps=rules.eps, **shared)
+        for name, weight in rest.items()
+    }
 
     def step(gradients: Mapping[str, Tensor]) -> None:
         for name, weight in matrices.items():

@@ -6,7 +6,7 @@ transform, blocks, choice, rounding, merge and shards.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -31,6 +31,8 @@ class Rules:
     sign: bool = False
     lr: float = 0.01
     weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)  # Of AdamW.
+    eps: float = 1e-8
     decay: float = 0.999
     merge: Literal["contributors", "mean"] = "contributors"
     chunk_size: int = 64
@@ -80,7 +82,9 @@ class ReferenceFlexDeMo:
             dtype=torch.float64,
         )
         self._adamw = {
-            name: torch.optim.AdamW([weight], lr=rules.lr, weight_decay=rules.weight_decay)
+            name: torch.optim.AdamW(
+                [weight], lr=rules.lr, weight_decay=rules.weight_decay, betas=rules.betas, eps=rules.eps
+            )
             for name, weight in self.weights.items()
             if rules.base != "sgd" and name not in whole
         }
@@ -96,6 +100,13 @@ class ReferenceFlexDeMo:
         """The whole residual of a node."""
         shards = self.residuals[node][name]
         return shards[0] if name in self.replicated else torch.cat(shards)
+
+    def set_rate(self, lr: float) -> None:
+        """As a scheduler does it."""
+        self.rules = replace(self.rules, lr=lr)
+        self._muon.lr = lr
+        for each in self._adamw.values():
+            each.param_groups[0]["lr"] = lr
 
     def step(self, gradients: Sequence[Gradients]) -> None:
         """One step with the gradients of each node; a gradient that only some nodes have is zero on the others."""

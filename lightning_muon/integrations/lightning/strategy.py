@@ -336,6 +336,7 @@ class TrainerStrategy(MuonStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
         require_all_ranks(self.lightning_module.trainer)
+        free_unsharded(self.lightning_module)
         engine = self._running_engine
         return collect(engine.weights, engine.format(whole=engine.saves_one_file))
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
-from tests.distributed.flexdemo.models import Plan, ShardedNet
+from tests.distributed.flexdemo.models import ShardedNet
 from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, local
 from tests.support.processes import ProcessPool
 from tests.support.tensors import wholes
@@ -33,7 +33,7 @@ class Run(ShardedNet):
     """With its state as torch saves it."""
 
     def __init__(self, mesh_shape: tuple[int, int], options: Mapping[str, Any]) -> None:
-        super().__init__(Plan(mesh_shape=mesh_shape, options=SPARSE | dict(options)))
+        super().__init__(mesh_shape, SPARSE | dict(options))
 
     def go_on(self, steps: Sequence[int]) -> dict[str, Tensor]:
         """Take steps; returns trained weights and their optimizer state on this node after them."""
@@ -82,7 +82,7 @@ def _residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _assert_nodes_differ(state: Mapping[str, Tensor]) -> None:
     """No test of residuals means anything where they are zero or equal."""
-    for name in ("first.weight", "second.weight"):
+    for name in ("blocks.0.up.weight", "tail.qkv.weight"):
         residual = state[f"{name}.residual"]
         assert not torch.equal(residual[0], residual[1])
 
@@ -106,7 +106,7 @@ def test_a_run_that_is_loaded_from_disk_goes_on_with_equal_bits(
     after = gloo.run(_resume, mesh_shape, options, str(tmp_path), world_size=size)
     is_alone = isinstance(options.get("replicator"), DiLoCo)
     if is_alone:
-        assert not torch.equal(before[0][0]["first.weight"], before[-1][0]["first.weight"])
+        assert not torch.equal(before[0][0]["blocks.0.up.weight"], before[-1][0]["blocks.0.up.weight"])
     else:
         _assert_nodes_differ(before[0][0])
     for (saved, end), (loaded, resumed_end) in zip(before, after, strict=True):

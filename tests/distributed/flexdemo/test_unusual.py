@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import Components, DCTTopK, DiLoCo, ExchangeStep, FlexDeMo, Full, Replicator
+from tests.distributed.flexdemo.models import ShardedNet
 from tests.support.processes import ProcessPool
 
 SHAPES = [(6, 4, 3, 3), (13, 7), (5,)]
@@ -114,6 +115,22 @@ def test_options_that_differ_between_ranks_are_an_error(gloo: ProcessPool, optio
 def test_nodes_that_begin_with_other_weights_are_an_error(gloo: ProcessPool, replicator: Any) -> None:
     match, options = "begun with different weights", [{"replicator": replicator}] * 2
     gloo.expect_error_on_all_ranks(_step_with, options, seeds=(0, 1), match=match, exception=RuntimeError, world_size=2)
+
+
+def _drift(name: str) -> None:
+    """Two rows of a weight change places on the second node."""
+    ranks = ShardedNet((2, 2), {"dense_below": 16, "check_every": 2})
+    for step in range(4):
+        ranks.set_gradients(step)
+        if step == 1 and ranks.node == 1 and ranks.shard_rank == 0:
+            weight = ranks.parameters[name].detach().to_local()  # type: ignore[attr-defined]
+            weight.copy_(weight.flip(0))
+        ranks.optimizer.step()
+
+
+def test_a_weight_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool) -> None:
+    for name in ("tail.qkv.weight", "tail.frozen.weight"):
+        gloo.expect_error_on_all_ranks(_drift, name, match=name, exception=RuntimeError, world_size=4)
 
 
 def _forgotten_root() -> None:

@@ -1,6 +1,5 @@
-"""Every mode trains like one process; what ZeRO-2 holds, and states that go from one layout to another."""
+"""State that is lost on some ranks, what ZeRO-2 holds, and steps that are skipped or refused."""
 
-import math
 import weakref
 from typing import Any
 
@@ -14,55 +13,9 @@ from torch.distributed.tensor import DTensor
 from lightning_muon import ParallelMuon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import (
-    OddNet,
-    Run,
-    Training,
-    branch_by_rank,
-    largest_difference,
-    loss,
-    mesh_of,
-    model,
-    optimizer_for,
-    train,
-    train_alone,
-)
+from tests.distributed.sharding.training import Training, largest_difference, loss, mesh_of, model, optimizer_for
+from tests.matrix.row import Net
 from tests.support.processes import ProcessPool
-
-RUNS = {
-    "plain": Run(),
-    "accumulated": Run(accumulate=3),
-    "clipped": Run(max_norm=0.3),
-    "branches that differ by rank": Run(branch_of=branch_by_rank, accumulate=2, max_norm=0.5),
-}
-# fsdp: parameters that only some ranks use are tested in tests/distributed/sharding/test_fsdp.py.
-ODD = list(RUNS)[-1]
-CASES = [
-    *((mode, shape, ODD) for mode in ("zero2", "ddp") for shape in ((1,), (2, 2))),
-    # ODD accumulates and clips, too; without branches each of the two is tried in one of these modes.
-    *(
-        (mode, (3,), name)
-        for mode, other in (("zero2", "accumulated"), ("ddp", "clipped"))
-        for name in ("plain", other, ODD)
-    ),
-    ("zero2", (4,), ODD),
-    *(("fsdp", (3,), name) for name in ("plain", "accumulated")),
-    *(("fsdp", shape, "clipped") for shape in ((1,), (4,), (2, 2))),
-    ("fsdp", (4, 1), "accumulated"),
-]
-
-
-@pytest.mark.parametrize(("mode", "shape", "run"), CASES, ids=str)
-def test_weights_are_those_of_one_process(gloo: ProcessPool, mode: str, shape: tuple[int, ...], run: str) -> None:
-    size = math.prod(shape)
-    expected = train_alone(RUNS[run], size)
-    results = gloo.run(train, mode, shape, RUNS[run], {"bucket_bytes": 600}, world_size=size)
-    for weights in results:
-        difference, name = largest_difference(weights, expected)
-        # Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
-        assert difference < 1e-6, name
-        # Replicas have the same bits.
-        assert mode == "fsdp" or all(torch.equal(results[0][name], weights[name]) for name in weights)
 
 
 def _train_and_lose(mode: str, how: str, ranks: tuple[int, ...], *, after_backward: bool) -> dict[str, Tensor]:
@@ -70,13 +23,11 @@ def _train_and_lose(mode: str, how: str, ranks: tuple[int, ...], *, after_backwa
     training = Training.start(mode, mesh_of((2,)))
     for step in range(4):
         is_lost = step == 2 and dist.get_rank() in ranks
-        training.optimizer.zero_grad()
         if is_lost and not after_backward:
             _lose(training.net, training.optimizer, how)
-        loss(training.net, Run(), step, 0, dist.get_rank()).backward()
+        training.backward(step)
         if is_lost and after_backward:
             _lose(training.net, training.optimizer, how)
-        training.mode.finish_gradients()
         training.optimizer.step()
     return training.weights()
 
@@ -89,12 +40,12 @@ def _lose_alone(how: str) -> dict[str, Tensor]:
             _lose(net, optimizer, how)
         optimizer.zero_grad()
         for rank in range(2):
-            (loss(net, Run(), step, 0, rank) / 2).backward()
+            (loss(net, step, rank) / 2).backward()
         optimizer.step()
     return {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
 
 
-def _lose(net: OddNet, optimizer: ParallelMuon, how: str) -> None:
+def _lose(net: Net, optimizer: ParallelMuon, how: str) -> None:
     if how == "all":
         optimizer.state.clear()
     elif how == "keys":  # Other keys in their places: as many as before.
@@ -103,7 +54,7 @@ def _lose(net: OddNet, optimizer: ParallelMuon, how: str) -> None:
         optimizer.state[net.blocks[1].norm.weight]["other"] = 0
     else:
         optimizer.state.pop(net.blocks[0].up.weight)
-        optimizer.state.pop(net.scale)
+        optimizer.state.pop(net.tail.scale)
 
 
 # Ranks that lose it, and whether after the backward pass.
@@ -138,8 +89,7 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]
     Last the number of gradients that are still in memory after the step.
     """
     training = Training.start("zero2", mesh_of(shape), bucket_bytes=600)
-    loss(training.net, Run(), 0, 0, dist.get_rank()).backward()
-    training.mode.finish_gradients()
+    training.backward(0)
     layout = training.mode.layout
     parameters = [p for p in training.net.parameters() if p.requires_grad]
     gradients = [layout.gradient(parameter) for parameter in parameters]
@@ -156,8 +106,7 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]
     whole = [parameter.grad is not None for parameter in parameters]
     # A step that knows which gradients to expect, as all but the first do.
     training.optimizer.step()
-    loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
-    training.mode.finish_gradients()
+    training.backward(1)
     alive = [weakref.ref(gradient) for p in parameters if (gradient := layout.gradient(p)) is not None]
     del gradients, gradient
     training.optimizer.step()
@@ -189,10 +138,8 @@ def _states(training: Training) -> list[Tensor]:
 
 def _with_a_hole() -> dict[str, Tensor]:
     training = Training.start("zero2", mesh_of((2,)))
-    training.step(Run(), 0)
-    training.optimizer.zero_grad()
-    loss(training.net, Run(), 1, 0, dist.get_rank()).backward()
-    training.mode.finish_gradients()
+    training.step(0)
+    training.backward(1)
     gradient = training.mode.layout.gradient(training.net.blocks[0].up.weight)
     assert gradient is not None
     if gradient.numel():
@@ -204,7 +151,7 @@ def _with_a_hole() -> dict[str, Tensor]:
     assert all(map(torch.equal, states, _states(training)))
     weights = training.weights()
     assert all(torch.equal(before[name], weights[name]) for name in before)
-    training.step(Run(), 2)
+    training.step(2)
     return training.weights()
 
 

@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_muon import ParallelMuon
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import Block, mesh_of
+from tests.distributed.sharding.training import mesh_of
+from tests.matrix.row import Block
 from tests.support.processes import ProcessPool
 
 NUM_BLOCKS, WORDS, WIDTH = 6, 11, 7
-# A block of 7 -> 13 -> 7 has 209 elements, so there is about one bucket for each.
+# A block of 7 -> 13 -> 7 has 196 elements, so there is about one bucket for each.
 OPTIONS = {"bucket_bytes": 900}
 EXCHANGE, MESSAGE, ALL_REDUCE, ALL_GATHER = "alltoall_base_", "send", "allreduce_", "_allgather_base_"
 
@@ -29,7 +30,7 @@ class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Block(WIDTH, 13, bias=False, has_lora=False) for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sums of a bucket to owners, their order and rounding; optimizer state that one rank saves or loads wrongly."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -10,13 +10,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon.params.layout import PlacedState
-from lightning_muon.sharding.zero2 import Bucket, ShardMap, Zero2Layout
-from tests.distributed.sharding.reducer_setup import shard_map_of
+from lightning_muon.sharding.zero2 import Bucket, ShardMap, Zero2Layout, place_shards
+from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
 SHAPES = [(13, 7), (7, 13), (5,), (), (2, 3, 2), (0, 3), (1, 9)]
 NUM_OWNED = 2
+
+
+def _shard_map(parameters: Sequence[Tensor], whole: Mapping[Tensor, int], mesh_shape: tuple[int, ...]) -> ShardMap:
+    """Those of ``whole`` have one owner each on the last axis of a mesh of all ranks."""
+    return ShardMap(mesh_of(mesh_shape), place_shards(parameters, whole, mesh_shape[-1]))
 
 
 def _gradients(seed: int) -> list[Tensor]:
@@ -26,7 +31,7 @@ def _gradients(seed: int) -> list[Tensor]:
 
 def _setup(mesh_shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[nn.Parameter], ShardMap]:
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
-    return parameters, shard_map_of(parameters, dict.fromkeys(parameters[:NUM_OWNED], 10), mesh_shape)
+    return parameters, _shard_map(parameters, dict.fromkeys(parameters[:NUM_OWNED], 10), mesh_shape)
 
 
 def _reduce(dtype: torch.dtype) -> Tensor:
@@ -74,7 +79,7 @@ def _shards_of(mesh_shape: tuple[int, ...]) -> tuple[list[Tensor], ShardMap]:
     """Parameters of all shapes; those of several dimensions and one vector are owned whole."""
     parameters = [torch.empty(shape) for shape in STATE_SHAPES]
     whole = {parameter: max(parameter.numel(), 1) for parameter in parameters if parameter.ndim != 0}
-    return parameters, shard_map_of(parameters, whole, mesh_shape)
+    return parameters, _shard_map(parameters, whole, mesh_shape)
 
 
 def _state(parameters: list[Tensor], shard_map: ShardMap) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

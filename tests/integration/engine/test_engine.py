@@ -115,7 +115,9 @@ def _thrown_away(**options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"reshard_after_backward": False}, {"sharding": "zero2"}], ids=["fsdp", "whole", "zero2"]
+    "options",
+    [{}, {"reshard_after_backward": False, "accumulate": "whole"}, {"replicate_size": 2}, {"sharding": "zero2"}],
+    ids=str,
 )
 def test_zero_grad_throws_away_what_was_not_reduced(gloo: ProcessPool, options: dict[str, Any]) -> None:
     found = gloo.run(_thrown_away, world_size=2, **options)[0]

@@ -1,6 +1,6 @@
 """A program of Accelerate inside of the workers of the gloo pool."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,14 +21,21 @@ def accelerator_on_cpu(
     mixed_precision: str = "no",
     variables: dict[str, str] | None = None,
     is_fsdp: bool = True,
+    given: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Generator[Any]:
-    """An Accelerator of ours over all ranks of the pool's call, as launched with FSDP2 or with several CPUs."""
+    """An Accelerator of ours over all ranks of the pool's call, as launched with FSDP2 or with several CPUs.
+
+    ``given`` are options, too: those whose names are arguments of this function.
+    """
+    options |= given or {}
     environment = {"mixed_precision": mixed_precision, **(variables or {})}
     if is_fsdp:
         context = fsdp2_on_cpu(replicate_size=replicate_size, shard_size=shard_size, **environment)
     else:
         context = ddp_on_cpu(**environment)
+        sizes = {"replicate_size": replicate_size, "shard_size": shard_size}
+        options |= {key: size for key, size in sizes.items() if size is not None}
     with context:
         accelerator = lightning_muon.accelerate.Accelerator(
             gradient_accumulation_steps=accumulate, options={"optimizer": EXACT} | options

@@ -108,7 +108,6 @@ def reference(
     steps: int = 4,
     accumulate: int = 2,
     max_norm: float | None = None,
-    max_value: float | None = None,
     rate: Callable[[int], float] = lambda step: 1.0,
 ) -> dict[str, Tensor]:
     """What :func:`run_steps` does, in one process."""
@@ -121,8 +120,6 @@ def reference(
             (loss_of(module(tokens), targets) / accumulate).backward()
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-        if max_value is not None:
-            torch.nn.utils.clip_grad_value_(module.parameters(), max_value)
         optimizer.muon.lr = optimizer.adamw.param_groups[0]["lr"] = HYPER["lr"] * rate(step)
         optimizer.step()
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -74,13 +74,14 @@ def trainer(
     optimizer_cls_and_kwargs: Any = EXACT_MUON,
     accumulate: int = 1,
     ranks_per_sample: int = 1,
+    global_batch: int = GLOBAL_BATCH,
     data: Samples | None = None,
     kind: type[Trainer] = Trainer,
     **options: Any,
 ) -> Trainer:
-    """A quiet Trainer that takes the samples in their order, ``GLOBAL_BATCH`` in a step at every number of ranks."""
+    """A quiet Trainer that takes the samples in their order, as many in a step at every number of ranks."""
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
-    share = GLOBAL_BATCH * ranks_per_sample // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
+    share = global_batch * ranks_per_sample // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
     arguments = TrainingArguments(
         directory,
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""Experts that transformers divides over ranks (DistributedConfig(ep_size=...)): trained, saved and resumed with Muon."""
+"""Experts that transformers divides over ranks, DistributedConfig(ep_size=...): trained, saved and resumed."""
 
 import os
 from pathlib import Path

@@ -39,28 +39,6 @@ def _train(directory: str, parallel: str, *, tied: bool = False, **options: Any)
         return runs.whole_weights(run.accelerator.unwrap_model(run.model))
 
 
-@pytest.mark.parametrize(
-    ("parallel", "world_size", "options"),
-    [
-        ("none", 1, {"accumulate": 2, "max_grad_norm": 0.3, "warmup_steps": 3}),
-        ("ddp", 4, {"tied": True, "accumulate": 2, "max_grad_norm": 0.3}),
-        ("fsdp", 4, {"tied": True, "accumulate": 2, "max_grad_norm": 0.3, "warmup_steps": 3}),
-        ("hsdp", 4, {"max_grad_norm": 0.3}),
-    ],
-    ids=str,
-)
-def test_weights_are_those_of_a_training_written_out(
-    gloo: ProcessPool, tmp_path: Path, parallel: str, world_size: int, options: dict[str, Any]
-) -> None:
-    expected = runs.written_out(
-        schedule=runs.linear(options.get("warmup_steps", 0), runs.NUM_STEPS),
-        max_norm=options.get("max_grad_norm", 0.0),
-        tied=options.get("tied", False),
-    )
-    for weights in gloo.run(_train, str(tmp_path), parallel, world_size=world_size, **options):
-        assert max_difference(weights, expected) < 1e-6
-
-
 def _evaluate_and_train(directory: str) -> None:
     with runs.accelerator_of("ddp"):
         run = runs.trainer(directory, runs.causal_lm())
@@ -233,18 +211,6 @@ def _trained(directory: str, parallel: str, *, resume: str = "", **options: Any)
         result = type(run.optimizer.optimizer).__name__, runs.whole_weights(run.model)
         run.accelerator.free_memory()
         return result
-
-
-@pytest.mark.parametrize(("world_size", "parallel"), [(1, "none"), (4, "hsdp"), (2, "ddp")])
-def test_an_unchanged_trainer_trains_with_parallel_muon(
-    gloo: ProcessPool, tmp_path: Path, world_size: int, parallel: str
-) -> None:
-    (tmp_path / "options.yaml").write_text(_EXACT + ("sharding: ddp\n" if parallel == "ddp" else ""))
-    found = gloo.run(_trained, str(tmp_path), parallel, max_grad_norm=0.1, world_size=world_size)[0]
-    assert found[0] == ParallelMuon.__name__
-    expected = runs.written_out(max_norm=0.1)
-    assert max_difference(expected, runs.written_out()) > 1e-4
-    assert max_difference(found[1], expected) <= 1e-6
 
 
 @pytest.mark.parametrize(
