@@ -19,12 +19,12 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_069, 151),
-    "tests/**/*.py": (31_312, 256),
-    "benchmarks/**/*.py": (4_083, 19),
-    "recipes/**/*.*": (4_922, 58),
-    "docs/**/*.md": (4_398, 31),
-    "README.md": (271, 1),
+    "lightning_muon/**/*.py": (26_089, 151),
+    "tests/**/*.py": (30_175, 254),
+    "benchmarks/**/*.py": (3_455, 16),
+    "recipes/**/*.*": (3_200, 38),
+    "docs/**/*.md": (3_407, 22),
+    "README.md": (180, 1),
 }
 
 

@@ -111,6 +111,13 @@ def _frameworks() -> None:
         mixed: dict[str, Any] = {"precision": "bf16-mixed", "tolerance": 0.05, "saved_at": 1, "max_norm": 0.3, **others}
         mixed["parts"] = ODD
         _add(f"{name}, bf16-mixed, hsdp", name, 4, options=HSDP, **mixed)
+        _add(
+            f"{name}, bf16-mixed, accumulated whole",
+            name,
+            2,
+            options={"accumulate": "whole"},
+            **mixed | {"accumulate": 2},
+        )
         _add(f"{name}, bf16-mixed, zero2", plain, 2, options=zero2, **mixed)
         _add(f"{name}, bf16-mixed, SGD", name, 2, optimizer="keep", program="SGD", **mixed)
         _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=MEAN | {"base": "muon"}, **mixed)
