@@ -20,10 +20,10 @@ MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
     "lightning_muon/**/*.py": (26_089, 151),
-    "tests/**/*.py": (30_175, 254),
+    "tests/**/*.py": (30_181, 254),
     "benchmarks/**/*.py": (3_455, 16),
     "recipes/**/*.*": (3_200, 38),
-    "docs/**/*.md": (3_407, 22),
+    "docs/**/*.md": (3_409, 22),
     "README.md": (180, 1),
 }
 
