@@ -189,7 +189,9 @@ def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, ki
 @pytest.mark.parametrize("kind", ["worker", "augmented", "random"])
 def test_an_accumulated_batch_begins_anew(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
     saved = {2: 0, 5: 3, _NUM_BATCHES + 4: _NUM_BATCHES + 3}  # Number of the micro-batch -> where its step begins.
-    how: dict[str, Any] = {"window": 3, "reshard_after_backward": kind != "random", "world_size": 2}
+    how: dict[str, Any] = {"window": 3, "world_size": 2}
+    if kind == "random":  # Weights are whole when it is saved.
+        how |= {"reshard_after_backward": False, "save_distributed_checkpoint": "auto"}
     whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, list(saved), **how)
     for number, begin in saved.items():
         checkpoint = f"{tmp_path}/whole/step={number}.ckpt"
