@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -293,6 +293,7 @@ def world(size: int, *, races: bool = True) -> Iterator[Simulation]:
     """A default group of ``size`` ranks, of which this process is one and the others do the same, on fake devices."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # Results of operations have meshes of worlds from before.
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
     def fake_group(ranks: Sequence[int], name: str, **_: Any) -> Any:
