@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_089, 151),
-    "tests/**/*.py": (30_185, 254),
+    "lightning_muon/**/*.py": (26_109, 151),
+    "tests/**/*.py": (30_223, 254),
     "benchmarks/**/*.py": (3_455, 16),
     "recipes/**/*.*": (3_200, 38),
-    "docs/**/*.md": (3_409, 22),
+    "docs/**/*.md": (3_412, 22),
     "README.md": (180, 1),
 }
 

@@ -270,7 +270,8 @@ def rounds_sums_of_shards(unit: FSDPModule) -> bool:
     With replicas it keeps that of the reduction until their sum.
     """
     groups = [group for group in _parameter_groups(unit) if not hasattr(group.mesh_info, "replicate_mesh_size")]
-    return any(group._reduce_dtype not in (None, group._orig_dtype) for group in groups)
+    dtypes = [(group._reduce_dtype, group._orig_dtype) for group in groups if group._reduce_dtype and group._orig_dtype]
+    return any(torch.finfo(reduced).eps < torch.finfo(own).eps for reduced, own in dtypes)
 
 
 def complete_accumulated(unit: FSDPModule) -> None:

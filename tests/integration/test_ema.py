@@ -81,6 +81,30 @@ def test_a_run_goes_on_with_its_averages_on_other_ranks(gloo: ProcessPool, tmp_p
     assert training.max_difference(averages, weights) < 1e-5
 
 
+def _fit_again(directory: str) -> float:
+    """How far the average is from the weights when a fit begins behind an evaluation of a checkpoint."""
+    pl, found = training.load(), list[float]()
+    callback = make("EMAWeights", "lightning.pytorch")(_DECAY)
+
+    def note(_: Any, module: Any) -> None:
+        weights = dict(module.named_parameters())
+        found.append(max(float((p - weights[n]).abs().max()) for n, p in callback.average.named_parameters()))
+
+    strategy = make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS)
+    fitter = training.trainer(
+        pl, strategy=strategy, callbacks=[callback, pl.callbacks.LambdaCallback(on_train_start=note)], max_epochs=1
+    )
+    model = training.language_model(pl)
+    fitter.validate(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
+    fitter.fit(model, training.loader())
+    return found[0]
+
+
+def test_a_fit_behind_an_evaluation_begins_anew(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_fit, str(tmp_path), epochs=1, world_size=2)
+    assert gloo.run(_fit_again, str(tmp_path), world_size=2) == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("options", "match"),
     [

@@ -274,6 +274,12 @@ class Accelerator(accelerate.Accelerator):
         return collect(engine.weights, engine.format(whole=True))
 
     @override
+    def end_training(self) -> None:
+        """What ``async_save`` writes is written first. Collective over all ranks."""
+        self._session.finish_saving()
+        super().end_training()
+
+    @override
     def free_memory(self, *objects: Any) -> Any:
         """Hooks on the model are removed, it stays sharded."""
         self._session.close()

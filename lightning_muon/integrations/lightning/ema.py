@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_muon.compat.torch import free_unsharded
@@ -46,7 +47,8 @@ class EMAWeightsCallback:
         self.decay, self.every_n_steps = decay, every_n_steps
         self.average: nn.Module | None = None  # Has the averages, under the names of the weights, during a fit.
         self._num_steps = self._num_averaged = 0
-        self._is_shown = False
+        self._global_step = 0  # As last seen; several optimizers make it grow by more than one.
+        self._held: list[Tensor] = []  # This rank's parts of the weights, while the model has the average.
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Refuse what has no average of its own on every rank; local, alike on all ranks."""
@@ -68,14 +70,19 @@ class EMAWeightsCallback:
         if not trainer.strategy.load_average(self.average):
             self._num_steps = self._num_averaged = 0
 
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        """Count from here; local."""
+        self._global_step = trainer.global_step
+
     def on_train_batch_end(self, trainer: Any, module: nn.Module, *_: Any) -> None:
         """Average if the batch has ended a step; local."""
-        is_new, self._num_steps = trainer.global_step != self._num_steps, trainer.global_step
-        if not is_new or (self._num_steps - 1) % self.every_n_steps:
+        has_stepped, self._global_step = trainer.global_step != self._global_step, trainer.global_step
+        self._num_steps += has_stepped
+        if not has_stepped or (self._num_steps - 1) % self.every_n_steps:
             return
         trainer.strategy.finish_parameters()
         for average, weight in self._pairs(module):
-            average.lerp_(weight, 1 - self.decay if self._num_averaged else 1.0)
+            average.lerp_(weight.to(average.dtype), 1 - self.decay if self._num_averaged else 1.0)
         self._num_averaged += 1
 
     def on_validation_epoch_start(self, trainer: Any, module: nn.Module) -> None:
@@ -103,7 +110,7 @@ class EMAWeightsCallback:
             checkpoint[AVERAGE] = trainer.strategy.average_to_save(self.average)
 
     def state_dict(self) -> dict[str, int]:
-        """How often weights were averaged, and after which step the last time."""
+        """How often weights were averaged, and the number of steps."""
         return {"num_averaged": self._num_averaged, "num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -111,15 +118,17 @@ class EMAWeightsCallback:
         self._num_averaged, self._num_steps = state_dict["num_averaged"], state_dict["num_steps"]
 
     def _show(self, trainer: Any, module: nn.Module, *, is_shown: bool) -> None:
-        """Let the model have the average, and the average the weights, or the other way round."""
-        if is_shown == self._is_shown or self.average is None:
+        """Let the model have the average, or its weights again."""
+        if is_shown == bool(self._held) or self.average is None:
             return
-        self._is_shown = is_shown
         trainer.strategy.finish_parameters()
-        for average, weight in self._pairs(module):
-            held = weight.clone()
-            weight.copy_(average)
-            average.copy_(held)
+        pairs = self._pairs(module)
+        if is_shown:
+            self._held = [weight.clone() for _, weight in pairs]
+        for (average, weight), held in zip(pairs, self._held, strict=True):
+            weight.copy_(average if is_shown else held)
+        if not is_shown:
+            self._held = []
         trainer.strategy.weights_have_changed()
 
     def _pairs(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -131,7 +140,7 @@ class EMAWeightsCallback:
 
 
 def _like(module: nn.Module) -> nn.Module:
-    """A module with copies of the floating-point weights, in the same places; local."""
+    """A module with copies of the floating-point weights, of 32 bits at least, in the same places; local."""
     result = nn.Module()
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point():
@@ -141,5 +150,8 @@ def _like(module: nn.Module) -> nn.Module:
             if part not in owner._modules:
                 owner.add_module(part, nn.Module())
             owner = owner.get_submodule(part)
-        owner.register_parameter(attribute, nn.Parameter(parameter.detach().clone(), requires_grad=False))
+        # In 16 bits small steps towards the weights would be lost.
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        average = parameter.detach().to(dtype, copy=True)
+        owner.register_parameter(attribute, nn.Parameter(average, requires_grad=False))
     return result

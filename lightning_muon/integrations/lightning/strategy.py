@@ -313,6 +313,7 @@ class TrainerStrategy(MuonStrategy):
     def teardown(self) -> None:
         """End the run; the model stays sharded."""
         self.finish_saving()
+        self._checkpoint = None
         if has_default_optimizer(self.lightning_module):
             del self.lightning_module.configure_optimizers
         vars(self.lightning_module).pop("optimizer_zero_grad", None)

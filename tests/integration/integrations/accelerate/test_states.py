@@ -52,6 +52,20 @@ def test_a_state_has_what_was_registered_and_random_numbers(gloo: ProcessPool, t
     assert loaded == saved and saved[0][:2] == (7, 2)
 
 
+def _save_and_end(directory: str, *, whole: bool) -> list[str]:
+    """What is there when ``end_training`` has returned."""
+    with training_on_cpu(async_save=True, save_distributed_checkpoint=not whole) as (accelerator, *_):
+        accelerator.save_state(directory)
+        accelerator.end_training()
+    return sorted(path.name for path in Path(directory).iterdir() if "optimizer" in path.name)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_end_of_training_waits_for_an_asynchronous_save(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    expected = ["optimizer.bin"] if whole else ["optimizer_0"]
+    assert gloo.run_fresh(_save_and_end, str(tmp_path), whole=whole, world_size=2) == [expected] * 2
+
+
 def _save_twice(directory: str) -> None:
     with training_on_cpu(async_save=True) as (accelerator, *_):
         accelerator.save_state(f"{directory}/1")
