@@ -15,22 +15,11 @@ from lightning_muon.params.layout import local_tensor
 from tests.distributed.sharding.training import distributed_over
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import SHAPES as ALL_SHAPES
 from tests.support.tensors import are_equal, random_tensors, whole, wholes
 
-# Rows that do not divide, fewer rows or columns than ranks, tall, wide, a stack of experts, a convolution, fused parts.
-SHAPES = {
-    "odd": (13, 7),
-    "flat": (3, 200),
-    "row": (1, 9),
-    "tall": (200, 3),
-    "column": (9, 1),
-    "stack": (3, 10, 6),
-    "stack_of_one": (1, 12, 5),
-    "convolution": (6, 4, 3, 3),
-    "queries": (12, 8),
-    "heads": (5, 12),
-    "other_heads": (5, 12),
-}
+_OTHERS = ("square", "bias", "scalar")
+SHAPES = {name: shape for name, shape in ALL_SHAPES.items() if name not in _OTHERS} | {"other_heads": (5, 12)}
 # The last part of both heads is the same box, and has another number.
 PARTS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": 3, "other_heads": (4, 2, 2, 4)}}
 NUM_STEPS, LR = 4, 0.02

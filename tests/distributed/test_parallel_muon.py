@@ -9,19 +9,11 @@ from lightning_muon import ParallelMuon
 from tests.distributed.sharding.training import distributed_over
 from tests.support import family
 from tests.support.processes import ProcessPool
+from tests.support.tensors import SHAPES as ALL_SHAPES
 from tests.support.tensors import random_tensors, whole, wholes
 
-# Odd sizes: rows that do not divide, fewer rows than ranks, tall, flat, a stack of experts, a convolution.
-SHAPES = {
-    "odd": (13, 7),
-    "square": (64, 64),
-    "flat": (3, 200),
-    "row": (1, 9),
-    "tall": (200, 3),
-    "stack": (3, 10, 6),
-    "stack_of_one": (1, 12, 5),
-    "convolution": (6, 4, 3, 3),
-}
+_OTHERS = ("column", "queries", "heads", "bias", "scalar")
+SHAPES = {name: shape for name, shape in ALL_SHAPES.items() if name not in _OTHERS}
 NUM_STEPS = 3
 LR = 0.02
 Options = dict[str, object]

@@ -13,29 +13,13 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_muon import FlexDeMoConfig, MuonConfig
 from tests.integration.integrations.transformers.runs import causal_lm
+from tests.support.tensors import SHAPES
 
 VOCABULARY, LENGTH, ROWS = 11, 6, 12  # ROWS: of a micro-batch, on all ranks together.
 LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.8, 0.9)
 EPS = 1e-3  # Keeps AdamW from making whole steps of rounding errors.
 EXACT = {"compute_dtype": "float32", "wire_dtype": "float32"}
 Batch = dict[str, Tensor]
-# Of tensors whose gradients are drawn: rows that do not divide, fewer rows or columns than ranks, tall, flat, stacks of
-# experts, convolutions, one and no dimension.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "odd": (13, 7),
-    "square": (64, 64),
-    "flat": (3, 200),
-    "row": (1, 9),
-    "tall": (200, 3),
-    "column": (9, 1),
-    "stack": (3, 10, 6),
-    "stack_of_one": (1, 12, 5),
-    "convolution": (6, 4, 3, 3),
-    "queries": (12, 8),
-    "heads": (5, 12),
-    "bias": (5,),
-    "scalar": (),
-}
 
 
 class LoRALinear(nn.Module):

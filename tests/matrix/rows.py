@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from lightning_muon import DCTTopK, DiLoCo, Full, Random, Slicing, Striding
-from tests.matrix.row import ODD, SHAPES, Row
+from tests.matrix.row import ODD, Row
 from tests.support import family
+from tests.support.tensors import SHAPES
 
 HSDP = {"replicate_size": 2, "shard_size": 2}
 FLAT = tuple(part for part in ODD if part != "conv")  # A sequence that is divided has no convolution.

@@ -11,6 +11,24 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.compat.torch import local_shape_and_offset
 
+# Of tensors whose gradients are drawn: rows that do not divide, fewer rows or columns than ranks, tall, flat, stacks of
+# experts, convolutions, one and no dimension.
+SHAPES: dict[str, tuple[int, ...]] = {
+    "odd": (13, 7),
+    "square": (64, 64),
+    "flat": (3, 200),
+    "row": (1, 9),
+    "tall": (200, 3),
+    "column": (9, 1),
+    "stack": (3, 10, 6),
+    "stack_of_one": (1, 12, 5),
+    "convolution": (6, 4, 3, 3),
+    "queries": (12, 8),
+    "heads": (5, 12),
+    "bias": (5,),
+    "scalar": (),
+}
+
 
 def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
