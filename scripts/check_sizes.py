@@ -19,7 +19,7 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_109, 151),
+    "lightning_muon/**/*.py": (26_114, 151),
     "tests/**/*.py": (30_223, 254),
     "benchmarks/**/*.py": (3_455, 16),
     "recipes/**/*.*": (3_200, 38),

@@ -38,7 +38,7 @@ from lightning_muon.compat.torch import (
 from lightning_muon.math.norms import by_device_and_dtype
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.call_log import CallLog
-from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
+from lightning_muon.sharding.shard_model import check_divisor, initialize_roots, set_gradient_divisor, shard_model
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, listen
 from lightning_muon.sharding.unused import UnusedParameters
 from lightning_muon.sharding.weights import mesh_device
@@ -178,6 +178,7 @@ class Fsdp(ShardingMode):
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
         self.attached(self._host)
+        check_divisor(divisor)
         # The average over nodes supplies the other factor.
         self._divisor = None if divisor is None else divisor / self._num_nodes
         if not self._is_accumulating:

@@ -222,14 +222,18 @@ def initialize_roots(module: nn.Module) -> None:
             parameter.requires_grad_(False)
 
 
+def check_divisor(divisor: float | None) -> None:
+    """Raise ``ValueError`` for a divisor of gradients that is no positive number; local."""
+    if divisor is not None and not 0 < divisor < float("inf"):
+        raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
+
+
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:
     """Let the reducing backward passes compute (sum of the gradients over all ranks of the mesh) / ``divisor``.
 
     ``None`` restores the mean over these ranks. Local. The division follows the communication, in the dtype of the
     reduction, because every backend has sums.
     """
-    if divisor is not None and not 0 < divisor < float("inf"):
-        raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
     for unit in fsdp_modules(module):
         unit.set_force_sum_reduction_for_comms(divisor is not None)
         factor = divisor

@@ -28,9 +28,8 @@ from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.pipeline import Pipeline, StageCosts, make_order
 from lightning_muon.sharding.clipping import clip_norm_, clip_value_
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
-from lightning_muon.sharding.fsdp import set_gradient_divisor
 from lightning_muon.sharding.modes import ModeOptions, make_mode
-from lightning_muon.sharding.shard_model import check_layers, check_meta
+from lightning_muon.sharding.shard_model import check_divisor, check_layers, check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.unit.pipeline.test_cut import Net
 from tests.unit.refusals import INF, NAN, Table
@@ -236,7 +235,7 @@ MODELS = {
     "max_norm": Table(lambda bad: clip_norm_([], bad), [(-1.0, "max_norm"), (NAN, "max_norm")]),
     "max_value": Table(lambda bad: clip_value_([], bad), [(-1.0, "max_value"), (NAN, "max_value")]),
     "a divisor": Table(
-        lambda bad: set_gradient_divisor(nn.Linear(2, 2), bad),
+        check_divisor,
         [(bad, "divisor of the gradients must be positive and finite") for bad in (0.0, INF, NAN)],
     ),
     "split_sequence": Table(
