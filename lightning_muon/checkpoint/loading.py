@@ -36,6 +36,7 @@ from lightning_muon.params.layout import divided_as, parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.cut import own_state_dicts
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
+from lightning_muon.sharding.mains import main_weights_in_state_dicts
 from lightning_muon.sharding.units import original_class
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
@@ -115,6 +116,7 @@ class Checkpoint:
         ours = {key for key, part in parts.items() if isinstance(part, Weights | OptimizerState)}
         return {key: value for key, value in self.content.items() if key not in ours}
 
+    @main_weights_in_state_dicts()
     @own_state_dicts()
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
         """Fill a module from what was saved under ``key``. Collective over all ranks."""

@@ -127,7 +127,7 @@ def agree_on_gradients(
     for tensor in (tensor for members in plan.meshes for tensor in members.tensors):
         if tensor.requires_grad and not _is_unusable(tensor.grad):
             gradient = layout.gradient(tensor)
-            found |= {} if gradient is None else {tensor: gradient.to(tensor.dtype)}
+            found |= {} if gradient is None else {tensor: gradient.to(layout.dtype(tensor))}
     groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
     options = [value for group in groups.values() for value in group.values()]
     unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]

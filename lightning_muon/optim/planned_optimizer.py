@@ -296,11 +296,13 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._completion.made.clear()
         if self._planned is not None:
             self._planned.moments.outdate()
-        given, states, key = parameters_of(self), self._existing_state, parameters.SECOND_MOMENT
+        given, states = parameters_of(self), self._existing_state
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         for number, parameter in zip(numbers, given, strict=True):
-            if key in (saved := state_dict["state"].get(number, {})):  # torch rounds it to the dtype of the parameter.
-                states[parameter][key] = saved[key].to(parameter.device, torch.float32)
+            for key, value in state_dict["state"].get(number, {}).items():
+                dtype = torch.float32 if key == parameters.SECOND_MOMENT else self._layout.dtype(parameter)
+                if key != "step" and dtype != parameter.dtype:  # To which torch rounds it.
+                    states[parameter][key] = value.to(parameter.device, dtype)
         located = [(each, states[each]) for each in given if each in states]
         parameters.convert_(located, self._layout.loaded, self._placed)
 

@@ -108,6 +108,10 @@ class Layout:
         """The part of the parameter that the calling rank updates. Shares memory."""
         return local_tensor(parameter)
 
+    def dtype(self, parameter: Tensor) -> torch.dtype:
+        """Dtype of :meth:`local` while a parameter trains, and of its gradient and state."""
+        return parameter.dtype
+
     def has_gradient(self, parameter: Tensor) -> bool:
         """Whether :meth:`gradient` is a tensor; does not wait."""
         return parameter.grad is not None

@@ -37,10 +37,11 @@ from lightning_muon.params.layout import (
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
+from lightning_muon.sharding.mains import MainWeights, has_main, main_dtype
 from lightning_muon.sharding.reducer import GradientBucket, Parameters, flat_gradient
 from lightning_muon.sharding.replicas import Ddp
 from lightning_muon.sharding.units import find_units, units_of
-from lightning_muon.sharding.weights import names_of
+from lightning_muon.sharding.weights import mesh_device, names_of
 
 
 def place_shards(
@@ -168,10 +169,8 @@ class Bucket(GradientBucket):
             others = [index for rank, indices in enumerate(self._of_rank) for index in indices if rank != group.rank]
             sent, received = list(self._counts), [self._sum.numel()] * group.size
             sent[group.rank] = received[group.rank] = 0
-            send, receive = (
-                torch.cat([pieces[index] for index in others] or [empty]),
-                self._sum.new_empty(sum(received)),
-            )
+            send = torch.cat([pieces[index] for index in others] or [empty])
+            receive = self._sum.new_empty(sum(received))
             self._shares = send, receive.view(group.size - 1, -1)
             self._works = start_all_to_all(send, sent, receive, received, group)
 
@@ -191,10 +190,8 @@ class Bucket(GradientBucket):
             self._works = []
             if shares and self._sum.numel():
                 self._sum = _sum_in_order(self._sum, list(shares[1]), self._shards.shard.rank)
+            self._sum = self._sum.to(main_dtype(self._sum))
             if self._shards.replicate.group is not None:
-                dtype = self.parameters[0].dtype
-                # float16 might overflow.
-                self._sum = self._sum.to(torch.float32 if dtype == torch.float16 else dtype)
                 self._works = [start_all_reduce_sum(self._sum, self._shards.replicate)]
             self._is_added_up = True
         self._added = None if self._stream is None else self._stream.record_event()
@@ -211,7 +208,7 @@ class Bucket(GradientBucket):
             total.record_stream(stream)
         if divisor != 1:
             total.div_(divisor)
-        pieces = total.to(self.parameters[0].dtype).split([box.numel for box in self._own])
+        pieces = total.split([box.numel for box in self._own])
         return [piece.view(box.shape) for piece, box in zip(pieces, self._own, strict=True)]
 
     @torch.no_grad()
@@ -298,9 +295,10 @@ class Zero2Layout(Layout):
         shards: ShardMap,
         buckets: Sequence[Sequence[Tensor]],
         units: Mapping[nn.Module, Collection[Tensor]],
+        mains: MainWeights,
     ) -> None:
         super().__init__(shards.mesh)
-        self._shards = shards
+        self._shards, self._mains = shards, mains
         self._sums: dict[Tensor, Tensor] = {}  # The parts of the gradients that any rank has; equal keys on all ranks.
         self._buckets = [[parameter for parameter in bucket if shards.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
@@ -319,7 +317,12 @@ class Zero2Layout(Layout):
 
     @override
     def local(self, parameter: Tensor) -> Tensor:
-        return self._shards.local(parameter)
+        part = self._mains.part(parameter)
+        return self._shards.local(parameter) if part is None else part
+
+    @override
+    def dtype(self, parameter: Tensor) -> torch.dtype:
+        return main_dtype(parameter)
 
     @override
     def has_gradient(self, parameter: Tensor) -> bool:
@@ -348,6 +351,7 @@ class Zero2Layout(Layout):
                 "ranks; load a checkpoint into a new process group"
             )
         self.wait_all()
+        self._mains.follow(parameters)
         self._updating, chosen = parameters, set(parameters)
         members = [[parameter for parameter in bucket if parameter in chosen] for bucket in self._buckets]
         self._to_leave = {index: bucket for index, bucket in enumerate(members) if bucket}
@@ -368,10 +372,12 @@ class Zero2Layout(Layout):
         """Send the remaining buckets and drop used gradients. Collective over the shard axis."""
         for index in list(self._to_leave):
             self._send(index)
+        self._mains.round(each for each in self._updating if each not in self._bucket_of)
         self.forget(self._updating)
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(*self._to_leave.pop(index))
+        self._mains.round(bucket.parameters)
         if self._shards.shard.size > 1:
             with profiled("send_values", f"parameters.{index}"):
                 bucket.send_values()
@@ -422,7 +428,8 @@ class Zero2Layout(Layout):
 
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
-        return self._laid_out(parameter, torch.zeros_like(self.local(parameter)), tuple(parameter.shape))
+        zeros = torch.zeros_like(self._shards.local(parameter), dtype=self.dtype(parameter))
+        return self._laid_out(parameter, zeros, tuple(parameter.shape))
 
     @override
     def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
@@ -431,10 +438,10 @@ class Zero2Layout(Layout):
 
     @override
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """Owners' states as DTensors sharded by rows. Collective over the shard axis."""
+        """States, or parts of the calling rank, as DTensors sharded by rows. Collective over the shard axis."""
         owned = {index: each for index, each in enumerate(states) if self._owner(each.parameter) is not None}
         self._require_equal({index: each.state for index, each in owned.items()})
-        result = [each.state for each in states]
+        result = [s if isinstance(s, DTensor) else self._laid_out(p, s, shape) for p, s, shape, _ in states]
         for index, each in owned.items():
             result[index] = self._as_rows(self._rows_of_owner(each), each.shape)
         return result
@@ -474,13 +481,11 @@ class Zero2Layout(Layout):
 
     def _rows_of_owner(self, each: PlacedState) -> Tensor:
         """This rank's rows of the owner's state. Collective over the shard axis."""
-        group, owner, device = self._shards.shard, self._owner(each.parameter), each.parameter.device
+        group, owner, device = self._shards.shard, self._owner(each.parameter), mesh_device(self._shards.mesh)
         box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
         # A state that is kept on the host is sent from device to device, too.
-        if group.rank == owner:
-            whole = each.state.to(device).contiguous()
-        else:
-            whole = torch.empty(each.shape, dtype=each.state.dtype, device=device)
+        own = each.state if group.rank == owner else torch.empty(each.shape, dtype=each.state.dtype, device=device)
+        whole = own.to(device).contiguous()
         if group.group is not None:
             dist.broadcast(whole, group=group.group, group_src=owner)
         return whole[box.start[0] : box.stop[0]].to(each.state.device, copy=True)
@@ -499,9 +504,9 @@ class Zero2Layout(Layout):
         return (*(Replicate() for _ in range(self._shards.mesh.ndim - 1)), Shard(0))
 
     def _as_rows(self, local: Tensor, shape: tuple[int, ...]) -> DTensor:
-        mesh, size = self._shards.mesh, torch.Size(shape)
-        stride = contiguous_stride(shape)
-        return DTensor.from_local(local, mesh, self._row_placements, run_check=False, shape=size, stride=stride)
+        size, stride = torch.Size(shape), contiguous_stride(shape)
+        mesh, rows = self._shards.mesh, self._row_placements
+        return DTensor.from_local(local, mesh, rows, run_check=False, shape=size, stride=stride)
 
 
 class Zero2(Ddp):
@@ -520,6 +525,14 @@ class Zero2(Ddp):
     _root_parameters: Sequence[Tensor] = ()
 
     @override
+    def prepare(self, module: nn.Module) -> None:
+        super().prepare(module)
+        self._mains = MainWeights.of(module, self.mesh)
+        if any(map(has_main, module.parameters())):  # Rows of what a checkpoint has, until owners are chosen.
+            shards = ShardMap(self.mesh, place_shards(list(module.parameters()), {}, self.mesh.size(-1)))
+            self._mains.divide(Zero2Layout(shards, (), {}, self._mains), shards.local)
+
+    @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
         used = [optimizer for optimizer in optimizers if any(group["params"] for group in optimizer.param_groups)]
         for optimizer in used:
@@ -536,7 +549,9 @@ class Zero2(Ddp):
         self._root_parameters = units[module]
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
-        self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units)
+        self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units, self._mains)
+        self._mains.divide(self.layout, shards.local)
+        self._mains.follow(parameter for parameter in parameters if parameter.requires_grad)
         attach_optimizers(module, used, self.layout)
 
     @override
@@ -563,6 +578,7 @@ class Zero2(Ddp):
     @override
     def close(self) -> None:
         super().close()
+        self._mains.close()
         closing, self._zero2_layout, self.layout = self._zero2_layout, None, Layout()
         if closing is not None:
             # Waits for values on their way; raises if they do not arrive, because other ranks are gone.

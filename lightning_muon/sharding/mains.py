@@ -1,0 +1,145 @@
+"""Float32 copies of 16-bit weights: what the owner of a weight updates, and what checkpoints have of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_muon.compat import foreach
+from lightning_muon.compat.hooks import ModuleHook
+from lightning_muon.params.layout import Layout, PlacedState, local_tensor
+
+_ARE_SAVED = ContextVar("are_saved", default=False)
+
+
+@contextmanager
+def main_weights_in_state_dicts() -> Generator[None]:
+    """Context, or decorator, in which ``module.state_dict()`` has main weights as DTensors, not their roundings.
+
+    A state dict is then collective over the mesh of the weights.
+    """
+    token = _ARE_SAVED.set(True)
+    try:
+        yield
+    finally:
+        _ARE_SAVED.reset(token)
+
+
+def main_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which a weight is updated: of 32 bits at least."""
+    return torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else weight.dtype
+
+
+def has_main(weight: Tensor) -> bool:
+    """Whether a weight is the rounding of what is updated."""
+    return main_dtype(weight) != weight.dtype
+
+
+class MainWeights:
+    """Float32 copies of a module's 16-bit weights, of which each rank has the parts that it updates.
+
+    The weights of the module are their roundings; a copy follows what the program writes there. The copies stay when a
+    training ends, so that the module can be saved, and trained again on the same mesh.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._parts: dict[Tensor, Tensor] = {}  # Equal keys on all ranks.
+        self._layout, self._own = Layout(), cast(Callable[..., Tensor], local_tensor)
+        self._hooks = ExitStack()
+        for child in module.modules():
+            self._hooks.enter_context(child.register_state_dict_post_hook(ModuleHook(self._save, "nothing")))
+            self._hooks.enter_context(child.register_load_state_dict_pre_hook(ModuleHook(self._load, "nothing")))
+
+    @classmethod
+    def of(cls, module: nn.Module, mesh: DeviceMesh) -> MainWeights:
+        """Those that an earlier training on the mesh has left, or new ones; local."""
+        if module in _KNOWN and _KNOWN[module]._mesh is mesh:
+            return _KNOWN[module]
+        if module in _KNOWN:
+            _KNOWN[module]._hooks.close()
+        _KNOWN[module] = cls(module, mesh)
+        return _KNOWN[module]
+
+    def divide(self, layout: Layout, own: Callable[..., Tensor]) -> None:
+        """Let each rank have the parts that ``layout`` says. Collective over the mesh.
+
+        ``own(weight)`` is the calling rank's part, ``own(weight, whole)`` that of a whole tensor of its shape.
+        """
+        weights = list(filter(has_main, self._parts))
+        placed = [PlacedState(*each, tuple(each[0].shape)) for each in zip(weights, self._saved(weights), strict=True)]
+        self._layout, self._own = layout, own
+        self._parts = dict(zip(weights, map(local_tensor, layout.loaded(placed)), strict=True))
+        for weight in weights:
+            _sum_gradients_in(weight, main_dtype(weight))
+
+    def part(self, weight: Tensor) -> Tensor | None:
+        """What the calling rank updates of a weight that has a copy."""
+        return self._parts.get(weight)
+
+    @torch.no_grad()
+    def follow(self, weights: Iterable[Tensor]) -> None:
+        """Take weights that are no roundings of their copies; those without a copy get one. Local."""
+        for weight in filter(has_main, weights):
+            own, part = self._own(weight), self._parts.get(weight)
+            if part is None:
+                self._parts[weight] = own.to(main_dtype(weight))
+                _sum_gradients_in(weight, main_dtype(weight))
+            else:
+                own = own.to(part.device)
+                part.copy_(torch.where(part.to(own.dtype) == own, part, own))
+
+    @torch.no_grad()
+    def round(self, weights: Iterable[Tensor]) -> None:
+        """Write the rounded parts of the calling rank into these weights; local."""
+        if pairs := [(self._own(each), self._parts[each]) for each in weights if each in self._parts]:
+            foreach.copy_([own for own, _ in pairs], [part for _, part in pairs])
+
+    def close(self) -> None:
+        """End the training; local."""
+        for weight in self._parts:
+            _sum_gradients_in(weight, weight.dtype)
+
+    def _saved(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """Main weights as a checkpoint has them. Collective over the mesh."""
+        self.follow(weight for weight in weights if weight in self._parts)
+        parts = [self._parts[each] if each in self._parts else self._own(each).to(main_dtype(each)) for each in weights]
+        placed = [PlacedState(*each, tuple(each[0].shape)) for each in zip(weights, parts, strict=True)]
+        return self._layout.saved(placed) if placed else []
+
+    def _save(self, child: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        held = {prefix + name: each for name, each in child._parameters.items() if each is not None and has_main(each)}
+        held = {name: each for name, each in held.items() if name in state and _ARE_SAVED.get()}
+        state.update(zip(held, self._saved(list(held.values())), strict=True))
+
+    @torch.no_grad()
+    def _load(self, child: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, weight in child._parameters.items():
+            value = state.get(prefix + name)
+            if weight is None or not has_main(weight) or not isinstance(value, Tensor) or value.shape != weight.shape:
+                continue
+            value = state[prefix + name] = value.full_tensor() if isinstance(value, DTensor) else value
+            if value.dtype == weight.dtype:
+                continue  # The copy will follow the weight.
+            if weight in self._parts:
+                self._parts[weight].copy_(self._own(weight, value))
+            elif not torch.equal(value.to(weight.dtype).to(value.dtype), value):
+                self._parts[weight] = self._own(weight, value).to(weight.device, main_dtype(weight), copy=True)
+
+
+def _sum_gradients_in(weight: Tensor, dtype: torch.dtype) -> None:
+    """Let backward sum gradients of micro-batches in ``dtype``: in 16 bits small ones would be lost. Local."""
+    gradient, weight.grad = weight.grad, None
+    weight.grad_dtype = dtype
+    weight.grad = None if gradient is None else gradient.to(dtype)
+
+
+_KNOWN = WeakKeyDictionary[nn.Module, MainWeights]()
