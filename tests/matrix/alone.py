@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,6 +34,10 @@ Found = tuple[dict[str, Tensor], list[float]]
 def alone(row: Row) -> Found:
     """Weights at the end, and the loss of each step. With FlexDeMo's nodes in float64, and the weights are theirs."""
     model = row.make_model().to(torch.float64 if row.has_nodes else row.dtype)
+    computing = copy.deepcopy(model).bfloat16() if row.has_mains else model
+    for main, weight in zip(model.parameters(), computing.parameters(), strict=True):
+        main.data.copy_(weight.data)
+        weight.grad_dtype = main.dtype
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer, losses = _optimizer(row, named), list[float]()
     for step in range(row.steps):
@@ -40,11 +45,13 @@ def alone(row: Row) -> Found:
         total, gradients = 0.0, list[dict[str, Tensor]]()
         for node in range(row.num_nodes):
             optimizer.put_weights_of(node)
-            loss, gradient = _gradients(row, model, step, node)
+            loss, gradient = _gradients(row, computing, step, node)
             total, gradients = total + loss, [*gradients, gradient]
         if row.max_norm is not None and row.has_nodes:
             _clip_nodes_(row, gradients)
         optimizer.step(gradients)
+        for main, weight in zip(model.parameters(), computing.parameters(), strict=True):
+            weight.data.copy_(main.data)
         losses.append(total)
     optimizer.put_weights_of(None)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
@@ -61,7 +68,7 @@ def _gradients(row: Row, model: Any, step: int, node: int) -> tuple[float, dict[
     if row.model == "tensors":
         return 0.0, row.gradients(step, node)
     model.zero_grad()
-    size, total, count = row.num_data_ranks // row.num_nodes, 0.0, 1.0
+    size, total, count, sums = row.num_data_ranks // row.num_nodes, 0.0, 1.0, dict[Tensor, Any]()
     if row.has_tokens:
         micro_batches = [row.batch(step, index) for index in range(row.accumulate)]
         count = sum(map(row.num_tokens, micro_batches)) / row.num_nodes
@@ -69,8 +76,15 @@ def _gradients(row: Row, model: Any, step: int, node: int) -> tuple[float, dict[
         for index in range(row.accumulate):
             batch = row.batch(step, index, rank)
             loss = row.loss(model, batch)
-            (loss if row.has_tokens else loss / row.accumulate / size).backward()
+            divisor = row.accumulate * (1 if row.has_mains else size)
+            (loss if row.has_tokens else loss / divisor).backward()
             total += loss.item()
+        for parameter in model.parameters() if row.has_mains else ():
+            if parameter.grad is not None:  # It travels in 16 bits.
+                sums[parameter] = sums.get(parameter, 0) + parameter.grad.bfloat16().float() / size
+                parameter.grad = None
+    for parameter, gradient in sums.items():
+        parameter.grad = gradient
     for parameter in model.parameters() if row.has_tokens else ():
         if parameter.grad is not None:
             parameter.grad /= count

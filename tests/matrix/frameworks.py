@@ -198,9 +198,9 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
     sizes = {name: options.pop(name) for name in ("replicate_size", "shard_size") if name in options}
     variables = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if compiles else {}
     arguments: dict[str, Any] = {"is_fsdp": is_fsdp, "accumulate": row.accumulate, "variables": variables}
-    arguments["mixed_precision"] = {"32-true": "no", "bf16-mixed": "bf16"}[row.precision]
+    arguments["mixed_precision"] = "bf16" if row.precision == "bf16-mixed" else "no"
     with accelerator_on_cpu(**arguments, **sizes, given=options) as accelerator:
-        net = row.make_model(task.seed)
+        net = row.make_model(task.seed).to(torch.bfloat16 if row.precision == "bf16-true" else torch.float32)
         optimizer: Any = row.make_optimizer(net)
         scheduler: Any = _scheduler(row, optimizer, per_step=row.ranks)  # Accelerate steps it once for each process.
         if apart:
@@ -288,7 +288,7 @@ def _plain(row: Row, task: Task) -> Found:
     sizes = {key: value for key, value in row.options.items() if key.endswith("_size")}
     mesh = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=row.ranks).data
     others = {key: value for key, value in row.options.items() if key not in sizes and key != "sharding"}
-    net = row.make_model(task.seed)
+    net = row.make_model(task.seed).to(torch.bfloat16 if row.precision == "bf16-true" else row.dtype)
     mode = make_mode(row.options.get("sharding", "fsdp"), mesh, ModeOptions(**others))
     mode.prepare(net)
     optimizer = ParallelMuon(net, **(_OWN | dict(row.optimizer)))
@@ -318,7 +318,7 @@ def _plain(row: Row, task: Task) -> Found:
         mode.end_step()
     mode.finish_parameters()
     assert bool(graphs) == bool(row.compiles)
-    return weights_of(net), losses
+    return full_state_dict(net) if row.has_mains else weights_of(net), losses
 
 
 def _mesh(row: Row) -> DeviceMesh:

@@ -169,6 +169,11 @@ class Row:
         return isinstance(self.optimizer, Mapping) and "replicator" in self.optimizer
 
     @property
+    def has_mains(self) -> bool:
+        """Whether 16-bit weights are roundings of what is updated."""
+        return self.precision == "bf16-true" and self.options.get("sharding") == "zero2"
+
+    @property
     def config(self) -> Any:
         if isinstance(self.optimizer, str):
             return self.optimizer

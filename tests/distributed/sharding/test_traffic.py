@@ -81,11 +81,16 @@ def _bytes_to(name: str, args: Any) -> dict[int, int]:
 
 
 def _run(
-    name: str, shape: tuple[int, ...], *, accumulate: int = 1, options: dict[str, Any] | None = None
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    accumulate: int = 1,
+    options: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Sent]:
     """What this rank sends in the last step; its phases are "0" to "3" for micro-batches, "finish" and "step"."""
     torch.manual_seed(0)
-    net = Stack()
+    net = Stack().to(dtype)
     mode = make_mode(name, mesh_of(shape), ModeOptions(**OPTIONS, **(options or {})))
     mode.prepare(net)
     optimizer = ParallelMuon(net, lr=0.01, compute_dtype="float32", wire_dtype="float32")
@@ -115,16 +120,19 @@ def _payload(sent: list[Sent], *phases: str) -> list[Sent]:
     return [each for each in sent if each.is_payload and each.phase in phases]
 
 
-NUM_BYTES = 4 * sum(parameter.numel() for parameter in Stack().parameters())
+NUM_ELEMENTS = sum(parameter.numel() for parameter in Stack().parameters())
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
-def test_zero2_moves_each_gradient_and_value_once(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
-    ranks = gloo.run(_run, "zero2", shape, world_size=math.prod(shape))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_zero2_moves_each_gradient_and_value_once(
+    gloo: ProcessPool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    ranks = gloo.run(_run, "zero2", shape, dtype=dtype, world_size=math.prod(shape))
     # Every rank has all of the gradient and needs 1/S of the sum, so (S - 1) / S of it leaves each rank on average.
     # Owners are not equally large, so that holds for the sum over the ranks of a replica: (S - 1) N. New values: each
     # leaves its only holder once for each of the S - 1 others.
-    floor = math.prod(shape[:-1]) * (shape[-1] - 1) * NUM_BYTES
+    floor = math.prod(shape[:-1]) * (shape[-1] - 1) * NUM_ELEMENTS * dtype.itemsize
     there = sum(each.num_bytes for sent in ranks for each in _payload(sent, "0", "finish") if each.operator == EXCHANGE)
     back = sum(each.num_bytes for sent in ranks for each in _payload(sent, "step") if each.operator == MESSAGE)
     assert (there, back) == (floor, floor)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -20,8 +21,8 @@ from tests.support.tensors import weights_of
 _ROW = Row(ranks=2)
 
 
-def model() -> Net:
-    return _ROW.make_model(seed=3)
+def model(dtype: torch.dtype = torch.float32) -> Net:
+    return _ROW.make_model(seed=3).to(dtype)
 
 
 def optimizer_for(net: nn.Module) -> ParallelMuon:
@@ -40,8 +41,10 @@ class Training:
     optimizer: ParallelMuon
 
     @classmethod
-    def start(cls, name: str, mesh: DeviceMesh, **options: Any) -> Training:
-        net = model()
+    def start(
+        cls, name: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32, net: Any = None, **options: Any
+    ) -> Training:
+        net = net or model(dtype)
         mode = make_mode(name, mesh, ModeOptions(**options))
         mode.prepare(net)
         optimizer = optimizer_for(net)

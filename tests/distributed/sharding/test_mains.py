@@ -1,0 +1,214 @@
+"""Float32 main weights of zero2: who has them, that small updates count, and what is loaded, written, saved."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_muon import full_state_dict
+from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
+from lightning_muon.params.layout import local_tensor
+from tests.distributed.sharding.training import Training, mesh_of, model
+from tests.support.processes import ProcessPool
+from tests.support.tensors import wholes
+
+BFLOAT = torch.bfloat16
+
+
+def _start(shape: tuple[int, ...] = (), **options: Any) -> Training:
+    return Training.start("zero2", mesh_of(shape or (dist.get_world_size(),)), dtype=BFLOAT, **options)
+
+
+def _mains(training: Training) -> dict[str, Tensor]:
+    """Whole ones, on every rank."""
+    found = [{key: value.clone() for key, value in full_state_dict(training.net).items()}]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _agree(training: Training) -> bool:
+    """Whether the weights are the roundings of the main ones."""
+    mains, weights = _mains(training), training.weights()
+    return all(torch.equal(mains[name].to(BFLOAT), weight) for name, weight in weights.items())
+
+
+def _bytes(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Of weights, of main weights and of state that a rank holds after a step."""
+    training = _start(shape)
+    training.step(0)
+    layout, parameters = training.mode.layout, [p for p in training.net.parameters() if p.requires_grad and p.ndim]
+    states = [
+        local_tensor(value) for p in parameters for key, value in training.optimizer.state[p].items() if key != "step"
+    ]
+    mains = [layout.local(parameter) for parameter in parameters]
+    assert {each.dtype for each in (*mains, *states)} == {torch.float32}
+    assert all(parameter.grad is None for parameter in parameters)
+    return (
+        sum(each.nbytes for each in parameters),
+        sum(each.nbytes for each in mains),
+        sum(each.nbytes for each in states),
+    )
+
+
+@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
+def test_a_rank_holds_mains_of_what_it_updates(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
+    found = gloo.run(_bytes, shape, world_size=math.prod(shape))
+    trained = [each for each in model().parameters() if each.requires_grad and each.ndim]
+    numel = sum(each.numel() for each in trained)
+    assert {weights for weights, _, _ in found} == {2 * numel}
+    assert sum(mains for _, mains, _ in found) == math.prod(shape[:-1]) * 4 * numel
+    # As with weights of 32 bits: one momentum of a matrix, two moments of the rest.
+    assert math.prod(shape[:-1]) * 4 * numel < sum(state for *_, state in found) < math.prod(shape[:-1]) * 8 * numel
+
+
+def _small_updates() -> None:
+    training = _start()
+    for group in training.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = 1e-5, 0.0
+    start, moved = training.weights(), 0.0
+    for step in range(3):
+        training.step(step)
+    weights, mains = training.weights(), _mains(training)
+    assert _agree(training)
+    for name in ("blocks.0.down.weight", "embedding.weight", "tail.scale"):
+        moved = float((mains[name] - start[name].float()).abs().max())
+        assert 1e-5 < moved < 1e-3, (name, moved)
+    # One of these elements in a hundred lies within three such steps of where another rounding begins.
+    assert (weights["embedding.weight"] != start["embedding.weight"]).float().mean() < 0.1
+
+
+def _followed() -> None:
+    """What the program writes into weights counts, and what it leaves keeps all bits."""
+    training = _start()
+    training.step(0)
+    before, held = _mains(training), training.weights()
+    weight: Any = training.net.get_parameter("blocks.0.up.weight")
+    weight.data[2:4].clamp_(-0.01, 0.01)
+    training.net.load_state_dict({"embedding.weight": held["embedding.weight"]}, strict=False)
+    now = _mains(training)
+    changed = held["blocks.0.up.weight"].abs() > 0.01
+    changed[:2] = changed[4:] = False
+    assert changed.any()
+    expected = torch.where(changed, weight.detach().float(), before["blocks.0.up.weight"])
+    assert torch.equal(now.pop("blocks.0.up.weight"), expected)
+    assert all(torch.equal(now[name], before[name]) for name in now)
+    training.step(1)
+    assert _agree(training)
+
+
+def _given_in_32_bits() -> None:
+    """A whole state dict, as a program loads it by itself, before and after the optimizer is there."""
+    training, generator = _start(), torch.Generator().manual_seed(5)
+    training.step(0)
+    state = {name: torch.randn(each.shape, generator=generator) for name, each in training.net.named_parameters()}
+    state["tail.head.weight"] = state["embedding.weight"]
+    training.net.load_state_dict(state)
+    assert _agree(training)
+    assert all(torch.equal(value, state[name]) for name, value in _mains(training).items())
+    assert all(value.dtype == BFLOAT for value in training.net.state_dict().values()), "local, and of the module"
+
+
+def _copied() -> None:
+    """A copy of the module has weights of its own."""
+    training = _start()
+    training.step(0)
+    for other in (copy.deepcopy(training.net), pickle.loads(pickle.dumps(training.net))):
+        assert all(type(value) is Tensor for value in other.state_dict().values())
+        other.load_state_dict({name: torch.ones_like(value).float() for name, value in other.state_dict().items()})
+        assert all(value.dtype == BFLOAT for value in full_state_dict(other).values())
+    assert _agree(training)
+
+
+def _trained_again() -> None:
+    """The module goes on where it was, also where parts now lie elsewhere; frozen weights may thaw."""
+    training = _start()
+    training.step(0)
+    before = _mains(training)
+    training.mode.close()
+    assert all(torch.equal(value, before[name]) for name, value in _mains(training).items()), "saved after the end"
+    assert all(each.grad_dtype == each.dtype for each in training.net.parameters())
+    training.net.requires_grad_(True)
+    again = Training.start("zero2", training.mode.mesh, net=training.net)
+    assert all(torch.equal(value, before[name]) for name, value in _mains(again).items())
+    again.step(1)
+    assert _agree(again)
+    assert not torch.equal(before["tail.frozen.weight"], _mains(again)["tail.frozen.weight"])
+
+
+def _thawed() -> None:
+    """A weight that is frozen has none, until it trains."""
+    training = _start()
+    training.step(0)
+    frozen = training.net.tail.frozen.weight  # type: ignore[union-attr]
+    assert training.mode.layout.local(frozen).dtype == BFLOAT
+    training.net.requires_grad_(True)
+    before = _mains(training)["tail.frozen.weight"]
+    for step in (1, 2):
+        training.step(step)
+    assert _agree(training) and not torch.equal(before, _mains(training)["tail.frozen.weight"])
+
+
+@pytest.mark.parametrize("check", [_small_updates, _followed, _given_in_32_bits, _copied, _trained_again, _thawed])
+def test_main_weights(gloo: ProcessPool, check: Callable[[], None]) -> None:
+    gloo.run(check, world_size=3)
+
+
+def _parts(training: Training) -> dict[str, Any]:
+    return {
+        "model": Weights(training.net, training.mode.mesh, [training.optimizer]),
+        "optimizer": OptimizerState(training.net, training.optimizer),
+    }
+
+
+def _found(training: Training) -> dict[str, Tensor]:
+    state: Any = training.optimizer.state_dict()["state"]
+    named = {f"{number} {key}": value for number, entries in state.items() for key, value in entries.items()}
+    return _mains(training) | wholes(named)
+
+
+def _save(path: str, whole: bool) -> dict[str, Tensor]:
+    training = _start((2, 2) if dist.get_world_size() == 4 else ())
+    for step in range(2):
+        training.step(step)
+    save({Path(path): _parts(training)}, Format(whole=whole))
+    return _found(training)
+
+
+def _load(path: str, name: str, dtype: torch.dtype, early: bool) -> dict[str, Tensor]:
+    """``early``: the weights before there is an optimizer, as a Trainer does."""
+    training = Training.start(name, mesh_of((dist.get_world_size(),)), dtype=dtype)
+    if early:
+        net = model(dtype)
+        mode: Any = type(training.mode)(training.mode.mesh, training.mode.options)
+        mode.prepare(net)
+        training = Training(mode, net, None)  # type: ignore[arg-type]
+        Checkpoint.open(Path(path), metadata_name=None, weights_only=False).load_weights("model", net, strict=True)
+        return _mains(Training.start(name, mode.mesh, net=net))
+    Checkpoint.open(Path(path), metadata_name=None, weights_only=False).load(_parts(training), {}, strict=True)
+    return _found(training)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_has_the_mains_for_any_ranks_and_mode(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    path = str(tmp_path / "saved")
+    saved, *_ = gloo.run(_save, path, whole, world_size=4)
+    assert {value.dtype for value in saved.values()} == {torch.float32}
+    assert any(not torch.equal(value, value.to(BFLOAT).float()) for value in saved.values())
+    for ranks, name, dtype, early in [
+        (1, "zero2", BFLOAT, False),
+        (3, "zero2", BFLOAT, False),
+        (3, "zero2", BFLOAT, True),
+        (2, "zero2", torch.float32, False),
+        (2, "fsdp", torch.float32, False),
+        (2, "ddp", torch.float32, False),
+    ]:
+        for found in gloo.run(_load, path, name, dtype, early, world_size=ranks):
+            assert all(torch.equal(value, saved[key]) for key, value in found.items()), (ranks, name, early)
