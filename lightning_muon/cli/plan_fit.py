@@ -267,7 +267,9 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
     (own, used, summed), every, root, layer = PRECISIONS[job.precision], sizes.all, sizes.root, sizes.layer
     weight_shards = way.shard if way.is_fsdp else 1
     shards = way.shard if way.mode == "zero2" else weight_shards  # Of gradients and state.
-    weights, gradients = own * every.numel / weight_shards, own * every.trained / shards
+    updated = STATE_ITEMSIZE if way.mode == "zero2" else own  # It updates float32 weights.
+    mains = updated * every.trained / shards if updated > own else 0.0
+    weights, gradients = own * every.numel / weight_shards + mains, updated * every.trained / shards
     of_matrices, of_others, kept, working = 1, 2, step.kept, step.working  # Tensors of state, and bytes.
     if way.mode == "flexdemo":
         of_matrices, of_others = {"muon": (1, 2), "adamw": (2, 2), "sgd": (0, 0)}[job.flexdemo.base]
@@ -277,7 +279,7 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
         else:  # The residual takes the place of the momentum, and is there as blocks, too.
             of_matrices, of_others = of_matrices + (job.flexdemo.base != "muon"), of_others + 1
             kept += STATE_ITEMSIZE * every.trained / shards
-    state = own * (of_matrices * every.muon + of_others * (every.trained - every.muon)) / shards
+    state = updated * (of_matrices * every.muon + of_others * (every.trained - every.muon)) / shards
     of_layer = used * layer.activations
     of_head = (used + _LOGIT_BYTES) * sizes.vocabulary + used * sizes.width
     of_layers = on_their_way * sizes.layers * (used * sizes.width if way.recompute else of_layer)
@@ -294,9 +296,11 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
         whole, sent = used * root.trained, used * root.numel + summed * root.trained
     else:
         gathered = used * every.numel if used < own else 0  # Copies that autocast makes.
-        accumulated = own * every.trained if way.passes > 1 else 0
-        # A bucket to be sent; with zero2 also as it arrives, and the shares of the other ranks.
-        copies = {"none": 0.0, "ddp": 1.0}.get(way.mode, 2 + (way.shard - 1) / way.shard)
+        accumulated = updated * every.trained if way.passes > 1 else 0
+        # A bucket to be sent; with zero2 also as it arrives, and the shares of the other ranks, which are widened.
+        of_shares = (2 if updated > own else 0) + 1
+        copies = 1 + updated / own + of_shares * (way.shard - 1) / way.shard
+        copies = {"none": 0.0, "ddp": 1.0}.get(way.mode, copies)
         sent = copies * min(own * every.trained, max(BUCKET_BYTES, own * sizes.largest))
     moments = (accumulated + activations + gathered, gradients + whole + sent, gradients + working)
     return Memory(
@@ -331,7 +335,8 @@ def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float, float]:
 
     shard_nodes, replica_nodes = way.nodes(job)
     num_bytes = (summed if way.is_fsdp else own) * part.trained
-    sums = 2 * ring(num_bytes / way.shard, way.replicate, replica_nodes) if way.mode != "flexdemo" else 0.0
+    summed_bytes = STATE_ITEMSIZE * part.trained if way.mode == "zero2" else num_bytes
+    sums = 2 * ring(summed_bytes / way.shard, way.replicate, replica_nodes) if way.mode != "flexdemo" else 0.0
     if way.mode == "zero2" and way.shard > 1:
         inside = min(way.shard, job.node_ranks)
         between = (way.shard - inside) / (way.shard - 1)

@@ -66,6 +66,8 @@ class ReplicaCheck(Guard):
                 place = self._ranks_of_weights(parameter), parameter.device
                 copies.setdefault(place, []).append((name, parameter))
             state = {} if self._mode.options.decoupled_nodes else optimizer.state.get(parameter, {})
+            if (main := self._mode.layout.local(parameter)).dtype != parameter.dtype:
+                state = {**state, "main weight": main}
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.ndim:
                     place = self._ranks_of_state(parameter), value.device

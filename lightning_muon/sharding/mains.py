@@ -89,13 +89,11 @@ class MainWeights:
     def follow(self, weights: Iterable[Tensor]) -> None:
         """Take weights that are no roundings of their copies; those without a copy get one. Local."""
         for weight in filter(has_main, weights):
-            own, part = self._own(weight), self._parts.get(weight)
-            if part is None:
-                self._parts[weight] = own.to(main_dtype(weight))
-                _sum_gradients_in(weight, main_dtype(weight))
+            if weight in self._parts:
+                self._parts[weight].copy_(self._exact(weight))
             else:
-                own = own.to(part.device)
-                part.copy_(torch.where(part.to(own.dtype) == own, part, own))
+                self._parts[weight] = self._exact(weight)
+                _sum_gradients_in(weight, main_dtype(weight))
 
     @torch.no_grad()
     def round(self, weights: Iterable[Tensor]) -> None:
@@ -110,10 +108,21 @@ class MainWeights:
 
     def _saved(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Main weights as a checkpoint has them. Collective over the mesh."""
-        self.follow(weight for weight in weights if weight in self._parts)
-        parts = [self._parts[each] if each in self._parts else self._own(each).to(main_dtype(each)) for each in weights]
-        placed = [PlacedState(*each, tuple(each[0].shape)) for each in zip(weights, parts, strict=True)]
+        placed: list[PlacedState] = []
+        for weight in weights:
+            exact, part = self._exact(weight), self._parts.get(weight)
+            # The part itself needs no memory.
+            exact = part if part is not None and torch.equal(part, exact) else exact
+            placed.append(PlacedState(weight, exact, tuple(weight.shape)))
         return self._layout.saved(placed) if placed else []
+
+    def _exact(self, weight: Tensor) -> Tensor:
+        """The calling rank's part as it is where the weight is its rounding, elsewhere the weight."""
+        own, part = self._own(weight), self._parts.get(weight)
+        if part is None:
+            return own.to(main_dtype(weight))
+        own = own.to(part.device)
+        return torch.where(part.to(own.dtype) == own, part, own)
 
     def _save(self, child: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         held = {prefix + name: each for name, each in child._parameters.items() if each is not None and has_main(each)}

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from lightning_muon import FlexDeMoConfig
@@ -41,6 +42,30 @@ def _fit(
     path = f"{directory}/saved.ckpt" if resume else None
     fitter.fit(model, training.loader(), training.loader(), ckpt_path=path)
     return seen, training.full_weights(model)
+
+
+def _fit_in_bfloat16(directory: str, averages: bool) -> None:
+    pl, name = training.load(), "averaged" if averages else "plain"
+    saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename=name, enable_version_counter=False)
+    callbacks = [make("EMAWeights", "lightning.pytorch")(_DECAY)] if averages else []
+    fitter = training.trainer(
+        pl,
+        strategy=make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS, sharding="zero2"),
+        callbacks=[*callbacks, saving],
+        enable_checkpointing=True,
+        precision="bf16-true",
+    )
+    fitter.fit(training.language_model(pl), training.loader(), training.loader())
+
+
+def test_main_weights_keep_all_bits_while_the_average_is_shown(gloo: ProcessPool, tmp_path: Path) -> None:
+    for averages in (False, True):
+        gloo.run(_fit_in_bfloat16, str(tmp_path), averages, world_size=2)
+    plain, averaged = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=False)["state_dict"] for name in ("plain", "averaged")
+    )
+    assert all(torch.equal(value, averaged[name]) for name, value in plain.items())
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in plain.values())
 
 
 _EXPECTED: dict[int, Any] = {}

@@ -33,9 +33,11 @@ SETTINGS: dict[str, tuple[dict[str, Any], int, int, int]] = {
 }
 
 
-def start(options: dict[str, Any], every: int = EVERY) -> TrainingEngine:
+def start(options: dict[str, Any], every: int = EVERY, dtype: torch.dtype = torch.float32) -> TrainingEngine:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 13))
+    module = nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 32), nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 13)).to(
+        dtype
+    )
     chosen = Options(**options, check_replicas_every_n_steps=every)
     meshes = chosen.make("cpu", num_nodes=1, num_processes=dist.get_world_size(), by_nodes=chosen.has_nodes)
     silent: Any = lambda _: None  # noqa: E731
@@ -126,6 +128,21 @@ def _flipped(rank: int) -> None:
 def test_the_rank_is_named(gloo: ProcessPool) -> None:
     match = r"differs after step 4: 2.bias \(on rank 2\). Something"
     gloo.expect_error_on_all_ranks(_flipped, 2, match=match, exception=RuntimeError, world_size=3)
+
+
+def _flipped_main() -> None:
+    engine = start({"sharding": "zero2", "replicate_size": 2}, every=2, dtype=torch.bfloat16)
+    for number in range(3):
+        step(engine, number)
+    main = engine.mode.layout.local(engine.module.get_parameter("1.weight"))
+    if dist.get_rank() >= 2:  # The last bit of its owner in one replica, which no weight shows.
+        main[:1, :1].view(torch.int32).bitwise_xor_(1)
+    step(engine, 3)
+
+
+def test_a_flipped_bit_of_a_main_weight_is_found(gloo: ProcessPool) -> None:
+    match = r"differs after step 4: main weight of 1.weight \(between ranks"
+    gloo.expect_error_on_all_ranks(_flipped_main, match=match, exception=RuntimeError, world_size=4)
 
 
 def _num_sums(setting: str, every: int) -> int:

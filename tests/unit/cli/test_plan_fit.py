@@ -222,6 +222,23 @@ def test_bytes_and_seconds_by_hand(case: str) -> None:
     assert found.seconds - found.muon_seconds == pytest.approx(seconds, rel=_ROUNDED)
 
 
+def test_zero2_has_float32_mains_of_bfloat16_weights() -> None:
+    job = replace(JOB, precision="bf16-true", rows=16)
+    found = row_of(job, SIZES, Way(mode="zero2", shard=8, passes=2))
+    # The bucket arrives with 4 bytes and leaves with 2; the shares of 7 ranks come with 2, and are added up with 4.
+    whole, shard, sent = 1096, 137, 1096 * (4 + 2) + 7 * 137 * (2 + 4)
+    weights, state = 2 * whole + 4 * shard, STATE / 8
+    expected = {
+        "weights": weights,
+        "gradients": 4 * whole,
+        "state": state,
+        "buffers": sent,
+        "peak": weights + state + max(4 * whole + 16 * ACTIVATIONS, 4 * shard + sent),
+    }
+    memory = found.memory._asdict()
+    assert {name: memory[name] for name in expected} == pytest.approx(expected)
+
+
 def test_cores_of_a_cpu_compute_and_transfer_one_after_the_other() -> None:
     way, seconds = Way(mode="fsdp", shard=8), 3 * FORWARD + 2 * _GATHER + 2 * _SUM  # gloo's sum sends twice as much.
     found = row_of(replace(JOB, is_cpu=True), SIZES, way)
