@@ -34,10 +34,9 @@ from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.params.layout import divided_as, parameters_of
 from lightning_muon.params.uses import clean_name
-from lightning_muon.pipeline.cut import own_state_dicts
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
-from lightning_muon.sharding.mains import main_weights_in_state_dicts
 from lightning_muon.sharding.units import original_class
+from lightning_muon.sharding.weights import joined_state_dicts
 
 _NUM_SHOWN = 4  # Names of each kind in an error.
 
@@ -116,8 +115,7 @@ class Checkpoint:
         ours = {key for key, part in parts.items() if isinstance(part, Weights | OptimizerState)}
         return {key: value for key, value in self.content.items() if key not in ours}
 
-    @main_weights_in_state_dicts()
-    @own_state_dicts()
+    @joined_state_dicts()
     def load_weights(self, key: str, module: nn.Module, *, strict: bool) -> None:
         """Fill a module from what was saved under ``key``. Collective over all ranks."""
         if self.is_sharded:

@@ -30,10 +30,8 @@ from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.uses import clean_name
-from lightning_muon.pipeline.cut import own_state_dicts
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
-from lightning_muon.sharding.mains import main_weights_in_state_dicts
-from lightning_muon.sharding.weights import broadcast_buffers
+from lightning_muon.sharding.weights import broadcast_buffers, joined_state_dicts
 
 _MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
 _README_TEXT = """\
@@ -104,8 +102,7 @@ def collect(part: Weights | OptimizerState, how: Format) -> dict[str, Any]:
     return numbered_optimizer_state(state, names_in_groups(part.module, part.optimizer))
 
 
-@main_weights_in_state_dicts()
-@own_state_dicts()
+@joined_state_dicts()
 def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
     """Weights that all nodes have in common. Collective over all ranks."""
     module, mesh = part.module, part.mesh
@@ -117,8 +114,7 @@ def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
         return of_first_node(state, mesh) if differ else state
 
 
-@main_weights_in_state_dicts()
-@own_state_dicts()
+@joined_state_dicts()
 def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """Bytes of whole weights and states of optimizers. Collective over all ranks."""
     states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
@@ -142,7 +138,7 @@ def full_weights(module: nn.Module) -> dict[str, Any]:
     return {own.get(name, name): value for name, value in full_state_dict(module).items()}
 
 
-@main_weights_in_state_dicts()
+@joined_state_dicts()
 def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     """Whole weights and buffers on the CPU on rank 0, an empty dict elsewhere.
 
@@ -178,7 +174,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Tensor]:
     return state  # type: ignore[return-value]
 
 
-@own_state_dicts()
+@joined_state_dicts()
 def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
     """Weights of all stages on rank 0, sent tensor by tensor; copies of a tied weight are one tensor there."""
     group, state = runtime_of(module).group, module.state_dict()

@@ -20,6 +20,7 @@ from lightning_muon.compat.torch import is_compiled
 from lightning_muon.pipeline.model import CausalLM, next_token_loss
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
 from lightning_muon.pipeline.pp_plan import PPPlanModel
+from lightning_muon.sharding.weights import JOINS_STATE_DICTS
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,6 @@ class Stages:
 class Absent(nn.Module):
     """Stands for a module of another stage: returns the hidden states unchanged."""
 
-    may_lack = False  # Whether state dicts are those of this rank: in :func:`own_state_dicts`.
-
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
         # A forward may ask a layer for its kind, for example the one of its attention.
@@ -70,7 +69,7 @@ class Absent(nn.Module):
     @override
     def state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> Any:
         """Raise ``ValueError``: a state dict of what holds this module would lack weights; local."""
-        if not Absent.may_lack:
+        if not JOINS_STATE_DICTS.get():
             raise ValueError(
                 f"state_dict would lack {prefix.rstrip('.')} and all else that other ranks of the pipeline have; call "
                 "lightning_muon.full_state_dict(model) on every rank, which gives all of it to rank 0"
@@ -268,16 +267,6 @@ def free(parts: Collection[Part]) -> None:
     for part in parts:
         for parent, name in part.places:
             setattr(parent, name, Absent(parent.get_submodule(name)))
-
-
-@contextmanager
-def own_state_dicts() -> Generator[None]:
-    """Context, or decorator, for what joins the state dicts of all stages; local."""
-    before, Absent.may_lack = Absent.may_lack, True
-    try:
-        yield
-    finally:
-        Absent.may_lack = before
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -16,21 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.params.layout import Layout, PlacedState, local_tensor
-
-_ARE_SAVED = ContextVar("are_saved", default=False)
-
-
-@contextmanager
-def main_weights_in_state_dicts() -> Generator[None]:
-    """Context, or decorator, in which ``module.state_dict()`` has main weights as DTensors, not their roundings.
-
-    A state dict is then collective over the mesh of the weights.
-    """
-    token = _ARE_SAVED.set(True)
-    try:
-        yield
-    finally:
-        _ARE_SAVED.reset(token)
+from lightning_muon.sharding.weights import JOINS_STATE_DICTS
 
 
 def main_dtype(weight: Tensor) -> torch.dtype:
@@ -55,19 +40,19 @@ class MainWeights:
         self._parts: dict[Tensor, Tensor] = {}  # Equal keys on all ranks.
         self._layout, self._own = Layout(), cast(Callable[..., Tensor], local_tensor)
         self._hooks = ExitStack()
-        for child in module.modules():
+        for child in (each for each in module.modules() if any(map(has_main, each.parameters(recurse=False)))):
             self._hooks.enter_context(child.register_state_dict_post_hook(ModuleHook(self._save, "nothing")))
             self._hooks.enter_context(child.register_load_state_dict_pre_hook(ModuleHook(self._load, "nothing")))
 
     @classmethod
     def of(cls, module: nn.Module, mesh: DeviceMesh) -> MainWeights:
         """Those that an earlier training on the mesh has left, or new ones; local."""
-        if module in _KNOWN and _KNOWN[module]._mesh is mesh:
-            return _KNOWN[module]
-        if module in _KNOWN:
-            _KNOWN[module]._hooks.close()
-        _KNOWN[module] = cls(module, mesh)
-        return _KNOWN[module]
+        known = _KNOWN.get(module)
+        if known is None or known._mesh is not mesh or not known._parts:
+            if known is not None:
+                known._hooks.close()
+            known = _KNOWN[module] = cls(module, mesh)
+        return known
 
     def divide(self, layout: Layout, own: Callable[..., Tensor]) -> None:
         """Let each rank have the parts that ``layout`` says. Collective over the mesh.
@@ -126,7 +111,7 @@ class MainWeights:
 
     def _save(self, child: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         held = {prefix + name: each for name, each in child._parameters.items() if each is not None and has_main(each)}
-        held = {name: each for name, each in held.items() if name in state and _ARE_SAVED.get()}
+        held = {name: each for name, each in held.items() if name in state and JOINS_STATE_DICTS.get()}
         state.update(zip(held, self._saved(list(held.values())), strict=True))
 
     @torch.no_grad()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import accumulate, groupby
 
 import torch
@@ -16,6 +18,21 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.uses import parameter_uses
 
 _BUCKET_BYTES = 64 * 2**20
+JOINS_STATE_DICTS = ContextVar("JOINS_STATE_DICTS", default=False)  # Whether it is in :func:`joined_state_dicts`.
+
+
+@contextmanager
+def joined_state_dicts() -> Generator[None]:
+    """Context, or decorator, for what joins the state dicts of all ranks.
+
+    ``module.state_dict()`` then has what this rank has of a pipeline, and main weights, as DTensors, in place of their
+    roundings; with these it is collective over the mesh of the module.
+    """
+    token = JOINS_STATE_DICTS.set(True)
+    try:
+        yield
+    finally:
+        JOINS_STATE_DICTS.reset(token)
 
 
 @torch.no_grad()
