@@ -146,6 +146,10 @@ def _frameworks() -> None:
         _add(
             f"{name}, V", name, 2, options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"}, **deep
         )
+        # Patterns for a stage, which the other one does not have.
+        routes = {"adamw_patterns": ("blocks.0.up.weight",), "muon_patterns": ("tail.head.weight",), **FUSED}
+        _add(f"{name}, pipeline, patterns", name, 2, options={"pipeline_size": 2}, **deep | {"parts": ("frozen",)},
+             optimizer=routes)  # fmt: skip
         _add(f"{name}, pipeline, nodes", name, 4, **deep | {"parts": ("frozen", "tied")}, tolerance=1e-5,
              options={"pipeline_size": 2, "replicate_size": 2}, optimizer=MEAN)  # fmt: skip
         _add(f"{name}, pipeline, replicas", name, 4, **deep,
