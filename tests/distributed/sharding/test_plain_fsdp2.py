@@ -107,6 +107,7 @@ def _shard_after_the_optimizer() -> None:
     _backward(net, 0)
     optimizer.step()
     _sharded(net)
+    optimizer.zero_grad()
     _backward(net, 1)
     with pytest.raises(RuntimeError, match=r"embedding\.weight of the module is no longer the parameter that Parallel"):
         optimizer.step()
