@@ -63,7 +63,7 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self.listeners: list[UnitListener] = []  # Hear what happens to the units.
-        self.call_log: CallLog | None = None  # The ranks are compared by it in the message of a step.
+        self.call_log: CallLog | None = None  # Of the units that this rank runs; compared in the message of a step.
         # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks, which
         # is what units do in an accumulated batch, whose sum is corrected at its end.
         self._divisor: float | None = None
@@ -101,6 +101,8 @@ class Fsdp(ShardingMode):
     def _listen(self, module: nn.Module) -> None:
         if self._hooks is None:
             self._module, self._roots = module, list(fsdp_roots(module))
+            self.call_log = CallLog(module, self.reduced_over, is_pipeline=self.options.roots is not None)
+            self.listeners.append(self.call_log)
             self._hooks = listen(module, self.listeners)
 
     @override
@@ -205,10 +207,9 @@ class Fsdp(ShardingMode):
         plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._unused is not None:
             used = self._unused.used()
-            calls = [] if self.call_log is None else self.call_log.end_backward_passes()
-            maxima = maxima_over(host, [*used, *calls])
-            if self.call_log is not None:
-                self.call_log.require_equal(maxima[len(used) :])
+            assert self.call_log is not None
+            maxima = maxima_over(host, [*used, *self.call_log.end_backward_passes()])
+            self.call_log.require_equal(maxima[len(used) :])
             if self._is_accumulating:
                 self._finish_accumulating(self._unused)
             self._unused.keep(maxima[: len(used)])

@@ -57,8 +57,6 @@ def sharded(mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13,
     mode = Fsdp(mesh, ModeOptions(wrap_policy=list(units)))
     mode.prepare(model)
     mode.attach(model, [torch.optim.SGD(model.parameters())])
-    mode.call_log = CallLog(model, mesh)
-    mode.listeners.append(mode.call_log)
     return model, mode
 
 
