@@ -21,8 +21,11 @@ OF_NORMUON = {name: shape for name, shape in SHAPES.items() if len(shape) > 1} |
 
 
 def _train(mesh_shape: tuple[int, ...], *, disturbed: bool) -> list[Tensor]:
-    """This rank's weights after four steps. If disturbed, a new plan is made in the second one, the state is loaded in
-    the third one, so that owners change, and a step with a NaN comes before the last one."""
+    """This rank's weights after four steps.
+
+    If disturbed, a new plan is made in the second one, the state is loaded in the third one, so that owners change, and
+    a step with a NaN comes before the last one.
+    """
     place = distributed_over(mesh_shape, 0)
     parameters = {name: nn.Parameter(place(tensor)) for name, tensor in random_tensors(OF_NORMUON, 0).items()}
     optimizer = ParallelMuon(parameters.items(), algorithm="muon", bucket_bytes=4000, **PARTS, **OPTIONS)

@@ -43,14 +43,15 @@ def test_two_notes_to_each_other_are_sent_in_a_step(gloo: ProcessPool, name: str
 # What a callback on one rank may do between the end of backward and the step.
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "gradient is gone": lambda weight, _: setattr(weight, "grad", None),
+    "gradient is new": lambda _, training: setattr(training.net.tail.unused.weight, "grad", torch.ones(5, 3)),
     "NaN": lambda weight, _: weight.grad.mul_(float("nan")),
     "frozen": lambda weight, _: weight.requires_grad_(False),
-    "state is gone": lambda weight, optimizer: optimizer.state.pop(weight),
-    "momentum is wrong": lambda _, optimizer: optimizer.param_groups[0].update(momentum="much"),
-    "gradients are gone": lambda _, optimizer: optimizer.zero_grad(),
+    "state is gone": lambda weight, training: training.optimizer.state.pop(weight),
+    "momentum is wrong": lambda _, training: training.optimizer.param_groups[0].update(momentum="much"),
+    "gradients are gone": lambda _, training: training.optimizer.zero_grad(),
 }
 KINDS = {
-    "ddp": ["gradient is gone", "NaN", "frozen", "state is gone"],
+    "ddp": ["gradient is gone", "gradient is new", "NaN", "frozen", "state is gone"],
     "zero2": ["state is gone", "momentum is wrong", "gradients are gone", "frozen"],
     "fsdp": ["gradient is gone", "NaN"],
 }
@@ -61,7 +62,7 @@ def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
     for step in range(3):
         training.backward(step)
         if step == 2 and dist.get_rank() == 1:
-            CHANGES[kind](training.net.blocks[0].up.weight, training.optimizer)  # type: ignore[union-attr]
+            CHANGES[kind](training.net.blocks[0].up.weight, training)  # type: ignore[union-attr]
         try:
             training.optimizer.step()
         except (RuntimeError, ValueError) as problem:

@@ -108,8 +108,7 @@ class Layer(nn.Module):
 
 
 class Start(nn.Module):
-    """Hands on hidden states, a weight of its own, a tensor for the last part, tokens (integers), a mask (booleans),
-    and a tensor that no part looks at."""
+    """Hands on hidden states, a weight, a tensor for the last part, tokens (integers), a mask, and what nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
