@@ -147,7 +147,7 @@ def _frameworks() -> None:
             f"{name}, V", name, 2, options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"}, **deep
         )
         # Patterns for a stage, which the other one does not have.
-        routes = {"adamw_patterns": ("blocks.0.up.weight",), "muon_patterns": ("tail.head.weight",), **FUSED}
+        routes = {"adamw_patterns": ("*blocks.0.up.weight",), "muon_patterns": ("*tail.head.weight",), **FUSED}
         _add(f"{name}, pipeline, patterns", name, 2, options={"pipeline_size": 2}, **deep | {"parts": ("frozen",)},
              optimizer=routes)  # fmt: skip
         _add(f"{name}, pipeline, nodes", name, 4, **deep | {"parts": ("frozen", "tied")}, tolerance=1e-5,
