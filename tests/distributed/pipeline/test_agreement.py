@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from lightning_muon import MuonConfig
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.engine.conversion import convert_optimizers
 from lightning_muon.optim.gradients import skipped_steps
+from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.routing import route_module
 from lightning_muon.sharding.clipping import clip_norm_
 from tests.distributed.pipeline.models import (
     VOCABULARY,
@@ -33,7 +34,7 @@ from tests.distributed.pipeline.models import (
 )
 from tests.distributed.sharding.test_traffic import ALL_REDUCE, MESSAGE, Wire
 from tests.support.processes import ProcessPool
-from tests.support.tensors import whole
+from tests.support.tensors import are_equal, whole
 
 _ALL_SKIP = [(1, False), (1, False)]
 
@@ -79,11 +80,6 @@ def _model(*, is_tied: bool = False) -> Any:
     return _Model([embedding, *(_Shifted() for _ in range(4)), head])
 
 
-def _local(net: nn.Module) -> dict[str, Tensor]:
-    named = {name: p.detach() for name, p in net.named_parameters()}
-    return {name: (p.to_local() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
-
-
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
@@ -92,7 +88,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-2)
 
 
-def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: Any) -> tuple[Any, dict[str, Tensor]]:
+def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: Any) -> tuple[Any, list[Tensor]]:
     """Of the second step, which has a NaN in the loss or in the layer ``broken``: skipped steps, and a change."""
     net: Any = _model(is_tied=is_tied)
     is_kept = options.get("optimizer") == "keep"
@@ -102,21 +98,21 @@ def _three_steps(broken: int | None, *, clips: bool, is_tied: bool, **options: A
         net.has_nan = step == 1 and broken is None
         for index, part in enumerate(net.parts):
             part.is_broken = step == 1 and index == broken
-        before = _local(net)
+        before = [local_tensor(p.detach()).clone() for p in net.parameters()]
         optimizer.zero_grad()
         engine.run_pipeline(batch_of(8, 5, seed=step))
         if clips:
             engine.clip_by_norm(list(net.parameters()), float("inf"))
         engine.step(optimizer, take_step)
-        has_changed = any(not torch.equal(value, before[name]) for name, value in _local(net).items())
+        has_changed = not are_equal(before, map(local_tensor, net.parameters()))
         if step == 1:
             result = skipped_steps(optimizer), has_changed
         else:
             assert has_changed
-    weights = {name: p.detach().clone() for name, p in net.named_parameters() if p.ndim == 2} if is_tied else {}
+    weights = [whole(p) for name, p in net.named_parameters() if name in ("parts.0.weight", "parts.5.weight")]
     engine.end_training()
     engine.close()
-    return result, {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in weights.items()}
+    return result, weights
 
 
 CASES: dict[str, tuple[int, int | None, dict[str, Any], list[tuple[int, bool]]]] = {
@@ -143,10 +139,8 @@ def test_stages_skip_a_step_together(gloo: ProcessPool, name: str) -> None:
     results = gloo.run(_three_steps, broken, world_size=world_size, **chosen)
     assert [found for found, _ in results] == expected
     if chosen["is_tied"]:
-        copies = [
-            weights[key] for _, weights in results for key in ("parts.0.weight", "parts.5.weight") if key in weights
-        ]
-        assert len(copies) == world_size and all(torch.equal(copy, copies[0]) for copy in copies)
+        (first, *others) = [weight for _, weights in results for weight in weights]
+        assert len(others) == world_size - 1 and all(torch.equal(each, first) for each in others)
 
 
 def _collectives(**options: Any) -> list[str]:
@@ -270,14 +264,11 @@ def _interrupt(num_microbatches: int) -> None:
 
 def _norms_of_one_stage() -> tuple[float, float]:
     """By our norm over the parameters of the first stage alone, which the second rank has none of; and by hand."""
-    engine, optimizer = start(chain(2), _sgd, optimizer="keep")
-    optimizer.zero_grad()
-    engine.run_pipeline(batch_of(8, 5, seed=0))
-    listed = list(engine.module.parameters()) if dist.get_rank() == 0 else []
-    squares = torch.stack([whole(p.grad).square().sum() for p in listed if p.grad is not None]).sum() if listed else 0
-    norm = engine.clip_by_norm(listed, 1e-3)
-    engine.close()
-    return float(norm), float(squares) ** 0.5
+    with _started(chain(2)) as (engine, _):
+        engine.run_pipeline(batch_of(8, 5, seed=0))
+        listed = list(engine.module.parameters()) if dist.get_rank() == 0 else []
+        squares = [whole(p.grad).square().sum() for p in listed if p.grad is not None]
+        return float(engine.clip_by_norm(listed, 1e-3)), float(sum(squares)) ** 0.5
 
 
 def test_a_rank_without_listed_parameters_clips_too(gloo: ProcessPool) -> None:
@@ -384,6 +375,20 @@ def test_left_padded_prompts_go_on_as_in_one_process(gloo: ProcessPool, kind: st
         assert torch.equal(found, tokens)
         # Micro-batches have fewer rows, for which a kernel may add in another order.
         torch.testing.assert_close(of_call, logits, rtol=1e-5, atol=1e-6)
+
+
+def _layers() -> nn.Module:
+    return Chain([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+
+
+def _routes() -> dict[str, str]:
+    with _started(_layers(), _adamw, optimizer=MuonConfig(), sharding="none") as (_, optimizer):
+        return {route.name: route.algorithm for route in optimizer.routes}
+
+
+def test_the_last_layer_of_a_stage_is_no_output_head(gloo: ProcessPool) -> None:
+    first, last = gloo.run(_routes, world_size=2)
+    assert first and last and first | last == {r.name: r.algorithm for r in route_module(_layers()).values()}
 
 
 def _groups_of_stage(*, keeps_empty: bool) -> int:
