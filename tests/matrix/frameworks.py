@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
-import accelerate
 import torch
 import torch.distributed as dist
-import transformers
-import yaml
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +20,6 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, forward_backward, full_state_dict, make_mode
-from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.integrations import registry
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
@@ -32,7 +27,6 @@ from tests.integration.integrations.transformers import runs
 from tests.integration.training import load, trainer
 from tests.matrix.row import BETAS, EPS, EXACT, LR, ROWS, WEIGHT_DECAY, Batch, Row
 from tests.support.tensors import weights_of, wholes
-from tests.support.worker import free_port
 
 Found = tuple[dict[str, Tensor], list[float]]
 # Of an optimizer that the program makes itself.
@@ -81,18 +75,15 @@ def _fabric(row: Row, task: Task, package: str = "lightning.fabric", *, apart: b
     make = __import__(package, fromlist=["Fabric"]).Fabric
     fabric = make(accelerator="cpu", devices=row.ranks, strategy=strategy, precision=row.precision)
     fabric.launch()
-    # Each stage of a pipeline has the weights of its own parts.
-    net, is_pipeline = (
-        row.make_model(0 if "pipeline_size" in row.options else task.seed),
-        "pipeline_size" in row.options,
-    )
-    optimizer: Any
+    is_pipeline = "pipeline_size" in row.options
+    net = row.make_model(0 if is_pipeline else task.seed)  # Each stage of a pipeline has the weights of its own parts.
+    given: Any = row.make_optimizer(net)
+    scheduler: Any = _scheduler(row, given) if apart else None
     if apart:
-        model = fabric.setup_module(net)
-        optimizer = fabric.setup_optimizers(row.make_optimizer(net))
+        model, optimizer = fabric.setup_module(net), fabric.setup_optimizers(given)
     else:
-        model, optimizer = fabric.setup(net, row.make_optimizer(net))
-    scheduler, losses = _scheduler(row, optimizer), list[float]()
+        model, optimizer = fabric.setup(net, given)
+    scheduler, losses = scheduler or _scheduler(row, optimizer), list[float]()
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if task.resume:
         fabric.load(task.path, state)
@@ -202,12 +193,12 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
     with accelerator_on_cpu(**arguments, **sizes, given=options) as accelerator:
         net = row.make_model(task.seed)
         optimizer: Any = row.make_optimizer(net)
-        scheduler: Any = _scheduler(row, optimizer, per_step=row.ranks)  # Accelerate steps it once for each process.
+        make: Any = partial(_scheduler, row, per_step=row.ranks)  # Accelerate steps it once for each process.
         if apart:
-            model = accelerator.prepare_model(net)
-            optimizer, scheduler = accelerator.prepare_optimizer(optimizer), accelerator.prepare(scheduler)
+            model, optimizer = accelerator.prepare_model(net), accelerator.prepare_optimizer(optimizer)
+            scheduler = accelerator.prepare(make(optimizer))
         else:
-            model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+            model, optimizer, scheduler = accelerator.prepare(net, optimizer, make(optimizer))
         assert hasattr(model, "_orig_mod") == compiles
         if task.resume:
             accelerator.load_state(task.path)
@@ -235,28 +226,14 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
         return full_state_dict(accelerator.unwrap_model(model)), losses
 
 
-@contextmanager
-def launched(directory: str, options: dict[str, Any]) -> Generator[None]:
-    """As in a script that ``lightning-muon launch`` starts with these options."""
-    path = f"{directory}/options{dist.get_rank()}-{free_port()}.yaml"
-    with open(path, "w") as file:
-        yaml.safe_dump(options, file)
-    with ExitStack() as stack:
-        for module in (accelerate, accelerate.accelerator, transformers.trainer):
-            stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
-        stack.enter_context(mock.patch.object(transformers.Trainer, "save_model", transformers.Trainer.save_model))
-        stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": path}))
-        replace_accelerator()
-        yield
-
-
-def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = False) -> Found:
+def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = False, **variables: str) -> Found:
     """A Trainer with ParallelMuon, or an unchanged one that ``lightning-muon launch`` starts."""
     batches = [row.batch(step, index) for step in range(row.steps) for index in range(row.accumulate)]
     samples = [{key: each[key][i] for key in each} for each in batches for i in range(ROWS)]
     ours = lightning_muon.hf.optimizer(dedupe="always", **_OWN)
     options = {"optimizer": EXACT | dict(row.optimizer)} | dict(row.options)
-    with runs.accelerator_of(parallel), launched(task.directory, options) if is_launched else nullcontext():
+    launched = runs.launched(task.directory, options) if is_launched else nullcontext()
+    with runs.accelerator_of(parallel, **variables), launched:
         run = runs.trainer(
             f"{task.directory}/out",
             row.make_model(task.seed if is_launched and not task.resume else 10 * task.resume),
@@ -400,6 +377,7 @@ DRIVERS: dict[str, Callable[[Row, Task], Found]] = {
     "accelerate ddp, prepared apart": partial(_accelerate, is_fsdp=False, apart=True),
     "accelerate compiled": partial(_accelerate, compiles=True),
     **{f"transformers {kind}": partial(_transformers, parallel=kind) for kind in ("none", "ddp", "fsdp", "hsdp")},
+    "transformers fsdp, one file": partial(_transformers, parallel="fsdp", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"),
     **{
         f"transformers launched {kind}": partial(_transformers, parallel=kind, is_launched=True)
         for kind in ("none", "ddp", "hsdp")

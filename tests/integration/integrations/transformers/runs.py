@@ -1,20 +1,28 @@
 """A small Llama, its data, Trainers inside the workers of the gloo pool, and the same training written out."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import accelerate
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
+import yaml
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import lightning_muon.hf
+from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.reference.muon import ReferenceMuon
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
+from tests.support.worker import free_port
 
 Samples = list[dict[str, Tensor]]
 VOCABULARY, LENGTH, GLOBAL_BATCH = 37, 9, 8
@@ -65,6 +73,20 @@ def accelerator_of(parallel: str, **variables: str) -> AbstractContextManager[No
     replicas = {"replicate_size": 2, "shard_size": size // 2} if parallel == "hsdp" else {}
     # Each layer is a unit, as with TrainingArguments(fsdp=True).
     return fsdp2_on_cpu(**replicas, **({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} | variables))
+
+
+@contextmanager
+def launched(directory: str, options: dict[str, Any]) -> Generator[None]:
+    """As in a script that ``lightning-muon launch`` starts with these options."""
+    path = Path(directory, f"options{dist.get_rank()}-{free_port()}.yaml")
+    path.write_text(yaml.safe_dump(options))
+    with ExitStack() as stack:
+        for module in (accelerate, accelerate.accelerator, transformers.trainer):
+            stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
+        stack.enter_context(mock.patch.object(transformers.Trainer, "save_model", transformers.Trainer.save_model))
+        stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": str(path)}))
+        replace_accelerator()
+        yield
 
 
 def trainer(
