@@ -159,29 +159,6 @@ def test_hooks_that_look_for_gradients_are_warned_of(gloo: ProcessPool) -> None:
     assert any("LanguageModel.on_before_optimizer_step" in message for message in messages)
 
 
-def _by_tokens() -> None:
-    pl = training.load()
-    model = training.language_model(pl)
-    model.automatic_optimization = False
-    training.trainer(pl, strategy=training.strategy_class()(loss_scaling="tokens")).fit(model, training.loader())
-
-
-def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_by_tokens, world_size=2, match="needs automatic optimization")
-
-
-def _reads_whole_gradients() -> None:
-    pl = training.load()
-    model = training.language_model(pl, configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-    training.trainer(pl, strategy=training.strategy_class()(sharding="zero2")).fit(model, training.loader())
-
-
-def test_an_optimizer_that_reads_whole_gradients_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _reads_whole_gradients, world_size=2, match="divides the gradients that SGD reads whole"
-    )
-
-
 def _fit_in_parts(sharding: str, own: str, parts: Sequence[int]) -> list[Any]:
     """Weights and rate after one fit for each part, with one optimizer and scheduler that the module keeps."""
     pl = training.load()

@@ -82,16 +82,6 @@ def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_
     assert resumed[2] == groups
 
 
-def _with_callback(name: str) -> None:
-    pl = training.load()
-    training.trainer(pl, callbacks=[getattr(pl.callbacks, name)()]).fit(training.language_model(pl), training.loader())
-
-
-def test_callbacks_that_need_whole_weights_are_refused(gloo: ProcessPool) -> None:
-    match = "EMAWeightAveraging does not work.*Instead, "
-    gloo.expect_error_on_all_ranks(_with_callback, "EMAWeightAveraging", world_size=2, match=match)
-
-
 def _logged_rates(folder: str) -> list[str]:
     pl = training.load()
 

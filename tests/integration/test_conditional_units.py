@@ -62,28 +62,3 @@ def test_an_evaluation_is_watched_too(gloo: ProcessPool) -> None:
     gloo.expect_error_on_all_ranks(
         _validate, (0, 1), world_size=2, exception=RuntimeError, match=r"network\.experts\.[01]"
     )
-
-
-def _corrupt_data() -> None:
-    pl = training.load()
-    data = training.loader().dataset
-
-    class Corrupt(torch.utils.data.Dataset[Any]):
-        def __len__(self) -> int:
-            return len(data)  # type: ignore[arg-type]
-
-        def __getitem__(self, index: int) -> Any:
-            if index >= 16 and dist.get_rank() == 1:
-                raise OSError("file 4 is corrupt")
-            return data[index]
-
-    model = training.language_model(pl)
-    batches = torch.utils.data.DataLoader(Corrupt(), batch_size=4)
-    training.trainer(pl, strategy=training.strategy_class()(), use_distributed_sampler=False).fit(model, batches)
-
-
-def test_a_rank_that_fails_in_its_data_tells_the_others_why(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError) as caught:
-        gloo.run_fresh(_corrupt_data, world_size=2, grace=15.0)
-    assert "file 4 is corrupt" in caught.value.failures[1].message and caught.value.exit_codes == {0: 1}
-    assert "rank 0 ends: rank 1 has failed: OSError: file 4 is corrupt" in str(caught.value)

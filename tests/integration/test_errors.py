@@ -21,17 +21,6 @@ from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
-def _fit_on_tensor_ranks() -> None:
-    pl = load(PACKAGES[0])
-    strategy = strategy_class(PACKAGES[0])(tensor_parallel_size=3)
-    trainer(pl, strategy=strategy).fit(language_model(pl), loader())
-
-
-def test_tensor_ranks_without_a_divided_layer_are_named(gloo: ProcessPool) -> None:
-    match = "tensor_size=3, but no layer of LanguageModel is divided"
-    gloo.expect_error_on_all_ranks(_fit_on_tensor_ranks, world_size=3, match=match)
-
-
 def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:
     """Rank 1 raises; rank 0 gets SIGTERM while it clears up, as launchers send it to the ranks that are left."""
     pl = load(PACKAGES[0])

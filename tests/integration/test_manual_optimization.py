@@ -143,18 +143,6 @@ def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, world_size: int
     assert training.max_difference(weights, plain[1]) < 2e-4
 
 
-def _parameter_on_the_module() -> None:
-    pl = training.load()
-    model = training.language_model(pl, network=training.Network)
-    model.automatic_optimization = False
-    model.scale = nn.Parameter(torch.ones(3, device="meta"))
-    training.trainer(pl).fit(model, training.loader())
-
-
-def test_a_meta_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_parameter_on_the_module, world_size=2, match="scale is on the meta device")
-
-
 def _call_a_layer_of_a_child() -> str:
     pl = training.load()
     model = training.language_model(pl)

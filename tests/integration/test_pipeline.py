@@ -163,65 +163,6 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
         assert len(predicted) == _NUM_BATCHES and all(map(torch.equal, predicted, predictions))
 
 
-def test_mixed_precision_differs_by_rounding(gloo: ProcessPool) -> None:
-    kwargs = {"precision": "bf16-mixed", "gradient_clip_val": 0.3}
-    start = _weights(_network())
-    expected = gloo.run(_fit, {}, world_size=1, **kwargs)[0]
-    results = gloo.run(_fit, _SHARDED, world_size=4, **kwargs)
-    # Muon makes steps of the same length of gradients that have three digits.
-    moved = max((expected[0][f"network.{name}"] - start[name]).abs().max().item() for name in start)
-    assert _difference(results, expected[0]) < 0.2 * moved
-
-
-def _refused(changes: str, **kwargs: Any) -> None:
-    pl = training.load()
-    model = _model(pl)
-    model.automatic_optimization = changes != "manual"
-    if changes == "callback":
-        kwargs["callbacks"] = [pl.callbacks.BackboneFinetuning()]
-    if changes == "compiled":
-        model.network.blocks[1].compile(backend="eager")
-    fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2), **kwargs)
-    fitter.fit(model, training.loader())
-
-
-@pytest.mark.parametrize(
-    ("changes", "kwargs", "match"),
-    [
-        ("manual", {}, "set automatic_optimization = True"),
-        ("", {"accumulate_grad_batches": 2}, "instead of accumulate_grad_batches=2"),
-        ("callback", {}, "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in setup"),
-        ("compiled", {}, r"network\.blocks\.1 \(Block\) is compiled; .* remove torch.compile"),
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_refused(
-    gloo: ProcessPool, changes: str, kwargs: dict[str, Any], match: str
-) -> None:
-    gloo.expect_error_on_all_ranks(_refused, changes, world_size=2, match=match, **kwargs)
-
-
-def _nothing_to_train() -> None:
-    """Of the first stage; ``configure_optimizers`` runs after the cut."""
-    pl = training.load()
-
-    def trained(module: nn.Module) -> Any:
-        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
-
-    model = _model(pl, trained)
-    for part in (model.network.embedding, *model.network.blocks):
-        part.requires_grad_(False)
-    fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2))
-    try:
-        fitter.fit(model, training.loader())
-    except (ValueError, RuntimeError) as error:  # Another rank says whose error it is.
-        raise ValueError(str(error)) from error
-
-
-def test_an_optimizer_of_nothing_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    match = r"nothing in the stages of this rank is trained; give it all parameters"
-    gloo.expect_error_on_all_ranks(_nothing_to_train, world_size=2, match=match)
-
-
 def _other_batch_of_one_rank() -> None:
     pl = training.load()
     data = _batches(shares=2, share=dist.get_rank() % 2)

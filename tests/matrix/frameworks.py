@@ -184,7 +184,10 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
     return full_state_dict(module), [sum(losses[first : first + row.accumulate]) for first in windows]
 
 
-def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = False, apart: bool = False) -> Found:
+def _accelerate(
+    row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = False, apart: bool = False, by_torch: bool = False
+) -> Found:
+    """``by_torch``: the last micro-batch calls ``loss.backward()`` itself."""
     options = {"optimizer": row.config} | dict(row.options)
     sizes = {name: options.pop(name) for name in ("replicate_size", "shard_size") if name in options}
     variables = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if compiles else {}
@@ -212,7 +215,10 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
                         accelerator.report_tokens(row.num_tokens(batch))
                     loss = row.loss(model, batch)
                     losses[-1] += loss.item() / (1 if row.has_tokens else row.accumulate)
-                    accelerator.backward(loss)
+                    if by_torch and index == row.accumulate - 1:
+                        (loss / row.accumulate).backward()
+                    else:
+                        accelerator.backward(loss)
                     if row.max_norm is not None:
                         norm = accelerator.clip_grad_norm_(model.parameters(), row.max_norm)
                         assert (norm > 0) == accelerator.sync_gradients
@@ -376,6 +382,8 @@ DRIVERS: dict[str, Callable[[Row, Task], Found]] = {
     "accelerate ddp": partial(_accelerate, is_fsdp=False),
     "accelerate ddp, prepared apart": partial(_accelerate, is_fsdp=False, apart=True),
     "accelerate compiled": partial(_accelerate, compiles=True),
+    "accelerate by torch": partial(_accelerate, by_torch=True),
+    "accelerate ddp by torch": partial(_accelerate, is_fsdp=False, by_torch=True),
     **{f"transformers {kind}": partial(_transformers, parallel=kind) for kind in ("none", "ddp", "fsdp", "hsdp")},
     "transformers fsdp, one file": partial(_transformers, parallel="fsdp", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"),
     **{

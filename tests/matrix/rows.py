@@ -119,6 +119,9 @@ def _frameworks() -> None:
         _add(f"{name}, NorMuon, hsdp", name, 4, options=HSDP, **normuon, saved_at=1,
              resumed={"ranks": 3, "options": {}})  # fmt: skip
         _add(f"{name}, NorMuon, zero2", plain, 3, options=zero2, **normuon, saved_at=2)
+    for accumulate in (1, 2):
+        _add(f"accelerate, loss.backward() {accumulate}", "accelerate by torch", 2, accumulate=accumulate)
+    _add("accelerate, ddp, loss.backward()", "accelerate ddp by torch", 2, accumulate=2, options={"sharding": "ddp"})
     _add("lightning, nodes, tokens", "lightning", 2, optimizer=MEAN, options={"replicate_size": 2, **loss}, **tokens)
     _add("lightning, context and replicas", "lightning", 4, parts=FLAT, accumulate=2, max_norm=0.3,
          options={"context_size": 2, "replicate_size": 2})  # fmt: skip

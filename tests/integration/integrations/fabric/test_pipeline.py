@@ -75,32 +75,3 @@ def test_a_loop_trains_as_one_process(gloo: ProcessPool, options: dict[str, Any]
         assert own[-1] == pytest.approx(losses[-1], rel=1e-5)
     means = torch.tensor([own for _, own, *_ in results]).mean(0)
     assert means.tolist() == pytest.approx(losses, rel=1e-5)
-
-
-def _misuse(what: str) -> None:
-    is_alone = what == "no pipeline"
-    fabric = loop.launch(**({} if is_alone else {"pipeline_size": 2}))
-    net = causal_lm("llama")
-    model, optimizer = fabric.setup(net, loop.adamw(net))
-    try:
-        with fabric.no_backward_sync(model, enabled=what == "no_backward_sync"):
-            loss = forward_backward(model, batch_of(8, 5, seed=0))
-        if what == "backward":
-            fabric.backward(loss)
-        optimizer.step()
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    finally:
-        fabric.strategy.teardown()
-
-
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("no pipeline", "is no stage of a pipeline; set it up with pipeline_size of 2 or more"),
-        ("backward", "does not require grad"),
-        ("no_backward_sync", "optimizer.step after micro-batches that were all inside of no_backward_sync"),
-    ],
-)
-def test_what_a_loop_cannot_mean_is_an_error_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_misuse, what, match=match, exception=RuntimeError, world_size=2)
