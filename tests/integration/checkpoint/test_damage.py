@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.manifest import SaveClock, _sealed, damages, describe, write_file, write_manifest
+from lightning_muon.checkpoint.manifest import CLOCK, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
@@ -172,7 +173,8 @@ def test_what_cannot_be_read_is_named_and_passed_over(
         about = json.loads(manifest.read_text())
         del about["sha256"]
         _MANIFESTS[kind](about)
-        manifest.write_text(json.dumps(_sealed(about)))
+        seal = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        manifest.write_text(json.dumps({**about, "sha256": seal}))
     elif kind == "brackets":
         manifest.write_text("[" * 100_000)
     elif kind.startswith("index"):
@@ -206,14 +208,10 @@ def test_what_is_left_of_a_checkpoint_is_not_taken_for_one_of_another_program(tm
         assert first_intact([path, tmp_path / "before.ckpt"]) == tmp_path / "before.ckpt"
 
 
-def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SaveClock()
-    monkeypatch.setattr("lightning_muon.checkpoint.newest.CLOCK", clock)
-    write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": clock.now() + 7200})
+def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(tmp_path: Path) -> None:
+    write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": CLOCK.now() + 7200})
     first_intact(newest_first(tmp_path))
-    write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": clock.now()})
+    write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": CLOCK.now()})
     assert [path.name for path in newest_first(tmp_path)] == ["step=2.ckpt", "step=1.ckpt"]
 
 
@@ -253,35 +251,10 @@ def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> Non
     assert damages(tmp_path / "copied.pt") == [] and (describe(tmp_path / "copied.pt") or {})["step"] == 4
 
 
-def test_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_muon.checkpoint.manifest._FORMAT", 2)
-    write_manifest(tmp_path, {}, {})
-    monkeypatch.undo()
+def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {}, {"format": 2})
     with pytest.raises(ValueError, match=r"manifest\.json was written by a later version .*, in format 2; this one"):
         describe(tmp_path)
-
-
-class _RunsWhenUnpickled:
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.proof,)
-
-
-def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, proof = tmp_path / "folder", tmp_path / "proof"
-    (folder / "from-a-stranger.ckpt").mkdir(parents=True)
-    written = pickle.dumps(_RunsWhenUnpickled(proof))
-    (folder / "from-a-stranger.ckpt" / ".metadata").write_bytes(written)
-    (folder / "file.ckpt").write_bytes(written)
-    with pytest.raises(SystemExit):
-        main(["verify", str(folder)])
-    text = capsys.readouterr().out
-    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
-    assert len(newest_first(folder)) == 2 and not proof.exists()
-    pickle.loads(written)
-    assert proof.exists()
 
 
 class _MakesFolder:
@@ -292,6 +265,19 @@ class _MakesFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.folder,)
+
+
+def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, proof = tmp_path / "folder", tmp_path / "proof"
+    (folder / "from-a-stranger.ckpt").mkdir(parents=True)
+    written = pickle.dumps(_MakesFolder(proof))
+    (folder / "from-a-stranger.ckpt" / ".metadata").write_bytes(written)
+    (folder / "file.ckpt").write_bytes(written)
+    with pytest.raises(SystemExit):
+        main(["verify", str(folder)])
+    text = capsys.readouterr().out
+    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
+    assert len(newest_first(folder)) == 2 and not proof.exists()
 
 
 class _WithExtraState(torch.nn.Linear):
