@@ -16,17 +16,8 @@ import lightning_muon
 from lightning_muon.integrations.registry import make
 from tests.integration.integrations.accelerate import loop as accelerate_loop
 from tests.integration.integrations.fabric import loop as fabric_loop
-from tests.integration.training import (
-    PACKAGES,
-    dataset,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
+from tests.integration.training import PACKAGES, dataset, full_weights, language_model, load, loader
+from tests.integration.training import max_difference, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 
@@ -38,30 +29,6 @@ def _slurm(pl: Any) -> Any:
     os.environ["PATH"] = f"{os.getcwd()}:{os.environ['PATH']}"
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
     return environments.SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
-
-
-class _Told:
-    """A training in which some ranks get a signal between two collectives of a step."""
-
-    def __init__(self, package: str, number: int, receivers: tuple[int, ...], *, during: str, **kwargs: Any) -> None:
-        pl = load(package)
-        self.model = language_model(pl)
-        self.is_told = False
-        hook = getattr(self.model, during)
-
-        def told(*args: Any) -> Any:
-            if self.model.trainer.global_step >= 3 and not self.is_told and not self.model.trainer.sanity_checking:
-                self.is_told = True
-                if dist.get_rank() in receivers:
-                    os.kill(os.getpid(), number)
-            return hook(*args)
-
-        setattr(self.model, during, told)
-        strategy = strategy_class(package)()
-        self.trainer = trainer(pl, strategy=strategy, plugins=[_slurm(pl)], **({"max_epochs": -1} | kwargs))
-
-    def fit(self) -> None:
-        self.trainer.fit(self.model, loader(), loader())
 
 
 def _fit_until_told(
@@ -125,22 +92,26 @@ def test_all_ranks_save_and_go_on_with_equal_bits(
         assert told[rank][1] + resumed[rank][1] == whole[rank][1]
 
 
-def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
+def _requeue(directory: str, receivers: tuple[int, ...]) -> list[int]:
     """Where the saved training stood, and where it is resumed."""
     os.chdir(directory)
-    steps: list[int] = []
+    pl, steps = load(), list[int]()
     for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
-        kwargs = {"max_steps": 5000, "default_root_dir": directory}
-        training = _Told(PACKAGES[0], signal.SIGUSR1, told, during="training_step", **kwargs)
+        model = language_model(pl)
 
-        def record(*_: Any, of: Any = training.trainer) -> None:
-            steps.append(of.global_step)
-            of.should_stop = True
+        def record(*_: Any, of: Any = model) -> None:
+            steps.append(of.trainer.global_step)
+            of.trainer.should_stop = True
 
-        setattr(training.model, hook, record)
-        training.fit()
-    saved, resumed = steps
-    return saved, resumed
+        def on_before_backward(_: Any, of: Any = model, told: tuple[int, ...] = told) -> None:
+            if of.trainer.global_step == 3 and dist.get_rank() in told:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        setattr(model, hook, record)
+        model.on_before_backward = on_before_backward
+        options = {"max_steps": 5000, "max_epochs": -1, "default_root_dir": directory, "plugins": [_slurm(pl)]}
+        trainer(pl, strategy=strategy_class()(), **options).fit(model, loader(), loader())
+    return steps
 
 
 @pytest.mark.parametrize("receivers", [(0, 1), (1,)])
@@ -149,7 +120,8 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[in
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
     scontrol.chmod(0o755)
     results = ProcessPool().run_fresh(_requeue, str(tmp_path), receivers, world_size=2)
-    assert results[0] == results[1] and results[0][0] == results[0][1] < 5000
+    (saved, resumed), other = results
+    assert other == [saved, resumed] and saved == resumed < 5000
     assert (tmp_path / "told").read_text() == "requeue 77\n"
 
 
