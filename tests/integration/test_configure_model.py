@@ -1,4 +1,4 @@
-"""Models that configure_model creates or divides: on the meta device, sharded or tensor parallel by the user, compiled."""
+"""Models that configure_model creates or divides: on the meta device, by FSDP2 or tensor parallelism, or compiled."""
 
 from pathlib import Path
 from typing import Any

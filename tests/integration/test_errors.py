@@ -145,9 +145,7 @@ def _go_on(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 
 )
 def test_a_batch_that_failed_cannot_be_left_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
     match = "backward has raised before, and the"
-    gloo.expect_error_on_all_ranks(
-        _go_on, where, options, world_size=2, exception=RuntimeError, match=match
-    )
+    gloo.expect_error_on_all_ranks(_go_on, where, options, world_size=2, exception=RuntimeError, match=match)
 
 
 def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None:

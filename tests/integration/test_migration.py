@@ -47,7 +47,12 @@ def _language() -> nn.Module:
 
 
 def _plain_loop(
-    model: nn.Module, batches: Iterable[Tensor], optimizer: MuonAndAdamW, *, max_norm: float = float("inf"), warm: int = 0
+    model: nn.Module,
+    batches: Iterable[Tensor],
+    optimizer: MuonAndAdamW,
+    *,
+    max_norm: float = float("inf"),
+    warm: int = 0,
 ) -> dict[str, Tensor]:
     """One process with the batches of all ranks; ``warm`` steps of LinearLR."""
     for step, tokens in enumerate(batches):

@@ -1,4 +1,4 @@
-"""What a loop or a module cannot mean is the same error on all ranks; what one process can check is in unit/refusals."""
+"""What a loop or a module cannot mean is the same error on all ranks; what one process can check: unit/refusals."""
 
 import contextlib
 from collections.abc import Callable
@@ -164,7 +164,10 @@ def _fit(what: str) -> None:
     if what == "tokens":
         model.automatic_optimization, strategy = False, {"loss_scaling": "tokens"}
     if what == "whole gradients":
-        model.configure_optimizers, strategy = lambda: torch.optim.SGD(model.parameters(), lr=0.1), {"sharding": "zero2"}
+        model.configure_optimizers, strategy = (
+            lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+            {"sharding": "zero2"},
+        )
     if what == "meta":
         model.automatic_optimization, model.scale = False, nn.Parameter(torch.ones(3, device="meta"))
     if what == "tensor":
@@ -235,7 +238,12 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fit, "EMA", ValueError, "EMAWeightAveraging does not work.*Instead, "),
     (_fit, "stages by hand", ValueError, "set automatic_optimization = True"),
     (_fit, "stages accumulate", ValueError, "instead of accumulate_grad_batches=2"),
-    (_fit, "stages finetune", ValueError, "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in set"),
+    (
+        _fit,
+        "stages finetune",
+        ValueError,
+        "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in set",
+    ),
     (_fit, "stages compiled", ValueError, r"network\.blocks\.1 \(Block\) is compiled; .* remove torch.compile"),
     (_fit, "stages frozen", ValueError, "nothing in the stages of this rank is trained; give it all parameters"),
 ]

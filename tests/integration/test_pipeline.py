@@ -159,7 +159,9 @@ def _other_batch_of_one_rank() -> None:
     data = _batches(shares=2, share=dist.get_rank() % 2)
     if dist.get_rank() == 3:
         data[1] = (data[1][0][:-1], data[1][1][:-1])
-    fitter = training.trainer(pl, strategy=training.strategy_class()(pipeline_size=2, shard_size=2), use_distributed_sampler=False)
+    fitter = training.trainer(
+        pl, strategy=training.strategy_class()(pipeline_size=2, shard_size=2), use_distributed_sampler=False
+    )
     fitter.fit(_model(pl), DataLoader(data, batch_size=None))  # type: ignore[arg-type]
 
 

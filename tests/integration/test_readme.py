@@ -159,7 +159,8 @@ torch.distributed.destroy_process_group()
     [
         ("class Largest", "init_process_group()\nnodes,", "DCTTopK(top_k=8)", "Largest(count=8)", ""),
         ("class HalfDdp", "make_mode(", '"zero2"', '"ddp_bf16"', _CHECK),
-        ("def one_at_a_time", "pipeline_split=[", "pipeline_split", 'pipeline_schedule="one_at_a_time", pipeline_split', ""),
+        ("def one_at_a_time", "pipeline_split=[", "pipeline_split", 'pipeline_schedule="one_at_a_time", pipeline_split',
+         ""),
     ],
     ids=["replicator", "mode", "schedule"],
 )  # fmt: skip

@@ -16,8 +16,17 @@ import lightning_muon
 from lightning_muon.integrations.registry import make
 from tests.integration.integrations.accelerate import loop as accelerate_loop
 from tests.integration.integrations.fabric import loop as fabric_loop
-from tests.integration.training import PACKAGES, dataset, full_weights, language_model, load, loader
-from tests.integration.training import max_difference, strategy_class, trainer
+from tests.integration.training import (
+    PACKAGES,
+    dataset,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
 from tests.support.processes import ProcessPool
 
 

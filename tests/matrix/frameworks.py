@@ -147,18 +147,6 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
             optimizer = row.make_optimizer(self)
             return [optimizer], [{"scheduler": _scheduler(row, optimizer), "interval": "step"}]
 
-        def pipeline_parts(self) -> list[nn.Module]:
-            return self.net.pipeline_parts()
-
-        def pipeline_step(self, batch: Batch) -> Any:
-            return self.net.pipeline_step(batch)
-
-        def pipeline_loss(self, output: Tensor, labels: Tensor) -> Any:
-            return self.net.pipeline_loss(output, labels)
-
-    if not is_pipeline:
-        del Module.pipeline_parts, Module.pipeline_step, Module.pipeline_loss
-
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if (index + 1) % row.accumulate == 0 and task.saves(row, trainer.global_step - 1):
@@ -169,6 +157,8 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
     if row.max_value is not None:
         clipping["gradient_clip_algorithm"] = "value"
     module = Module()
+    for name in ("pipeline_parts", "pipeline_step", "pipeline_loss") if is_pipeline else ():
+        setattr(module, name, getattr(module.net, name))
     fitter = trainer(
         pl, strategy=strategy, precision=row.precision, max_epochs=1, max_steps=row.steps, callbacks=[Save()],
         accumulate_grad_batches=row.accumulate, use_distributed_sampler=False, **clipping,

@@ -148,7 +148,13 @@ def _frameworks() -> None:
     of_trainer: dict[str, Any] = {"model": "llama", "has_tokens": True, "max_norm": 0.3, "accumulate": 2}
     # Before 5.18 transformers loads the state of DDP on CPUs to "cpu:0", an error.
     of_ddp = 2 if Version(transformers.__version__) >= Version("5.18") else 0
-    for kind, ranks, saved in (("none", 1, 0), ("ddp", 4, of_ddp), ("fsdp", 2, 2), ("fsdp, one file", 2, 1), ("hsdp", 4, 0)):
+    for kind, ranks, saved in (
+        ("none", 1, 0),
+        ("ddp", 4, of_ddp),
+        ("fsdp", 2, 2),
+        ("fsdp, one file", 2, 1),
+        ("hsdp", 4, 0),
+    ):
         resumed = {"ranks": 4} if kind == "fsdp, one file" else {}
         _add(f"transformers, {kind}", f"transformers {kind}", ranks, **of_trainer, has_rates=kind != "hsdp",
              parts=("tied",) if kind in ("ddp", "fsdp") else (), saved_at=saved, resumed=resumed)  # fmt: skip

@@ -6,8 +6,8 @@ import os
 import resource
 import shutil
 import signal
-import threading
 import sys
+import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_muon.checkpoint import saving
 from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
@@ -76,19 +77,13 @@ def _fit(directory: str, is_async: bool, whole: bool) -> Any:
     return seen, model.losses
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {name: item for key, inner in value.items() for name, item in _flat(inner, f"{path}.{key}").items()}
-    if isinstance(value, list | tuple):
-        return {name: item for key, inner in enumerate(value) for name, item in _flat(inner, f"{path}.{key}").items()}
-    return {path: value}
-
-
 def _content(path: Path) -> dict[str, Any]:
+    """All leaves by their keys."""
     if path.is_file():
-        return _flat(torch.load(path, weights_only=False))
-    shards = load_whole(path)
-    return _flat(shards | torch.load(path / "meta.pt", weights_only=False))
+        found = torch.load(path, weights_only=False)
+    else:
+        found = load_whole(path) | torch.load(path / "meta.pt", weights_only=False)
+    return {keystr(key): leaf for key, leaf in tree_flatten_with_path(found)[0]}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
@@ -104,7 +99,7 @@ def test_the_state_at_the_call_is_saved_while_steps_go_on(gloo: ProcessPool, tmp
         assert _names(directory) == ["saved.ckpt"] and damages(directory / "saved.ckpt") == []
         found[is_async] = _content(directory / "saved.ckpt")
     assert losses[True] == losses[False]
-    assert found[True].keys() == found[False].keys() and found[True][".global_step"] == 3
+    assert found[True].keys() == found[False].keys() and found[True]["['global_step']"] == 3
     for name, value in found[False].items():
         same = torch.equal(value, found[True][name]) if isinstance(value, Tensor) else value == found[True][name]
         assert same, name

@@ -193,7 +193,9 @@ def test_a_stock_accelerator_saves_and_loads_a_parallel_muon(gloo: ProcessPool, 
     assert too_much == 0, "state of the parameters before sharding is kept"
 
 
-def _train_or_load(kind: str, directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
+def _train_or_load(
+    kind: str, directory: str, variables: dict[str, str], *, saves: bool
+) -> tuple[dict[str, Tensor], Any]:
     """Weights, and one first moment, or momentum."""
     with ExitStack() as stack:
         if kind.startswith("stock"):

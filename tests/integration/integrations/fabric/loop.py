@@ -74,7 +74,9 @@ def own_rows(fabric: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return batch[0][rows], batch[1][rows]
 
 
-def backward(fabric: Any, model: Any, step: int, loss: Callable[..., Tensor] | None = None, *, accumulate: int = 2) -> Tensor:
+def backward(
+    fabric: Any, model: Any, step: int, loss: Callable[..., Tensor] | None = None, *, accumulate: int = 2
+) -> Tensor:
     """The micro-batches of a step; the last loss."""
     found = torch.zeros(())
     for index in range(accumulate):
