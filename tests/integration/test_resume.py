@@ -60,8 +60,7 @@ def _hyper_parameters(path: str) -> tuple[list[str], list[str]]:
 
     fitter = training.trainer(pl, max_steps=1)
     fitter.fit(Nested(training.Network(), 3, nn.MSELoss()), training.loader())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         fitter.save_checkpoint(path)
     kept = torch.load(path, weights_only=False)["hyper_parameters"]
     return sorted(kept), [str(each.message) for each in caught if "hyper-parameters" in str(each.message)]

@@ -4,7 +4,6 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 from lightning_muon.integrations.registry import make
-from tests.integration.integrations.accelerate import loop as accelerate_loop
-from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import (
     PACKAGES,
     dataset,
-    full_weights,
     language_model,
     load,
     loader,
@@ -137,67 +134,35 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[in
 _NUM_STEPS = 8
 
 
-def _train(take_step: Callable[[int], None], save: Callable[[int], None], start: int, number: int) -> tuple[int, Any]:
-    """Steps taken, and the exit code, of a loop in whose fourth step rank 1 gets a signal, or none if it is 0."""
-    step, code = start, None
+def _train(folder: str, number: int) -> tuple[int, Any, Any]:
+    """Steps taken, exit code and weights of a loop in whose fourth step rank 1 gets a signal, or none if it is 0."""
+    fabric, model, optimizer = loop.set_up()
+    state, path, code = {"model": model, "optimizer": optimizer, "step": 0}, Path(folder), None
+    if path.exists():
+        fabric.load(path, state)
+    start = step = state["step"]
     try:
         with lightning_muon.StopSignals() as stop:
             while step < _NUM_STEPS:
                 if number and step == 3 and dist.get_rank() == 1:
                     os.kill(os.getpid(), number)
-                take_step(step)
+                loop.run_steps(fabric, model, optimizer, steps=range(step, step + 1))
                 step += 1
                 if stop.requested():
-                    save(step)
+                    fabric.save(path, state | {"step": step})
                     break
     except SystemExit as error:
         code = error.code
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return step - start, code
+    return step - start, code, loop.end(fabric, model)
 
 
-def _train_with_fabric(folder: str, number: int) -> tuple[int, Any, Any]:
-    fabric, model, optimizer = fabric_loop.set_up()
-    state, path = {"model": model, "optimizer": optimizer, "step": 0}, Path(folder) / "checkpoint"
-    if path.exists():
-        fabric.load(path, state)
-
-    def take_step(step: int) -> None:
-        fabric_loop.run_steps(fabric, model, optimizer, steps=range(step, step + 1))
-
-    taken = _train(take_step, lambda step: fabric.save(path, state | {"step": step}), state["step"], number)
-    return *taken, fabric_loop.end(fabric, model)
-
-
-def _train_with_accelerate(folder: str, number: int) -> tuple[int, Any, Any]:
-    with accelerate_loop.training_on_cpu() as (accelerator, model, optimizer):
-        path = Path(folder) / "state"
-        if path.exists():
-            accelerator.load_state(str(path))
-
-        def take_step(step: int) -> None:
-            accelerate_loop.run_steps(accelerator, model, optimizer, steps=range(step, step + 1))
-
-        def save(step: int) -> None:
-            accelerator.save_state(str(path))
-            (path / "step").write_text(str(step))
-
-        start = int((path / "step").read_text()) if path.exists() else 0
-        taken = _train(take_step, save, start, number)
-        return *taken, full_weights(model)
-
-
-@pytest.mark.parametrize(
-    ("train", "number"), [(_train_with_fabric, signal.SIGTERM), (_train_with_accelerate, signal.SIGINT)]
-)
-def test_loops_of_users_save_on_all_ranks_together(
-    gloo: ProcessPool, tmp_path: Path, train: Callable[..., Any], number: int
-) -> None:
-    for name in ("told", "whole"):
-        (tmp_path / name).mkdir()
-    told = gloo.run(train, str(tmp_path / "told"), number, world_size=2)
-    resumed = gloo.run(train, str(tmp_path / "told"), 0, world_size=2)
-    whole = gloo.run(train, str(tmp_path / "whole"), 0, world_size=2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_loops_of_users_save_on_all_ranks_together(gloo: ProcessPool, tmp_path: Path, number: int) -> None:
+    told, resumed, whole = (
+        gloo.run(_train, f"{tmp_path}/{name}", number if is_told else 0, world_size=2)
+        for name, is_told in (("told", True), ("told", False), ("whole", False))
+    )
     assert told[0][:2] == told[1][:2] and told[0][1] == 128 + number and 0 < told[0][0] < _NUM_STEPS
     assert [code for _, code, _ in resumed + whole] == [None] * 4
     assert told[0][0] + resumed[0][0] == whole[0][0] == _NUM_STEPS

@@ -133,8 +133,7 @@ def _parts(path: str, sharded: bool) -> list[str]:
         with pytest.raises(KeyError, match=message):
             run.fabric.load(path, asked, strict=strict)
     more = {"first.model": run.model, "optimizer": run.optimizer, "epoch": 5}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert run.fabric.load(path, more, strict=False) == {"step": 7, "note": "x"}
     assert more["epoch"] == 5
     for name, weight in run.finish().items():
@@ -259,8 +258,7 @@ def _load_without_rows(folder: str) -> list[Tensor]:
         before.fabric.strategy.teardown()
         run = _Run(seed=1, save_distributed_checkpoint=sharded, optimizer=replace(EXACT, normuon=True))
         run.train(1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             run.fabric.load(f"{folder}/{name}", run.state)
         said = [str(each.message) for each in caught if "second moments begin with zeros" in str(each.message)]
         assert len(said) == (dist.get_rank() == 0)

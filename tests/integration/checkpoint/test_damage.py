@@ -102,13 +102,8 @@ def test_the_newest_intact_one_is_taken_on_all_ranks(gloo: ProcessPool, tmp_path
     assert set(gloo.run(_first_of, newest, world_size=3)) == {newest[1]}
     Path(newest[1]).write_bytes(flip(3, Path(newest[1]).read_bytes()))
     assert set(gloo.run(_first_of, newest, world_size=1)) == {newest[2]}
-    gloo.expect_error_on_all_ranks(
-        _first_of,
-        newest[:2],
-        exception=DamagedCheckpointError,
-        match=r"__1_0.distcp is missing[\s\S]*step=2.ckpt is not as it was written",
-        world_size=2,
-    )
+    match = r"__1_0.distcp is missing[\s\S]*step=2.ckpt is not as it was written"
+    gloo.expect_error_on_all_ranks(_first_of, newest[:2], exception=DamagedCheckpointError, match=match, world_size=2)
 
 
 def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,8 +138,6 @@ _MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "time is text": lambda manifest: manifest.update(time="now"),
     "format is text": lambda manifest: manifest.update(format="1"),
 }
-
-
 # Of a checkpoint in one file.
 _FILES: dict[str, Callable[[bytes], bytes]] = {
     "pickle": lambda content: b"\x80" + content[1:],

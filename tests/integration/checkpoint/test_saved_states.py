@@ -133,8 +133,7 @@ def _resume_with_other_routes(folder: str, is_sharded: bool) -> tuple[dict[str, 
     """Two matrices of blocks swap Muon and AdamW: their states before, after, and the warnings."""
     pl = load()
     states: list[dict[str, Tensor]] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for on_adamw in (0, 1):
             model = language_model(pl)
             config = MuonConfig(adamw_patterns=(f"*blocks.{on_adamw}.up.weight",))
@@ -194,8 +193,7 @@ def _resume_without_options(folder: str, is_sharded: bool) -> list[tuple[dict[st
                 state["initial_norm"] = torch.ones_like(parameter)
         fitter.save_checkpoint(path)
         model, fitter = language_model(pl), trainer(pl, strategy=strategy_class()(**strategy), max_steps=4)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
         (group,), states = fitter.optimizers[0].param_groups, fitter.optimizers[0].state.values()
         assert "hyperball" not in group and not any("initial_norm" in state for state in states)

@@ -118,8 +118,7 @@ def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path:
 def _saved_in_a_window(directory: str) -> list[str]:
     with training_on_cpu() as (accelerator, model, optimizer):
         run_steps(accelerator, model, optimizer, steps=range(1))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             accelerator.save_state(directory)
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.arange(6).reshape(1, 6)).sum())
