@@ -53,7 +53,8 @@ MOST_PROGRAMS = 25  # Of `make test`; tests that start more are marked `long`.
 
 
 def _notice(event: str, arguments: tuple[Any, ...]) -> None:
-    if event == "subprocess.Popen" and Path(os.fsdecode(arguments[0])).name.startswith("python"):
+    is_of_test = event == "subprocess.Popen" and "PYTEST_CURRENT_TEST" in os.environ  # Not a process of xdist.
+    if is_of_test and Path(os.fsdecode(arguments[0])).name.startswith("python"):
         STARTED.append(" ".join(map(os.fsdecode, arguments[1])))
 
 
