@@ -232,10 +232,10 @@ class Row:
                 batch["skip"] = torch.tensor(index == self.accumulate - 1)
         return batch
 
-    def loss(self, model: Any, batch: Batch, call: Any = None) -> Tensor:
+    def loss(self, model: Any, batch: Batch) -> Tensor:
         """Mean over the rows of a batch, or with tokens the sum over them. Llama predicts the next label."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        output = (call or model)(**inputs)
+        output = model(**inputs)
         logits, labels = getattr(output, "logits", output), batch["labels"]
         if self.model == "llama":
             logits, labels = logits[:, :-1], labels[:, 1:]

@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from lightning_muon import DCTTopK, DiLoCo, Full, Random, Slicing, Striding
 from tests.matrix.row import ODD, Row
@@ -78,23 +80,16 @@ def _frameworks() -> None:
         # Accelerate steps a scheduler once for each process.
         others = both | {"has_rates": name != "accelerate"}
         plain = f"{name} ddp" if name == "accelerate" else name
-        _add(
-            f"{name}, hsdp",
-            name,
-            4,
-            options=HSDP,
-            **others,
-            max_norm=0.1,
-            saved_at=1,
-            resumed={"ranks": 2, "options": {}},
-        )
+        _add(f"{name}, hsdp", name, 4, options=HSDP, **others, max_norm=0.1, saved_at=1,
+             resumed={"ranks": 2, "options": {}})  # fmt: skip
         _add(f"{name}, fsdp", other, 2, **both, max_norm=0.1, saved_at=2, resumed={"framework": name})
         _add(f"{name}, 3 shards", name, 3, max_value=1e-3, accumulate=2, options={"reshard_after_backward": False})
         _add(f"{name}, zero2", plain, 4, options={**zero2, "replicate_size": 2}, **others, max_norm=0.1, saved_at=1,
              resumed={"ranks": 3, "options": zero2, "framework": plain})  # fmt: skip
         _add(f"{name}, zero2 to fsdp", plain, 3, options={**zero2, "save_distributed_checkpoint": False}, saved_at=1,
              resumed={"ranks": 2, "options": {}, "framework": name})  # fmt: skip
-        _add(f"{name}, ddp", apart, 2, options=ddp, max_value=1e-3, saved_at=2, resumed={"framework": plain})
+        _add(f"{name}, ddp", apart, 2, options=ddp, max_value=1e-3, has_rates=True, saved_at=2,
+             resumed={"framework": plain})  # fmt: skip
         _add(f"{name}, ddp to zero2", plain, 2, options={**ddp, "save_distributed_checkpoint": True}, saved_at=1,
              resumed={"ranks": 4, "options": zero2})  # fmt: skip
         _add(f"{name}, none", plain, 1, options={"sharding": "none"}, **both)
@@ -112,13 +107,8 @@ def _frameworks() -> None:
         mixed: dict[str, Any] = {"precision": "bf16-mixed", "tolerance": 0.05, "saved_at": 1, "max_norm": 0.3, **others}
         mixed["parts"] = ODD
         _add(f"{name}, bf16-mixed, hsdp", name, 4, options=HSDP, **mixed)
-        _add(
-            f"{name}, bf16-mixed, accumulated whole",
-            name,
-            2,
-            options={"accumulate": "whole"},
-            **mixed | {"accumulate": 2},
-        )
+        _add(f"{name}, bf16-mixed, accumulated whole", name, 2, options={"accumulate": "whole"},
+             **mixed | {"accumulate": 2})  # fmt: skip
         _add(f"{name}, bf16-mixed, zero2", plain, 2, options=zero2, **mixed)
         _add(f"{name}, bf16-mixed, SGD", name, 2, optimizer="keep", program="SGD", **mixed)
         _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=MEAN | {"base": "muon"}, **mixed)
@@ -126,10 +116,12 @@ def _frameworks() -> None:
             _add(f"{name}, bf16-true, {kind}", name, 2, options={**of_kind, "save_distributed_checkpoint": True},
                  **mixed | {"precision": "bf16-true"})  # fmt: skip
         normuon = {"optimizer": {"normuon": True, **FUSED}, "tolerance": 2e-6, "parts": (*ODD, "transposed")}
-        _add(
-            f"{name}, NorMuon, hsdp", name, 4, options=HSDP, **normuon, saved_at=1, resumed={"ranks": 3, "options": {}}
-        )
+        _add(f"{name}, NorMuon, hsdp", name, 4, options=HSDP, **normuon, saved_at=1,
+             resumed={"ranks": 3, "options": {}})  # fmt: skip
         _add(f"{name}, NorMuon, zero2", plain, 3, options=zero2, **normuon, saved_at=2)
+    for accumulate in (1, 2):
+        _add(f"accelerate, loss.backward() {accumulate}", "accelerate by torch", 2, accumulate=accumulate)
+    _add("accelerate, ddp, loss.backward()", "accelerate ddp by torch", 2, accumulate=2, options={"sharding": "ddp"})
     _add("lightning, nodes, tokens", "lightning", 2, optimizer=MEAN, options={"replicate_size": 2, **loss}, **tokens)
     _add("lightning, context and replicas", "lightning", 4, parts=FLAT, accumulate=2, max_norm=0.3,
          options={"context_size": 2, "replicate_size": 2})  # fmt: skip
@@ -143,9 +135,8 @@ def _frameworks() -> None:
     for name in ("fabric", "lightning"):
         deep: dict[str, Any] = {"num_blocks": 4, "parts": staged, "max_norm": 0.3}
         _add(f"{name}, pipeline", name, 2, options={"pipeline_size": 2}, **deep, saved_at=1)
-        _add(
-            f"{name}, V", name, 2, options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"}, **deep
-        )
+        _add(f"{name}, V", name, 2, **deep,
+             options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"})  # fmt: skip
         # Patterns for a stage, which the other one does not have.
         routes = {"adamw_patterns": ("*blocks.0.up.weight",), "muon_patterns": ("*tail.head.weight",), **FUSED}
         _add(f"{name}, pipeline, patterns", name, 2, options={"pipeline_size": 2}, **deep | {"parts": ("frozen",)},
@@ -156,13 +147,25 @@ def _frameworks() -> None:
              options={"pipeline_size": 2, "replicate_size": 2, "pipeline_schedule": "zb_h1"})  # fmt: skip
         _add(f"{name}, pipeline, shards, tokens", name, 4, **deep, has_tokens=True,
              options={"pipeline_size": 2, "shard_size": 2, **loss})  # fmt: skip
+        _add(f"{name}, pipeline, bf16-mixed", name, 4, **deep, options={"pipeline_size": 2, "shard_size": 2},
+             precision="bf16-mixed", tolerance=0.05)  # fmt: skip
     of_trainer: dict[str, Any] = {"model": "llama", "has_tokens": True, "max_norm": 0.3, "accumulate": 2}
-    for kind, ranks in (("none", 1), ("ddp", 4), ("fsdp", 4), ("hsdp", 4)):
+    # Before 5.18 transformers loads the state of DDP on CPUs to "cpu:0", an error.
+    of_ddp = 2 if Version(transformers.__version__) >= Version("5.18") else 0
+    for kind, ranks, saved in (
+        ("none", 1, 0),
+        ("ddp", 4, of_ddp),
+        ("fsdp", 2, 2),
+        ("fsdp, one file", 2, 1),
+        ("hsdp", 4, 0),
+    ):
+        resumed = {"ranks": 4} if kind == "fsdp, one file" else {}
         _add(f"transformers, {kind}", f"transformers {kind}", ranks, **of_trainer, has_rates=kind != "hsdp",
-             parts=("tied",) if kind in ("ddp", "fsdp") else ())  # fmt: skip
-    for kind, ranks in (("none", 1), ("hsdp", 4), ("ddp", 2)):
+             parts=("tied",) if kind in ("ddp", "fsdp") else (), saved_at=saved, resumed=resumed)  # fmt: skip
+    for kind, ranks, saved in (("none", 1, 0), ("hsdp", 4, 2), ("ddp", 2, of_ddp)):
         options = {"sharding": "ddp"} if kind == "ddp" else {}
-        _add(f"transformers, launched, {kind}", f"transformers launched {kind}", ranks, **of_trainer, options=options)
+        _add(f"transformers, launched, {kind}", f"transformers launched {kind}", ranks, **of_trainer, options=options,
+             saved_at=saved)  # fmt: skip
 
 
 def _goes_on() -> None:

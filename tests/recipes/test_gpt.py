@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import re
-import runpy
 from pathlib import Path
-from unittest import mock
 
-import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import lightning_muon.accelerate
 from recipes.gpt.model import GPT
-from tests.support.accelerate_cpu import fsdp2_on_cpu
+from tests.integration.integrations.accelerate.loop import run_script
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, run_program
 
 RECIPE = ROOT / "recipes" / "gpt"
 PAGES = ROOT / "docs" / "*.md"
-
-
 SIZES = {"width": 32, "layers": 2, "heads": 2, "vocab-size": 400, "context-size": 32, "batch-size": 4}
 CONFIGURATIONS = {
     "gpt": [],
@@ -82,23 +74,10 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
         assert _losses(folder.with_name("version_1")) == losses[1:], "the same windows as without an interruption"
 
 
-def _run_accelerate(arguments: list[str]) -> str:
-    """What the script prints, started as by ``lightning-muon launch``."""
-    printed = io.StringIO()
-    with (
-        fsdp2_on_cpu(replicate_size=1, shard_size=2),
-        mock.patch.object(accelerate, "Accelerator", lightning_muon.accelerate.Accelerator),
-        mock.patch("sys.argv", ["accelerate_gpt.py", *arguments]),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(str(RECIPE / "accelerate_gpt.py"), run_name="__main__")
-    return printed.getvalue()
-
-
 def test_the_accelerate_twin_trains_resumes_and_exports(gloo: ProcessPool, shared: Path, tmp_path: Path) -> None:
     options = SIZES | {"validation-batches": 2, "validate-every": 4, "cache": shared, "output": tmp_path}
     words = [f"--{key}={value}" for key, value in options.items()] + ["--text-files", str(PAGES)]
-    whole = gloo.run(_run_accelerate, [*words, "--steps=12"], world_size=2)[0]
+    whole = gloo.run(run_script, RECIPE / "accelerate_gpt.py", [*words, "--steps=12"], world_size=2)[0]
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", whole)]
     assert len(losses) == 3 and losses[2] < losses[0] < 6.1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -106,5 +85,5 @@ def test_the_accelerate_twin_trains_resumes_and_exports(gloo: ProcessPool, share
     tokens = tokenizer("The optimizer", return_tensors="pt")
     assert torch.isfinite(model(**tokens, labels=tokens["input_ids"]).loss)
     # Goes on from step 12 of the same schedule's end.
-    resumed = gloo.run(_run_accelerate, [*words, "--steps=16", "--resume"], world_size=2)[0]
+    resumed = gloo.run(run_script, RECIPE / "accelerate_gpt.py", [*words, "--steps=16", "--resume"], world_size=2)[0]
     assert re.findall(r"step (\d+)", resumed) == ["16"]
