@@ -236,11 +236,7 @@ def _grouped(
             flops, group = flops_and_group(members_of[each.tensor], sharded, rows, cols, newton_schulz)
             shards = shards_of(group, shape, placements)
             group.matrices.append(Matrix(each, box, rows, cols, number, shards, group.axes.rank, flops))
-    # Those with matrices that stay where they lie come first: the others are divided so that all ranks have as much.
-    return sorted(
-        groups.values(),
-        key=lambda group: (any(group.replica_of), all(each.sole_holder is None for each in group.matrices)),
-    )
+    return sorted(groups.values(), key=lambda group: any(group.replica_of))
 
 
 def _loads_so_far(group: ExchangeGroup, earlier: Sequence[ExchangeGroup], itemsize: int) -> list[Load]:
