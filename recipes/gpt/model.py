@@ -113,7 +113,7 @@ class GPT(LightningModule):
         self.trainer.strategy.barrier()
         sizes = {"fsdp_size": self.trainer.world_size, "ep_size": self.hparams.ep_size}
         divided = DistributedConfig(**sizes, ep_implementation="all_to_all")
-        self.gpt = type(self.gpt).from_pretrained(folder, distributed_config=divided)
+        self.gpt = type(self.gpt).from_pretrained(folder, distributed_config=divided).train()
 
     def on_fit_start(self) -> None:
         """The model has room for the tokens of the data."""
