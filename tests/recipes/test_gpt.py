@@ -22,6 +22,7 @@ SIZES = {"width": 32, "layers": 2, "heads": 2, "vocab-size": 400, "context-size"
 CONFIGURATIONS = {
     "gpt": [],
     "pipeline": [],
+    "experts": ["--trainer.devices=2"],
     "two_nodes_slow_link": ["--trainer.accelerator=cpu", "--trainer.devices=1"],
 }
 
@@ -41,7 +42,8 @@ def _fit(name: str, shared: Path, folder: Path, *more: str) -> str:
     options |= {"data.cache_dir": shared, "model.sample_tokens": 5, "trainer.enable_progress_bar": "false"}
     words = [f"--{key}={value}" for key, value in options.items()] + CONFIGURATIONS[name]
     return run_program(
-        *("-m", "lightning_muon", "fit", "--config", RECIPE / f"{name}.yaml", *words, *more),
+        *("-m", "lightning_muon", "fit", *(["--config", RECIPE / "gpt.yaml"] if name == "experts" else [])),
+        *("--config", RECIPE / f"{name}.yaml", *words, *more),
         directory=folder,
         num_ranks=2,
         num_nodes=2 if name.startswith("two_nodes") else 1,
@@ -63,7 +65,8 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     assert float(second) < float(first) < 6.1, "a guess has log(400) = 5.99"
     samples = json.loads((folder / "samples.json").read_text())
     assert [sample["step"] for sample in samples] == [12, 6] and all(sample["text"] for sample in samples)
-    expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "two_nodes_slow_link": "2 nodes, "}
+    expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "experts": "mlp.gate.weight"}
+    expected["two_nodes_slow_link"] = "2 nodes, "
     assert expected[name] in printed
     if name == "gpt":
         (checkpoint,) = folder.glob("checkpoints/step=6-*")

@@ -47,8 +47,8 @@ class Stream:
     """In place of ``torch.cuda.Stream``: knows for each stream how much of its work comes before its own next one."""
 
     def __init__(self, device: object = None, priority: int = 0, *, name: str = "") -> None:
-        del device, priority
-        streams = active().streams
+        del device
+        self.priority, streams = priority, active().streams
         self.id = name or f"stream{len(streams)}"
         self.device = torch.device("cuda", 0)
         self.clock: Clock = {}
