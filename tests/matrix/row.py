@@ -210,7 +210,7 @@ class Row:
             {"params": [each for name, each in named if self.decay_of(name) == decay], "weight_decay": decay}
             for decay in (WEIGHT_DECAY, 0.0)
         ]
-        return torch.optim.AdamW([each for each in groups if each["params"]], lr=LR, betas=BETAS, eps=EPS)
+        return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate: the usual linear schedule."""
