@@ -259,7 +259,7 @@ def _tensors() -> None:
 def _nodes() -> None:
     """FlexDeMo on tensors and models: replicators, bases, merges, gradients that some nodes lack."""
     squares = DCTTopK(chunk_size=8, top_k=5)
-    base = {"value_format": "fp32", "sign": False, "dense_below": 16}
+    base = {"base": "sgd", "value_format": "fp32", "sign": False, "dense_below": 16}
     muon = {"base": "muon", "nesterov": True}
     missing = {1: ("odd", "bias", "scalar"), 2: ("odd", "tall")}
     unused = {-1: ("odd", "bias")}
@@ -293,7 +293,7 @@ def _nodes() -> None:
         sizes = {"replicate_size": nodes, **given.pop("options", {})}
         _add(f"nodes, {name}, {ranks} ranks, {nodes} nodes", "tensors", ranks, options=sizes, shapes=shapes,
              optimizer={"replicator": squares, **base, **options}, **{"tolerance": 1e-5, **given})  # fmt: skip
-    local = {"sign": False, "bucket_bytes": 3000}
+    local = {"base": "sgd", "sign": False, "bucket_bytes": 3000}
     own = DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8)
     other = DiLoCo(period=2, nesterov=False, outer_lr=0.5, outer_momentum=0.6)
     mean = DiLoCo(period=2, nesterov=False, outer_lr=1.0, outer_momentum=0.0)
