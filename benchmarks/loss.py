@@ -4,7 +4,7 @@
     python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
     python -m benchmarks.loss --program CNN --grid --only muon --weight-decay 0.01 --rates 3e-4 1e-3 --factors 2 3
     python -m benchmarks.loss --program t5 --tune adamw muon
-    python -m benchmarks.loss --program t5 gpt CNN --nodes 2 --tune adamw
+    python -m benchmarks.loss --program t5 gpt falling_CNN --nodes 2 --tune adamw
 
 Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. With --nodes 2
 a batch is divided between two processes: AdamW with DDP beside FlexDeMo of two nodes, whose options --only then names.

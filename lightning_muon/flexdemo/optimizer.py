@@ -196,8 +196,7 @@ class FlexDeMo(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync, self._planned = self._sync, None
-        needed = frozenset[str]().union(*(sync.keys(parameter) for parameter in self._routed_parameters()))
-        sync.check_saved(state_dict["state"].values(), needed)
+        sync.check_saved(state_dict["state"].values(), state_dict["param_groups"])
         state_dict = understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.loads, *sync.per_node, SECOND_MOMENT}

@@ -5,7 +5,7 @@ Each way turns the gradients of a node into the updates that the base optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -137,11 +137,8 @@ class InterNodeSync(StateCompletion):
         copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
         return {key: self.layout.of_all_nodes(parameter, copy) for key, copy in copies.items()}
 
-    def check_saved(self, states: Iterable[Mapping[str, Any]], needed: Set[str]) -> None:
-        """Raise if the states are of a checkpoint that was made with another way of synchronizing. Local.
-
-        Also if they have none of the moments among the keys that are ``needed``: they were saved with ``base="sgd"``.
-        """
+    def check_saved(self, states: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if they are of a checkpoint with another way of synchronizing, or with ``base="sgd"``. Local."""
         all_marks, saved = {"residual", "node_weights", "anchor"}, {key for state in states for key in state}
         marks = all_marks & saved
         if marks == {"anchor"}:
@@ -156,11 +153,12 @@ class InterNodeSync(StateCompletion):
                 f"the state was saved with {saved_with}, the replicator is {self.config.replicator} now; "
                 "go on with the replicator of before, or load only the weights of the model"
             )
-        if marks and (moments := needed & {*MOMENTS}) and not saved & {*MOMENTS}:
+        is_of_sgd = not saved & {*MOMENTS} and all(group.get("algorithm") == "adamw" for group in groups)
+        if marks and is_of_sgd and self.config.base != "sgd":
             raise ValueError(
-                f"the state has no {' and '.join(sorted(moments))}: it was saved with base='sgd', the default up to "
-                f"version 0.1, and base is {self.config.base!r} now. Go on with FlexDeMoConfig(base='sgd', "
-                "replicator=DCTTopK(top_k=32)), which is what defaults were, or load only the weights of the model"
+                "the state was saved with base='sgd', the default of earlier versions, and base is "
+                f"{self.config.base!r} now. Go on with FlexDeMoConfig(base='sgd', replicator=DCTTopK(top_k=32)), which "
+                "is what defaults were, or load only the weights of the model"
             )
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ class ShardedNet(Ranks):
         self.model = self.row.make_model()
         for unit in (*self.model.blocks, self.model):
             fully_shard(unit, mesh=self.mesh["shard"])
-        self.optimizer = FlexDeMo(self.model, **({"lr": 0.01, "mesh": self.mesh} | dict(options)))
+        self.optimizer = FlexDeMo(self.model, **({"lr": 0.01, "base": "sgd", "mesh": self.mesh} | dict(options)))
 
     def set_gradients(self, step: int) -> None:
         self.optimizer.zero_grad()
