@@ -47,6 +47,9 @@ def launch_command(words: Sequence[str]) -> None:
         with split_config(given) as config_file:
             arguments.config_file = config_file
             processes, machines = told.get("num_processes"), told.get("num_machines") or 1
+            for key, number in (("num_processes", processes or 1), ("num_machines", machines)):
+                if not isinstance(number, int):
+                    raise ValueError(f"{key} must be a whole number, got {number!r}")
             if processes and processes % machines == 0:  # The mesh is checked before any process starts.
                 read_options(None).resolve(num_nodes=machines, num_processes=processes // machines)
             if not (arguments.module or arguments.no_python or Path(arguments.training_script).is_file()):

@@ -19,6 +19,7 @@ from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.parameters import as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.routing import Route, lora_factor, require_muon
@@ -39,6 +40,10 @@ _SOURCES: dict[type[torch.optim.Optimizer], tuple[Mapping[str, str], tuple[str |
 _HANDED_BACK: WeakKeyDictionary[torch.optim.Optimizer, tuple[OptimizerChoice, PlannedOptimizer]] = WeakKeyDictionary()
 # Least usual betas[0]: 0.9 and 0.95 are usual, and 0 to 0.5 where models train against each other.
 _LEAST_BETA = 0.8
+_SAME_GROUPS = (
+    "Options are saved, and scheduled, by the number of a param group: make the same groups on every stage of the "
+    "pipeline, also those that have no parameters there."
+)
 _WAITS_FOR_MATRICES = (
     "AdamW updates all parameters that train now, because the matrices of the model are frozen. These run on Muon once "
     "they are unfrozen and in the optimizer (add_param_group); optimizer='keep' stays with AdamW."
@@ -77,7 +82,8 @@ def convert_optimizers(
     conversions, ours, routes = together(convert, [stages]) if stages.size > 1 else convert()
     with_frozen = [*routes, *(route for optimizer in ours for route in optimizer.frozen_routes())]
     if stages.size > 1:
-        require_equal([(str(index), each.summary) for index, each in enumerate(conversions)], stages, "an optimizer")
+        kinds = [(f"optimizer {number}", each.summary) for number, each in enumerate(conversions)]
+        require_equal([*kinds, *_groups_of(conversions)], stages, "an optimizer", _SAME_GROUPS)
         for optimizer in ours:
             optimizer.needs_matrices = False
         if any(gather(any(route.algorithm == "muon" for route in with_frozen), stages)):
@@ -104,6 +110,18 @@ def convert_optimizers(
         for group in new.param_groups:
             group["algorithm"] = "adamw"
     return conversions
+
+
+def _groups_of(conversions: Sequence[Conversion]) -> list[tuple[str, str]]:
+    """Name and options of each param group."""
+    return [
+        (
+            f"param group {number}",
+            str({key: options[key] for key in sorted(options.keys() - {"params", "param_names"})}),
+        )
+        for each in conversions
+        for number, options in enumerate(map(as_saved, each.optimizer.param_groups))
+    ]
 
 
 def describe_optimizers(conversions: Sequence[Conversion]) -> str:

@@ -514,13 +514,12 @@ class TrainingEngine:
             return
         self._are_guards_on = True
         mode, module = self.mode, self.module
-        calls = CallLog(module, mode.reduced_over, is_pipeline=self.pipeline is not None)
+        calls = (mode.call_log if isinstance(mode, Fsdp) else None) or CallLog(module, mode.reduced_over)
+        self._guards.append(calls)
         if isinstance(mode, Fsdp):
-            of_units = [FailedPasses(mode), SecondDerivatives(module), WrittenWeights(module), calls]
-            mode.call_log, self._guards = calls, [*self._guards, *of_units]
+            of_units = [FailedPasses(mode), SecondDerivatives(module), WrittenWeights(module)]
+            self._guards += of_units
             mode.listeners += of_units
-        else:
-            self._guards.append(calls)
         if every := self.options.check_replicas_every_n_steps:
             self._guards.append(ReplicaCheck(module, mode, every=every))
         if self._watchdog is None:

@@ -9,12 +9,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
@@ -38,6 +35,7 @@ from lightning_muon.compat.torch import (
 from lightning_muon.math.norms import by_device_and_dtype
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
 from lightning_muon.sharding.call_log import CallLog
+from lightning_muon.sharding.plain_gradients import PlainGradients
 from lightning_muon.sharding.shard_model import check_divisor, initialize_roots, set_gradient_divisor, shard_model
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, listen
 from lightning_muon.sharding.unused import UnusedParameters
@@ -63,7 +61,7 @@ class Fsdp(ShardingMode):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self.listeners: list[UnitListener] = []  # Hear what happens to the units.
-        self.call_log: CallLog | None = None  # The ranks are compared by it in the message of a step.
+        self.call_log: CallLog | None = None  # Of the units that this rank runs; compared in the message of a step.
         # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks, which
         # is what units do in an accumulated batch, whose sum is corrected at its end.
         self._divisor: float | None = None
@@ -74,8 +72,7 @@ class Fsdp(ShardingMode):
         self._hooks: ExitStack | None = None
         self._roots: list[FSDPModule] = []
         self._unused: UnusedParameters | None = None
-        # Plain parameter -> its gradient, and a copy of its values.
-        self._plain_sums: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
+        self._plain: PlainGradients | None = None
         self._reducing: list[Any] = []  # Roots of a pipeline whose gradients are being reduced.
         # Units that `no_sync` has changed, with their settings from before.
         self._resharding: list[tuple[FSDPModule, list[Any]]] = []
@@ -101,6 +98,8 @@ class Fsdp(ShardingMode):
     def _listen(self, module: nn.Module) -> None:
         if self._hooks is None:
             self._module, self._roots = module, list(fsdp_roots(module))
+            self.call_log = CallLog(module, self.reduced_over, is_pipeline=self.options.roots is not None)
+            self.listeners.append(self.call_log)
             self._hooks = listen(module, self.listeners)
 
     @override
@@ -108,8 +107,7 @@ class Fsdp(ShardingMode):
         """Watch gradients of the model, whose weights must be materialized; each unit is gathered once."""
         self._listen(module)
         free_unsharded(module)
-        # Parameters whose gradients FSDP2 does not reduce.
-        self._plain = {p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0}
+        self._plain = PlainGradients(module, self._everyone, mesh_device(self.reduced_over))
         self._host = host_group(self._everyone)
         if self._everyone.group is not None:
             initialize_roots(module)
@@ -164,10 +162,8 @@ class Fsdp(ShardingMode):
         # A wait in between would hold up the backward of this rank's other stages.
         if len(self._reducing) == len(self._roots):
             self._finish_reducing()
-        for module in modules:
-            for parameter in module.parameters():
-                if parameter in self._plain and parameter.grad is not None:
-                    parameter.grad.mul_(scale)
+        if self._plain is not None:
+            self._plain.multiply(modules, scale)
 
     def _finish_reducing(self) -> None:
         """Let the current stream wait for the reductions that :meth:`reduce_part` has begun; local."""
@@ -202,18 +198,16 @@ class Fsdp(ShardingMode):
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)
         self._resharding.clear()
-        plain = [p for p in self._module.parameters() if p in self._plain and p.requires_grad]
         if self._unused is not None:
             used = self._unused.used()
-            calls = [] if self.call_log is None else self.call_log.end_backward_passes()
-            maxima = maxima_over(host, [*used, *calls])
-            if self.call_log is not None:
-                self.call_log.require_equal(maxima[len(used) :])
+            assert self.call_log is not None
+            maxima = maxima_over(host, [*used, *self.call_log.end_backward_passes()])
+            self.call_log.require_equal(maxima[len(used) :])
             if self._is_accumulating:
                 self._finish_accumulating(self._unused)
             self._unused.keep(maxima[: len(used)])
-        if plain and (self._everyone.group is not None or self._divisor is not None):
-            self._average(plain)
+        assert self._plain is not None
+        self._plain.average(self._divisor)
 
     @torch.no_grad()
     def _finish_accumulating(self, unused: UnusedParameters) -> None:
@@ -238,32 +232,6 @@ class Fsdp(ShardingMode):
         self._is_accumulating = False
         self._divide_units(self._divisor)
 
-    def _average(self, plain: Sequence[nn.Parameter]) -> None:
-        """Replace the gradients of parameters that FSDP2 leaves out by (their sum over the ranks) / the divisor.
-
-        Collective over the mesh. What an earlier call has reduced is not summed again.
-        """
-        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
-        device = mesh_device(self.reduced_over)
-        kept, added, present = [], [], []
-        for parameter in plain:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            before = self._plain_sums.get(parameter)
-            kept.append(before[1] if before and before[0]() is gradient else torch.zeros_like(parameter))
-            added.append(gradient - kept[-1])
-            present.append(torch.tensor([parameter.grad is not None], device=device))
-        packed = torch.cat([each.detach().reshape(-1).to(device, dtype) for each in (*kept, *added, *present)])
-        if self._everyone.group is not None:
-            dist.all_reduce(packed, group=self._everyone.group)
-        sizes = [parameter.numel() for parameter in plain]
-        *sums, counts = packed.split([*sizes, *sizes, len(plain)])
-        for index, (parameter, count) in enumerate(zip(plain, counts.tolist(), strict=True)):
-            if count > 0:
-                mean = sums[index] / self._everyone.size
-                mean += sums[index + len(plain)] / (self._divisor or self._everyone.size)
-                parameter.grad = gradient = mean.view(parameter.shape).to(parameter)
-                self._plain_sums[parameter] = TensorWeakRef(gradient), gradient.clone()
-
     @override
     def end_step(self) -> None:
         if self.options.early_all_gather and self.mesh.device_type == "cuda":
@@ -274,8 +242,7 @@ class Fsdp(ShardingMode):
 
     @override
     def close(self) -> None:
-        # Module.to fails on gradients with a weak reference.
-        self._plain_sums.clear()
+        self._plain = None
         if self._unused is not None:
             self._unused.close()
             self._unused = None

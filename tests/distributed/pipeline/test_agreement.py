@@ -12,9 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_muon.comm.groups import axis_group
+from lightning_muon.engine.conversion import convert_optimizers
 from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.pipeline import batches
 from lightning_muon.sharding.clipping import clip_norm_
@@ -463,3 +466,21 @@ def test_left_padded_prompts_go_on_as_in_one_process(gloo: ProcessPool, kind: st
         assert torch.equal(found, tokens)
         # Micro-batches have fewer rows, for which a kernel may add in another order.
         torch.testing.assert_close(of_call, logits, rtol=1e-5, atol=1e-6)
+
+
+def _groups_of_stage(*, keeps_empty: bool) -> int:
+    """A program makes groups for weight decay of a stage that has no biases, and of one that has."""
+    stage = nn.Linear(WIDTH, WIDTH, bias=dist.get_rank() > 0)
+    decays = {ndim: [each for each in stage.parameters() if each.ndim == ndim] for ndim in (2, 1)}
+    groups = [{"params": params, "weight_decay": ndim / 20} for ndim, params in decays.items() if params or keeps_empty]
+    stages = axis_group(init_device_mesh("cpu", (2,)), (0,))
+    (found,) = convert_optimizers([torch.optim.AdamW(groups)], stage, choice="auto", stages=stages)
+    return len(found.optimizer.param_groups)
+
+
+def test_param_groups_are_the_same_on_all_stages(gloo: ProcessPool) -> None:
+    assert gloo.run(_groups_of_stage, keeps_empty=True, world_size=2) == [2, 2]
+    match = r"rank 0 of the group has nothing more, rank 1 has 'param group 1'.*that have no parameters there"
+    gloo.expect_error_on_all_ranks(
+        _groups_of_stage, keeps_empty=False, match=match, exception=RuntimeError, world_size=2
+    )

@@ -55,8 +55,6 @@ def sharded(mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13,
     torch.manual_seed(0)
     model = Mixture(widths)
     mode = attach_fsdp(model, mesh, wrap_policy=list(units))
-    mode.call_log = CallLog(model, mesh)
-    mode.listeners.append(mode.call_log)
     return model, mode
 
 

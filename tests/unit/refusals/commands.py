@@ -216,6 +216,7 @@ COMMANDS = {
             (("use_cpu", "num_proceses: 2\nuse_cpu", __file__), r"both\.yaml(.|\n)*num_proceses"),
             (("use_cpu", "mixed_precision: bf61\nuse_cpu", __file__), r"both\.yaml(.|\n)*bf61"),
             (("shard_size: 2", "shard_size: 3", "script.py"), r"both\.yaml: .*shard_size=3"),
+            (("num_processes: 2", "num_processes: two", "script.py"), "num_processes must be a whole number, got .two"),
             (("shard_size: 2", "shard_size: 3", "--num_processes", "4", "script.py"), r"both\.yaml: .*shard_size=3"),
         ],
         _EndedError,
