@@ -101,7 +101,7 @@ def test_flexdemo_is_recommended_only_by_a_config_that_has_one(
     text = shown("--shapes", "t5-base", *words, "--rows", "512")
     assert re.search(r"\nflexdemo is [\d.]+ times as fast, and another optimizer .*: ParallelMuonStrategy\(", text)
     assert "flexdemo" not in text.partition("recommended: ")[2]
-    init_args = "{replicator: {class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}}"
+    init_args = "{base: muon, replicator: {class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}}"
     strategy = _strategy(f"optimizer: {{class_path: lightning_muon.FlexDeMoConfig, init_args: {init_args}}}")
     path = config(strategy, "devices: 2, num_nodes: 2", 4096)
     text = shown(*path, *words, "--rows", "4096")
