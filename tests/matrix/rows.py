@@ -121,7 +121,8 @@ def _frameworks() -> None:
         )
         _add(f"{name}, bf16-mixed, zero2", plain, 2, options=zero2, **mixed)
         _add(f"{name}, bf16-mixed, SGD", name, 2, optimizer="keep", program="SGD", **mixed)
-        _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=MEAN | {"base": "muon"}, **mixed)
+        at_rate: dict[str, Any] = MEAN | {"base": "muon", "muon_lr_factor": 1.0}
+        _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=at_rate, **mixed)
         for kind, of_kind in (("fsdp", {}), ("ddp", ddp)) if name != "accelerate" else ():
             _add(f"{name}, bf16-true, {kind}", name, 2, options={**of_kind, "save_distributed_checkpoint": True},
                  **mixed | {"precision": "bf16-true"})  # fmt: skip
