@@ -197,7 +197,9 @@ def _lost_state(options: dict[str, Any], *, is_new: bool, ranks: tuple[int, ...]
     return ranks_.weights()
 
 
-@pytest.mark.parametrize("options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", "compute_dtype": "float32"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", "compute_dtype": "float32"}], ids=str
+)
 def test_state_that_is_lost_is_that_of_a_new_optimizer(gloo: ProcessPool, options: dict[str, Any]) -> None:
     options = options | {"dense_below": 16}
     new = gloo.run(_lost_state, options, is_new=True, world_size=2)
