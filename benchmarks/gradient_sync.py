@@ -14,6 +14,8 @@ parameters have arrived. The table has the median over the turns of the slowest 
   (S-1)/S N each, a broadcast (S-1) N at its root: the least that they need, as rings reach it.
 - *held*: tensors after backward and before the step: parameters, gradients, optimizer state; mean over the ranks.
 - *peak*: the most that the allocator has given out at any time, activations included; the largest rank.
+- *early*: the share of what backward sends that is handed to torch.distributed before the last matrix product of
+  backward begins, in the order of calls: all that may travel while backward computes. It is the point of ``--compile``.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,7 @@ from lightning_muon.sharding.modes import make_mode
 LR, WEIGHT_DECAY = 1e-3, 0.01
 ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
+_NOTHING = nullcontext()
 
 
 @dataclass(kw_only=True)
@@ -66,14 +70,15 @@ class Contender:
     wait: Callable[[], None] = lambda: None  # Until all parameters have arrived.
     gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # The rank's part of a reduced one.
 
-    def backward(self, batches: Sequence[Tensor]) -> None:
-        """Gradients of one step."""
+    def backward(self, batches: Sequence[Tensor], inside: AbstractContextManager[Any] = _NOTHING) -> None:
+        """Gradients of one step; autograd runs in the context ``inside``."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for index, tokens in enumerate(batches):
             with nullcontext() if index == len(batches) - 1 else self.no_sync():
                 loss = F.cross_entropy(self.net(tokens).flatten(0, 1), tokens.flatten())
-                (loss / len(batches)).backward()
+                with inside:
+                    (loss / len(batches)).backward()
         self.finish_gradients()
 
     def step(self) -> None:
@@ -180,7 +185,10 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
 
 def new_net(arguments: argparse.Namespace) -> GPT:
     torch.manual_seed(0)
-    return GPT(words=arguments.words, width=arguments.width, layers=arguments.layers, context=arguments.length)
+    net = GPT(words=arguments.words, width=arguments.width, layers=arguments.layers, context=arguments.length)
+    for module in {"blocks": net.blocks, "model": [net]}.get(arguments.compile, []):
+        module.compile()
+    return net
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
@@ -206,8 +214,11 @@ class Wire(TorchDispatchMode):
     """Counts the bytes that leave this rank inside of it."""
 
     num_bytes = 0.0
+    num_early_bytes = 0.0  # Before the last matrix product.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("mm", "addmm", "bmm"):
+            self.num_early_bytes = self.num_bytes
         if func.namespace == "c10d" and func.overloadpacket.__name__ != "barrier":
             self.num_bytes += bytes_out(func.overloadpacket.__name__, args)
         return func(*args, **(kwargs or {}))
@@ -227,13 +238,12 @@ def bytes_out(name: str, args: Any) -> float:
     return factors.get(name, ranks - 1 if name == "_allgather_base_" else 0) * size
 
 
-def worker(num_ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all contenders; every rank must call it, and gets all rows."""
+def worker(num_ranks: int, chosen: Sequence[str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure the chosen contenders; every rank must call it, and gets all rows."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     shape = (arguments.accumulate, arguments.batch, arguments.length)
     batches = list(torch.randint(arguments.words, shape, generator=generator))
-    chosen = [name for name in CONTENDERS if any(word in name for word in arguments.only)]
     contenders: dict[str, Contender] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in chosen:
@@ -262,21 +272,27 @@ def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> f
 def measure_memory(
     make: Callable[[argparse.Namespace], Contender], batches: Sequence[Tensor], arguments: argparse.Namespace
 ) -> tuple[Contender, dict[str, Any]]:
-    """Make a contender and take three steps; bytes that are sent in the third one and held in it."""
+    """Make a contender and take four steps; bytes that are held in the third one and sent in the fourth."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         contender = make(arguments)
         for _ in range(2):
             contender.backward(batches)
             contender.step()
         contender.wait()
-        with torch.profiler.record_function("third step"), Wire() as wire:
-            contender.backward(batches)
+        with torch.profiler.record_function("third step"):
+            contender.backward(batches, in_backward := Wire())
             held = contender.held()
             contender.step()
             contender.wait()
-    everyone = gather((wire.num_bytes, *held, peak_of(profile)), None)
-    sent, parameters, gradients, state = (statistics.mean(each) for each in list(zip(*everyone, strict=True))[:4])
-    row = {"sent": sent, "parameters": parameters, "gradients": gradients, "state": state}
+    # Dynamo would leave code that it meets in a dispatch mode for ever uncompiled.
+    with torch.compiler.set_stance("force_eager"), Wire() as wire:
+        contender.backward(batches)
+        contender.step()
+        contender.wait()
+    early = in_backward.num_early_bytes / (in_backward.num_bytes or 1)
+    everyone = gather((early, wire.num_bytes, *held, peak_of(profile)), None)
+    means = [statistics.mean(each) for each in zip(*everyone, strict=True)]
+    row = dict(zip(("early", "sent", "parameters", "gradients", "state"), means, strict=False))
     return contender, row | {"peak": max(each[-1] for each in everyone)}
 
 
@@ -295,13 +311,14 @@ def peak_of(profile: torch.profiler.profile) -> int:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
-    heads += ["MiB held: parameters", "gradients", "state", "peak MiB"]
+    heads += ["MiB held: parameters", "gradients", "state", "peak MiB", "early"]
     cells: list[list[str]] = []
     for row in rows:
         base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
         cells.append([str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}"])
         cells[-1] += [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
         cells[-1] += [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
+        cells[-1].append(f"{row['early']:.2f}")
     return markdown(heads, cells)
 
 
@@ -311,13 +328,20 @@ def parse_arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, numbers | {"accumulate": 1, "replicas": 1})
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bucket-mib", type=float, default=4.0, help="of zero2, ddp and torch's DDP")
+    parser.add_argument("--compile", choices=["nothing", "blocks", "model"], default="nothing")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of the names of contenders")
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse_arguments()
-    print(table([row for ranks in arguments.ranks for row in run_on_ranks(worker, ranks, arguments, num_ranks=ranks)]))
+    chosen = [name for name in CONTENDERS if any(word in name for word in arguments.only)]
+    # Dynamo remembers functions that it could not compile for one model: compiled ones have processes of their own.
+    runs = [chosen] if arguments.compile == "nothing" else [[name] for name in chosen]
+    rows: list[dict[str, Any]] = []
+    for ranks, names in product(arguments.ranks, runs):
+        rows += run_on_ranks(worker, ranks, names, arguments, num_ranks=ranks)
+    print(table(rows))
     print(origin(__spec__.name))
 
 

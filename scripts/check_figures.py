@@ -34,6 +34,7 @@ ROOMS: Mapping[tuple[str, str], str] = {
     ("docs/checkpoints.md", "What was broken, and what happened"): "checkpoint engine monitor integrations",
     ("docs/checkpoints.md", "Saving while the training goes on"): "checkpoint",
     ("docs/checkpoints.md", "Damage is found before anything is loaded"): "checkpoint",
+    ("docs/gradients.md", "A compiled model"): "sharding",
     ("docs/flexdemo.md", "Compared with DeToNATION"): "flexdemo",
 }
 # With a table of formulas.

@@ -42,6 +42,8 @@ TESTS: dict[str, Sequence[str]] = {
     "integrations": [
         "tests/unit/integrations",
         "tests/integration/test_mid_epoch.py",
+        "tests/integration/test_misuse.py",
+        "tests/integration/test_loops.py",
         "tests/integration/integrations",
         "tests/matrix",
     ],

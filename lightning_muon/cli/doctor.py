@@ -30,6 +30,7 @@ why. Under torchrun the ranks exchange known numbers on each axis of the mesh th
 Exits with 1 if something is broken, and with 0 if there are notes only."""
 _PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "accelerate", "transformers", "jsonargparse")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
+_SETTINGS += ("TORCH_NCCL_HIGH_PRIORITY",)
 _MIB = 64  # Of the tensor that is exchanged.
 # Ranks need descriptors for their connections, DataLoader workers and files; the default of Linux is 1024.
 _LEAST_DESCRIPTORS, _LEAST_SHARED_BYTES = 1024, 2**30

@@ -26,7 +26,7 @@ _DESCRIPTION = f"""Without --ranks: what each parameter is, who owns which matri
 and how long it takes, on up to {MOST_RANKS} ranks. With --ranks: which ways of training fit into memory, which one is
 fastest, and the line to paste. Starts no process and needs no GPU."""
 _NODE_RANKS, _GPU_MEMORY_GIB, _LENGTH, _SHARDS = 8, 72.0, 4096, 8
-_FIT_OPTIONS = ("rows", "length", "precision", "rank_memory", "node_ranks")
+_FIT_OPTIONS = ("rows", "length", "precision", "rank_memory", "node_ranks", "expert_size", "experts_per_token")
 _STEP_OPTIONS = ("replicate_size", "shard_size", "draw")
 _LEGEND = (
     "* is recommended; +: so much is missing. split: pipeline x replicas x shards; m: micro-batches. muon: part of the "
@@ -56,6 +56,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     fit("--length", metavar="N", type=count, help=f"tokens of a row (default: {_LENGTH})")
     fit("--precision", choices=PRECISIONS, help="precision of the training (default: the config's, or bf16-mixed)")
     fit("--node-ranks", metavar="N", type=count, help=f"ranks of a node (default: {_NODE_RANKS})")
+    fit("--experts-per-token", metavar="K", type=count, help="matrices of a stack that a token meets (default: all)")
+    fit("--expert-size", metavar="E", type=count, help="ranks that divide whole experts, by transformers (default: 1)")
     help_text = f"(default: {_GPU_MEMORY_GIB:g}; on CPUs that of this host, divided by the ranks of a node)"
     fit("--rank-memory", metavar="GIB", type=positive, help=f"memory that a rank may fill {help_text}")
 
@@ -117,7 +119,7 @@ def _fit(arguments: Namespace, console: Console, setting: Setting, planned: Plan
     job = _job(arguments, setting, planned)
     rows, notes = best_rows(job), list[str]()
     if missing := [mode for mode in MODES if mode not in [row.way.mode for row in rows]]:
-        notes.append(f"left out, since ranks, rows or layers cannot be divided so: {', '.join(missing)}")
+        notes.append(f"left out, since ranks, rows, layers or experts cannot be divided so: {', '.join(missing)}")
     if planned.module is not None:
         try:
             find_staged_model(planned.module)
@@ -145,6 +147,9 @@ def _fit(arguments: Namespace, console: Console, setting: Setting, planned: Plan
         found.append("with activation checkpointing in the model (gradient_checkpointing_enable of transformers)")
     if best.way.passes > 1 and best.way.pipeline == 1:
         found.append(f"with accumulate_grad_batches={best.way.passes} of the Trainer")
+    if job.expert_size > 1:
+        sizes = f"dp_replicate_size={best.way.replicate}, fsdp_size={best.way.shard}, ep_size={job.expert_size}"
+        found.append(f"of a model loaded with DistributedConfig({sizes}) of transformers")
     console.print(", ".join(found), strategy_line(best.way, job.flexdemo), sep="\n", soft_wrap=True)
 
 
@@ -153,6 +158,14 @@ def _job(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Job:
     precision = arguments.precision or planned.precision or "bf16-mixed"
     if precision not in PRECISIONS:
         raise ValueError(f"precision {precision!r} of the config is none of {', '.join(PRECISIONS)}; add --precision")
+    experts = [each.shape[0] for each in setting.model.parameters if each.kind == "stack"]
+    if (ranks := arguments.expert_size or 1) > 1 and (
+        arguments.experts_per_token is None or any(number % ranks for number in experts or [1])
+    ):
+        raise ValueError(
+            f"--expert-size {ranks} takes --experts-per-token, and stacks of experts whose number it divides; this "
+            f"model has {', '.join(map(str, sorted(set(experts)))) or 'none'}"
+        )
     node_ranks, memory = arguments.node_ranks or _NODE_RANKS, arguments.rank_memory or _GPU_MEMORY_GIB
     if arguments.rank_memory is None and setting.is_cpu:
         memory = round(memory_of_host() / min(node_ranks, arguments.ranks) / GIB, 2)
@@ -165,6 +178,8 @@ def _job(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Job:
         memory_bytes=memory * GIB,
         precision=precision,
         flexdemo=planned.flexdemo or FlexDeMoConfig(),
+        expert_size=ranks,
+        experts_per_token=arguments.experts_per_token or 0,
     )
 
 

@@ -46,6 +46,7 @@ class Counts(NamedTuple):
     products: float = 0  # Elements that a token is multiplied with.
     activations: float = 0  # Elements per token that go into these products and come out.
     attention: float = 0  # Width of attention, all heads together.
+    experts: float = 0  # Elements in stacks of matrices.
 
     def plus(self, other: Counts, times: float) -> Counts:
         """These, and ``times`` the other ones."""
@@ -81,7 +82,7 @@ class Sizes:
         return slowest, first, replace(self, layers=max(0.0, slowest.layers - head), root=of_last)
 
 
-def sizes_of(setting: Setting) -> Sizes:
+def sizes_of(setting: Job) -> Sizes:
     """The numbers of a model; layers are told by the numbers in names."""
     model = setting.model
     named: defaultdict[str, list[ParameterShape]] = defaultdict(list)
@@ -121,7 +122,11 @@ def _matrices(parameter: ParameterShape) -> list[tuple[int, int]]:
     return [(min(sides), max(sides)) for _, *sides in matrices_in(parameter.shape, parameter)]
 
 
-def _counts(parameters: Sequence[ParameterShape], head: ParameterShape | None, setting: Setting) -> Counts:
+def _counts(parameters: Sequence[ParameterShape], head: ParameterShape | None, setting: Job) -> Counts:
+    def used(each: ParameterShape) -> int:
+        """Matrices of a parameter that a token meets."""
+        return min(each.shape[0], setting.experts_per_token or each.shape[0]) if each.kind == "stack" else 1
+
     matrices = [sides for each in parameters for sides in _matrices(each)]
     products = [each for each in parameters if len(each.shape) > 1 and (each is head or not _is_embedding(each))]
     attention: dict[str, int] = {}  # It is as wide as the inputs of its last matrix, the output projection.
@@ -136,9 +141,10 @@ def _counts(parameters: Sequence[ParameterShape], head: ParameterShape | None, s
         muon=sum(short * long for short, long in matrices),
         matrices=len(matrices),
         newton_schulz=sum(setting.flops(*sides) for sides in matrices),
-        products=sum(math.prod(each.shape) for each in products),
-        activations=sum(each.shape[-1] + each.shape[-2] for each in products),
+        products=sum(used(each) * math.prod(each.shape[each.kind == "stack" :]) for each in products),
+        activations=sum(used(each) * (each.shape[-1] + each.shape[-2]) for each in products),
         attention=sum(attention.values()),
+        experts=sum(math.prod(each.shape) for each in parameters if each.kind == "stack"),
     )
 
 
@@ -153,6 +159,12 @@ class Job(Setting):
     memory_bytes: float  # That a rank may fill.
     precision: str
     flexdemo: FlexDeMoConfig
+    expert_size: int = 1  # Ranks of a shard group among which whole experts are divided.
+    experts_per_token: int = 0  # 0: all.
+
+    def gathered(self, part: Counts) -> float:
+        """Elements of some parameters that a rank has at one time: of its experts alone."""
+        return part.numel - part.experts * (1 - 1 / self.expert_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +263,8 @@ def _ways(job: Job, mode: Mode, most_stages: int) -> Iterator[Way]:
             "pipeline": pipeline <= most_stages,
         }
         rows = -(-job.rows // (replicate * shard)) if not rest and replicate * shard <= job.rows else 0
+        if job.expert_size > 1 and (mode not in ("fsdp", "hsdp") or shard % job.expert_size):
+            continue
         if not rows or not is_of_mode[mode] or (pipeline > 1) != (mode == "pipeline"):
             continue
         numbers = {min(rows, 1 << power) for power in range(rows.bit_length() + 1)}
@@ -286,7 +300,7 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
     if way.pipeline > 1:  # A stage is gathered once, and its gradients stay whole until the last micro-batch.
         gathered, accumulated = used * every.numel, summed * every.trained
     elif way.is_fsdp:  # Gathered are the root and two layers.
-        gathered = used * (root.numel + min(2, sizes.layers) * layer.numel)
+        gathered = used * (root.numel + min(2, sizes.layers) * job.gathered(layer))
         # Sums of shards, but where FSDP2 would round them; see `accumulate` of the options.
         is_whole = summed > own and way.mode != "hsdp"
         accumulated = summed * every.trained / (1 if is_whole else shards) if way.passes > 1 else 0.0
@@ -339,10 +353,15 @@ def _transfers(job: Job, sizes: Sizes, way: Way) -> tuple[float, float, float]:
         return there, there + 3 * num_bytes * (1 - 1 / way.shard) / memory, sums
     if not way.is_fsdp:
         return 0.0, 0.0, sums
-    scatter = ring(num_bytes, way.shard, shard_nodes) * (2 if job.is_cpu else 1)  # gloo's sends as an all-reduce.
+    # Experts travel among the ranks that share them, which of S - 1 others are S / E - 1.
+    at_home = part.experts * (way.shard - way.shard // job.expert_size) / max(1, way.shard - 1)
+    copied = job.gathered(part)
+    scatter = ring(num_bytes - summed * at_home, way.shard, shard_nodes)
+    scatter *= 2 if job.is_cpu else 1  # gloo's sends as an all-reduce.
     # FSDP2 copies shards into a buffer and that into weights, and gradients into a buffer.
-    gather = ring(used * part.numel, way.shard, shard_nodes) + 2 * used * part.numel * (1 + 1 / way.shard) / memory
-    return gather, scatter + 2 * num_bytes / memory, sums
+    gather = ring(used * (part.numel - at_home), way.shard, shard_nodes)
+    gather += 2 * used * copied * (1 + 1 / way.shard) / memory
+    return gather, scatter + 2 * summed * (copied - part.numel + part.trained) / memory, sums
 
 
 def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
@@ -370,6 +389,11 @@ def _model_seconds(job: Job, sizes: Sizes, way: Way) -> float:
     seconds += both((backward, again + scatter + sums)) + adding
     if not job.is_cpu:  # Nothing hides the gather of the embedding, and the sum of its gradients.
         seconds += sizes.embedding / part.numel * (gather + scatter + sums)
+    if job.expert_size > 1:  # Tokens go to their experts and back, and so do their gradients; nothing hides it.
+        others = job.expert_size - 1
+        sent = 4 * sizes.layers * job.experts_per_token * way.tokens(job) * sizes.width * PRECISIONS[job.precision][1]
+        between = max(0, job.expert_size - job.node_ranks) / others
+        seconds += way.passes * _send(job, sent * others / job.expert_size, between, 4 * sizes.layers)
     return seconds + (_exchange_seconds(job, part, way) if way.mode == "flexdemo" else 0)
 
 

@@ -28,6 +28,11 @@ class AxisGroup:
         """Number of ranks."""
         return len(self.coordinates)
 
+    @property
+    def ranks(self) -> Ranks:
+        """Their global numbers; empty where there is no process group."""
+        return () if self.group is None else tuple(dist.get_process_group_ranks(self.group))
+
 
 ALONE = AxisGroup(None, 0, ((),))
 

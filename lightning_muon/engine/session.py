@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ class Session:
     """
 
     def __init__(self, options: Options, *, info: Callable[[str], None], warn: Callable[[str], None]) -> None:
+        # Read when NCCL opens a connection: what waits for other ranks gets the card before what does not.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
         self.options = options
         self.engines: list[TrainingEngine] = []  # One for each model.
         self.meshes: Meshes | None = None  # From `begin` on; they and the saves stay for the next run.

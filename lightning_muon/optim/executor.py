@@ -106,7 +106,7 @@ class StreamExecutor(Executor):
 
     def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
         super().__init__(actions)
-        self._device, self._transfer = device, torch.cuda.Stream(device)
+        self._device, self._transfer = device, torch.cuda.Stream(device, priority=-1)  # Before products.
         self._compute = torch.cuda.current_stream(device)  # Of the current step; to look it up takes torch 30 us.
         self._ended: dict[str, tuple[str, torch.cuda.Event | torch.Event]] = {}
 

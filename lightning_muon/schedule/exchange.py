@@ -243,15 +243,22 @@ def _loads_so_far(group: ExchangeGroup, earlier: Sequence[ExchangeGroup], itemsi
     """FLOPs and bytes that every rank of an exchange group owns in ``earlier`` ones; the same in each replica.
 
     Replicas that repeat the work must have the same owners, and so the same batches: on CUDA a matrix in a batch may
-    get other bits than alone. If loads differ between replicas, the largest one counts.
+    get other bits than alone. If loads differ between replicas, the largest one counts. Of another mesh, such as that
+    of experts, groups of the same ranks count.
     """
     totals = [(0, 0)] * group.axes.size
-    for each in (each for each in earlier if each.members is group.members):
+    for each in earlier:
+        is_alike = each.axes.ranks == group.axes.ranks != ()
+        if not is_alike and each.members is not group.members:
+            continue
         owned = [(0, 0)] * each.axes.size
         for matrix in each.matrices:
             for owner in matrix.owners:
                 flops, size = owned[owner]
                 owned[owner] = flops + matrix.flops, size + matrix.numel * itemsize
+        if is_alike:
+            totals = [(flops + own[0], size + own[1]) for (flops, size), own in zip(totals, owned, strict=True)]
+            continue
         # Replicas of the earlier group on other ranks of the mesh do the same as this one.
         common = [axis for axis in each.mesh_axes if axis in group.mesh_axes]
         largest: dict[tuple[int, ...], Load] = {}

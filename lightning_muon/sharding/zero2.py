@@ -82,8 +82,8 @@ class ShardMap:
             for parameter, placement in placements.items()
         }
         self._views: dict[Tensor, tuple[int, Tensor]] = {}
-        # Work that follows a communication runs on a stream of its own, so that backward does not wait.
-        self.side_stream = cache(lambda device: torch.cuda.Stream(device) if device.type == "cuda" else None)
+        # Work that follows a communication runs on a stream of its own, before products, so backward does not wait.
+        self.side_stream = cache(lambda device: torch.cuda.Stream(device, -1) if device.type == "cuda" else None)
 
     def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
         """One placement per axis of the mesh."""

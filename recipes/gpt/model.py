@@ -1,4 +1,4 @@
-"""GPT-2 or Llama from random weights, as an ordinary LightningModule with AdamW."""
+"""GPT-2, Llama or Qwen3-MoE from random weights, as an ordinary LightningModule with AdamW."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import (
+    DistributedConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
@@ -21,28 +24,34 @@ from recipes.gpt.data import Batch
 from recipes.t5_summarization.files import save_with_run
 
 PROMPT_TOKENS = 16
+Architecture = Literal["gpt2", "llama", "qwen3_moe"]
 
 
 def build(
-    architecture: Literal["gpt2", "llama"], *, vocab_size: int, context_size: int, width: int, layers: int, heads: int
-) -> GPT2LMHeadModel | LlamaForCausalLM:
-    """The network, with embeddings that are also the output layer; ``width`` is a multiple of ``heads``."""
+    architecture: Architecture,
+    *,
+    vocab_size: int,
+    context_size: int,
+    width: int,
+    layers: int,
+    heads: int,
+    experts: int = 8,
+) -> GPT2LMHeadModel | LlamaForCausalLM | Qwen3MoeForCausalLM:
+    """The network; ``width`` is a multiple of ``heads``. But for experts, embeddings are also the output layer."""
     common: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
     if architecture == "gpt2":
         sizes = {"n_positions": context_size, "n_embd": width, "n_layer": layers, "n_head": heads}
         dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
         return GPT2LMHeadModel(GPT2Config(**common, **sizes, **dropout))
-    config = LlamaConfig(
-        **common,
-        hidden_size=width,
-        # As many weights as the 4 * width of GPT-2, in three matrices; a multiple of 32.
-        intermediate_size=32 * round(width * 8 / 3 / 32),
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        max_position_embeddings=context_size,
-        tie_word_embeddings=True,
-    )
-    return LlamaForCausalLM(config)
+    common |= {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    # As many weights as the 4 * width of GPT-2, in three matrices; a multiple of 32.
+    common |= {"max_position_embeddings": context_size, "intermediate_size": 32 * round(width * 8 / 3 / 32)}
+    if architecture == "llama":
+        return LlamaForCausalLM(LlamaConfig(**common, tie_word_embeddings=True))
+    common |= {"num_key_value_heads": heads, "head_dim": width // heads, "num_experts": experts}
+    common |= {"num_experts_per_tok": 2, "moe_intermediate_size": common["intermediate_size"] // 2}
+    # The loss has a term for experts that get too many tokens.
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, output_router_logits=True))
 
 
 def make_optimizer(
@@ -64,6 +73,8 @@ class GPT(LightningModule):
         width: Of the residual stream.
         layers: Transformer blocks.
         heads: Of each block.
+        experts: Of each block of ``qwen3_moe``, of which a token meets two.
+        ep_size: Ranks that divide the experts of a block; the ranks are a multiple.
         lr: Peak learning rate of AdamW.
         weight_decay: Decoupled.
         warmup_share: Share of all steps for the linear warm-up.
@@ -73,12 +84,14 @@ class GPT(LightningModule):
     def __init__(
         self,
         *,
-        architecture: Literal["gpt2", "llama"] = "llama",
+        architecture: Architecture = "llama",
         vocab_size: int = 4096,
         context_size: int = 256,
         width: int = 256,
         layers: int = 4,
         heads: int = 4,
+        experts: int = 8,
+        ep_size: int = 1,
         lr: float = 3e-3,
         weight_decay: float = 0.1,
         warmup_share: float = 0.05,
@@ -86,9 +99,21 @@ class GPT(LightningModule):
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
-        sizes = {"width": width, "layers": layers, "heads": heads}
+        sizes = {"width": width, "layers": layers, "heads": heads, "experts": experts}
         self.gpt = build(architecture, vocab_size=vocab_size, context_size=context_size, **sizes)
         self.samples: list[dict[str, Any]] = []
+
+    def configure_model(self) -> None:
+        """Let transformers divide the experts over the ranks; it does so while it loads weights."""
+        if self.hparams.ep_size == 1 or hasattr(self.gpt.config, "distributed_config"):
+            return
+        folder = Path(self.trainer.default_root_dir, "outputs", "first-weights")
+        if self.trainer.is_global_zero:
+            self.gpt.save_pretrained(folder)
+        self.trainer.strategy.barrier()
+        sizes = {"fsdp_size": self.trainer.world_size, "ep_size": self.hparams.ep_size}
+        divided = DistributedConfig(**sizes, ep_implementation="all_to_all")
+        self.gpt = type(self.gpt).from_pretrained(folder, distributed_config=divided).train()
 
     def on_fit_start(self) -> None:
         """The model has room for the tokens of the data."""

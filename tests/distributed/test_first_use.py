@@ -1,6 +1,7 @@
 """No rank waits for a connection that another rank does not open, whichever gradients a rank lacks."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,50 +16,32 @@ from tests.support import lazy_connections
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
 
-_NUM_LAYERS = 4
 
-
-def _model() -> nn.ModuleList:
+def _model(num_layers: int = 4, width: int = 24) -> nn.ModuleList:
     torch.manual_seed(0)
-    return nn.ModuleList([nn.Linear(24, 24) for _ in range(_NUM_LAYERS)])
+    return nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
 
 
-def _loss(model: nn.ModuleList, *, skips: bool = False) -> Tensor:
-    """Rank 1 may skip the layer that comes first in backward; its messages come later than those of rank 0."""
+def _loss(model: nn.ModuleList, num_layers: Sequence[int] = (4, 4)) -> Tensor:
+    """Rank 1 may run fewer layers than the others: its messages come later."""
     x = torch.randn(8, next(model.parameters()).size(1))
-    for layer in list(model)[: len(model) - (skips and dist.get_rank() == 1)]:
+    for layer in list(model)[: num_layers[dist.get_rank() == 1]]:
         x = layer(x)
     return x.square().mean()
 
 
-def _train(name: str, shape: tuple[int, ...], first_skip: int) -> None:
-    model, mesh = _model(), nccl_like_mesh(*shape)
-    mode = make_mode(name, mesh, ModeOptions(bucket_bytes=3000))
+def _train(name: str, shape: tuple[int, ...], steps: Sequence[Sequence[int]], width: int, **options: Any) -> None:
+    model, mesh = _model(max(map(max, steps)), width), nccl_like_mesh(*shape)
+    mode = make_mode(name, mesh, ModeOptions(**options))
     mode.prepare(model)
     optimizer = ParallelMuon(model, lr=1e-3)
     mode.attach(model, [optimizer])
-    for step in range(3):
-        _loss(model, skips=step >= first_skip).backward()
+    for num_layers in steps:
+        _loss(model, num_layers).backward()
         mode.finish_gradients()
         optimizer.step()
         mode.end_step()
         mode.finish_parameters()
-        optimizer.zero_grad()
-    mode.close()
-
-
-def _train_on_more_layers() -> None:
-    """All ranks use both layers from the second step on, so that the bucket has another size than at first."""
-    torch.manual_seed(0)
-    model, mesh = nn.ModuleList([nn.Linear(512, 512, bias=False) for _ in range(2)]), nccl_like_mesh(2)
-    mode = make_mode("ddp", mesh, ModeOptions())
-    mode.prepare(model)
-    optimizer = ParallelMuon(model, lr=1e-3)
-    mode.attach(model, [optimizer])
-    for num_layers in (1, 2, 1 if dist.get_rank() == 1 else 2):
-        _loss(model[:num_layers]).backward()  # type: ignore[arg-type]
-        mode.finish_gradients()
-        optimizer.step()
         optimizer.zero_grad()
     mode.close()
 
@@ -71,7 +54,7 @@ def _train_decoupled_nodes(replicator: Any) -> None:
     optimizer = FlexDeMo(model, lr=1e-3, mesh=mesh, replicator=replicator, bucket_bytes=3000)
     optimizer.step()  # Makes the plan; without a gradient nothing is sent.
     for step in range(3):
-        _loss(model, skips=step == 0).backward()
+        _loss(model, (4, 4 - (step == 0))).backward()
         optimizer.step()
         optimizer.zero_grad()
     optimizer.state_dict()
@@ -89,21 +72,26 @@ def _train_hybrid() -> None:
         optimizer.zero_grad()
 
 
+# Layers that rank 1 leaves out from the first step on, or later.
+_SKIPS = [(4, 3)] * 3, [(4, 4), (4, 3), (4, 3)]
 _CASES = [
-    *((_train, ("zero2", (3,), first_skip), 3) for first_skip in (0, 1)),
-    *((_train, ("zero2", (2, 2), first_skip), 4) for first_skip in (0, 1)),
-    *((_train, ("ddp", (2,), first_skip), 2) for first_skip in (0, 1)),
-    (_train_on_more_layers, (), 2),
-    *((_train_decoupled_nodes, (replicator,), 3) for replicator in (DCTTopK(top_k=8), Full())),
-    (_train_hybrid, (), 4),
+    *(
+        (_train, (name, shape, steps, 24), {"bucket_bytes": 3000}, math.prod(shape))
+        for name, shape in (("zero2", (3,)), ("zero2", (2, 2)), ("ddp", (2,)))
+        for steps in _SKIPS
+    ),
+    # All ranks use both layers from the second step on, so that the bucket has another size than at first.
+    (_train, ("ddp", (2,), [(1, 1), (2, 2), (2, 1)], 512), {}, 2),
+    *((_train_decoupled_nodes, (replicator,), {}, 3) for replicator in (DCTTopK(top_k=8), Full())),
+    (_train_hybrid, (), {}, 4),
 ]
 
 
-@pytest.mark.parametrize(("train", "arguments", "world_size"), _CASES, ids=lambda each: getattr(each, "__name__", None))
+@pytest.mark.parametrize(("train", "arguments", "options", "world_size"), _CASES)
 def test_no_rank_waits_for_a_connection_for_ever(
-    gloo: ProcessPool, train: Callable[..., None], arguments: tuple[Any, ...], world_size: int
+    gloo: ProcessPool, train: Callable[..., None], arguments: Any, options: Any, world_size: int
 ) -> None:
-    gloo.run(train, *arguments, world_size=world_size)
+    gloo.run(train, *arguments, **options, world_size=world_size)
 
 
 def _blocks_alone() -> None:

@@ -1,23 +1,21 @@
-"""Gradients that some or all ranks lack, and partial sums."""
+"""Gradients that some ranks lack, and partial sums."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from lightning_muon.params.layout import local_tensor
 from tests.distributed.sharding.training import mesh_of
+from tests.matrix.row import EXACT
 from tests.reference.muon import ReferenceMuon
 from tests.support.processes import ProcessPool
+from tests.support.tensors import whole
 
-SHAPES = {"first": (13, 7), "second": (7, 13), "bias": (5,), "third": (6, 6)}
-
-
-def _mesh() -> DeviceMesh:
-    return mesh_of((dist.get_world_size(),))
+SHAPES = {"weight": (13, 7), "other": (7, 13), "bias": (5,)}
 
 
 def _tensors(seed: int) -> dict[str, Tensor]:
@@ -25,48 +23,51 @@ def _tensors(seed: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def _step_with_missing(missing: dict[int, list[str]]) -> tuple[dict[str, Tensor], dict[str, bool]]:
-    """One step; ``missing`` says which gradients a rank does not have. Returns weights and what was left untouched."""
-    mesh = _mesh()
-    placed = {name: distribute_tensor(tensor, mesh, [Shard(0)]) for name, tensor in _tensors(0).items()}
-    parameters = {name: nn.Parameter(tensor) for name, tensor in placed.items()}
-    optimizer = ParallelMuon(parameters.items(), lr=0.02, compute_dtype="float32", bucket_bytes=400)
-    grads = {name: distribute_tensor(grad, mesh, [Shard(0)]) for name, grad in _tensors(1).items()}
-    for name, parameter in parameters.items():
-        parameter.grad = None if name in missing.get(dist.get_rank(), []) else grads[name]
-    before = {name: parameter.detach().to_local().clone() for name, parameter in parameters.items()}  # type: ignore[attr-defined]
-    optimizer.step()
-    untouched = {
-        name: torch.equal(before[name], local_tensor(parameter))
-        and not any(local_tensor(value).any() for value in optimizer.state[parameter].values())
-        for name, parameter in parameters.items()
-    }
-    return {name: parameter.detach().full_tensor() for name, parameter in parameters.items()}, untouched  # type: ignore[attr-defined]
+def _one_rank_lacks(placement: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Weights after two steps, in the first of which rank 1 has no gradient of a matrix and of the bias; momenta."""
+    mesh = mesh_of((dist.get_world_size(),))
+
+    def place(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor, mesh, [placement], src_data_rank=None) if placement else tensor.clone()
+
+    parameters = {name: nn.Parameter(place(tensor)) for name, tensor in _tensors(0).items()}
+    optimizer = ParallelMuon(parameters.items(), lr=0.02, mesh=mesh, bucket_bytes=400, **EXACT)
+    for step in range(2):
+        for name, grad in _tensors(1 + step).items():
+            lacks = step == 0 and dist.get_rank() == 1 and name != "other"
+            parameters[name].grad = None if lacks else place(grad)
+        optimizer.step()
+    return (
+        {name: whole(each) for name, each in parameters.items()},
+        {name: whole(optimizer.state[parameters[name]]["momentum_buffer"]) for name in ("weight", "other")},
+    )
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_gradient_that_one_rank_lacks_counts_as_zero_there(gloo: ProcessPool, world_size: int) -> None:
-    results = gloo.run(_step_with_missing, {1: ["first"]}, world_size=world_size)
-    reference = ReferenceMuon({name: t for name, t in _tensors(0).items() if name != "bias"}, lr=0.02)
-    grads = _tensors(1)
-    grads["first"].chunk(world_size)[1].zero_()
-    reference.step({name: grad for name, grad in grads.items() if name != "bias"})
-    for weights, _ in results:
-        for name, expected in reference.matrices.items():
-            torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-6)
-
-
-def test_a_gradient_that_no_rank_has_leaves_all_untouched(gloo: ProcessPool) -> None:
-    nobody = {rank: ["second", "bias"] for rank in range(3)}
-    for _, untouched in gloo.run(_step_with_missing, nobody, world_size=3):
-        assert untouched == {"first": False, "second": True, "bias": True, "third": False}
+@pytest.mark.parametrize("placement", [Shard(0), Replicate(), None], ids=str)
+def test_a_gradient_that_one_rank_lacks_counts_as_zero_there(gloo: ProcessPool, placement: Any) -> None:
+    """Of replicas that is the mean over all of them."""
+    results = gloo.run(_one_rank_lacks, placement, world_size=3)
+    matrices = {name: tensor for name, tensor in _tensors(0).items() if name != "bias"}
+    reference = ReferenceMuon(matrices, lr=0.02)
+    for step in range(2):
+        grads = {name: grad for name, grad in _tensors(1 + step).items() if name != "bias"}
+        if step == 0 and placement == Shard(0):
+            grads["weight"].chunk(3)[1].zero_()
+        elif step == 0:
+            grads["weight"].mul_(2 / 3)
+        reference.step(grads)
+    for weights, momenta in results:
+        for name in matrices:
+            torch.testing.assert_close(weights[name], reference.matrices[name], rtol=0, atol=1e-6)
+            torch.testing.assert_close(momenta[name], reference.buffers[name], rtol=0, atol=1e-6)
+        assert torch.equal(weights["bias"], results[0][0]["bias"])
 
 
 def _partial_sum(lacking_rank: int | None) -> bool:
     """A replicated weight whose gradient is still a sum over the ranks."""
-    mesh = _mesh()
+    mesh = mesh_of((dist.get_world_size(),))
     weight = nn.Parameter(distribute_tensor(torch.ones(6, 6), mesh, [Replicate()]))
-    optimizer = ParallelMuon([weight], lr=0.02, compute_dtype="float32", wire_dtype="float32")
+    optimizer = ParallelMuon([weight], lr=0.02, **EXACT)  # type: ignore[arg-type]
     torch.manual_seed(0)
     full = torch.randn(6, 6)
     if dist.get_rank() != lacking_rank:
@@ -75,7 +76,7 @@ def _partial_sum(lacking_rank: int | None) -> bool:
     optimizer.step()
     reference = ReferenceMuon({"weight": torch.ones(6, 6)}, lr=0.02)
     reference.step({"weight": full})
-    torch.testing.assert_close(weight.detach().full_tensor(), reference.matrices["weight"], rtol=0, atol=1e-6)  # type: ignore[attr-defined]
+    torch.testing.assert_close(whole(weight), reference.matrices["weight"], rtol=0, atol=1e-6)
     return True
 
 

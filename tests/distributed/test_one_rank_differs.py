@@ -1,5 +1,6 @@
 """A rank that differs from the others: an error on all of them or the same weights on all, and never a hang."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
 from lightning_muon.params.layout import local_tensor
 from tests.support import family
 from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal
 
 
 def _line() -> DeviceMesh:
@@ -31,7 +33,9 @@ def _parameter(seed: int, shape: tuple[int, ...], mesh: DeviceMesh, placement: A
 def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
     mesh, is_wrong = _line(), dist.get_rank() == 1
     weight, bias = _parameter(0, (8, 4), mesh), _parameter(1, (8,), mesh)
-    optimizer = ParallelMuon([("weight", weight), ("bias", bias)], **(options if is_wrong else {}))
+    local = nn.Parameter(torch.ones(4 if is_wrong and later == "local" else 3, 3))
+    named = [("weight", weight), ("bias", bias), ("local", local)]
+    optimizer = ParallelMuon(named, mesh=mesh if later == "local" else None, **(options if is_wrong else {}))
     if later:
         optimizer.step()
     if is_wrong and later == "frozen":
@@ -48,6 +52,7 @@ def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
         ({"ns_steps": 3}, "", "'ns_steps of the group of weight' 5, rank 1 has .* 3"),
         ({"lr": 0.5}, "", "'lr of the group of weight' .* 0.5"),
         ({"orthogonalize": family.muon_eq}, "", "'orthogonalize of the group of weight' 'newton_schulz', rank 1 has"),
+        ({}, "local", r"local.*\(4, 3\)"),
         ({}, "frozen", "trainable=False"),
         ({}, "added", "more|bias|settings"),
     ],
@@ -58,40 +63,34 @@ def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, options: dict[str
     )
 
 
-def _message(options: dict[str, Any]) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as error:
-        _wrong_on_rank_1(options, "")
-    return f"{error.typename}: {error.value}"
-
-
-_WRONG: list[dict[str, Any]] = [
-    {"adamw_patterns": ("nothing.*",)},
-    {"algorithm": "muon"},
-]
-
-
-@pytest.mark.parametrize("options", _WRONG, ids=str)
-def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    first, wrong, last = gloo.run(_message, options, world_size=3, timeout=30)
-    assert wrong.startswith("ValueError")
-    assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
-
-
 def _fails_on_rank_1(matrices: Tensor, *, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
     return newton_schulz(matrices) if dist.get_rank() != 1 else matrices[0]
 
 
-def _step_with_a_failing_function() -> str:
-    optimizer = ParallelMuon([("weight", _parameter(0, (8, 4), _line()))], orthogonalize=_fails_on_rank_1)
-    with pytest.raises((TypeError, RuntimeError)) as error:
-        optimizer.step()
-    return str(error.value)
+def _message(options: dict[str, Any]) -> str:
+    try:
+        if "orthogonalize" in options:
+            ParallelMuon([("weight", _parameter(0, (8, 4), _line()))], **options).step()
+        else:
+            _wrong_on_rank_1(options, "")
+    except (ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-def test_a_function_that_fails_on_one_rank_ends_the_others(gloo: ProcessPool) -> None:
-    first, wrong, last = gloo.run(_step_with_a_failing_function, world_size=3, timeout=30)
-    assert "returned (2, 3) torch" in wrong
-    assert all("rank 1 of the group failed" in message for message in (first, last))
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"adamw_patterns": ("nothing.*",)}, "ValueError"),
+        ({"algorithm": "muon"}, "ValueError"),
+        ({"orthogonalize": _fails_on_rank_1}, r"TypeError.*returned \(2, 3\) torch"),
+    ],
+    ids=["patterns", "algorithm", "function"],
+)
+def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[str, Any], match: str) -> None:
+    first, wrong, last = gloo.run(_message, options, world_size=3, timeout=30)
+    assert re.match(match, wrong)
+    assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
 
 
 def _nan_in_a_small_mesh() -> None:
@@ -119,37 +118,6 @@ def test_a_nan_on_a_small_mesh_stops_the_ranks_of_the_large_one(gloo: ProcessPoo
     )
 
 
-def _missing_on_a_replica(kind: str) -> list[Tensor]:
-    """Two steps; in the first only rank 0 has gradients. Returns local weights and states."""
-    mesh = _line()
-    torch.manual_seed(0)
-    tensors = {"weight": torch.randn(6, 5), "bias": torch.randn(5)}
-    if kind == "plain":
-        parameters = {name: nn.Parameter(tensor.clone()) for name, tensor in tensors.items()}
-    else:
-        parameters = {name: nn.Parameter(distribute_tensor(t, mesh, [Replicate()])) for name, t in tensors.items()}
-    optimizer = ParallelMuon(parameters.items(), lr=0.1, mesh=mesh if kind == "plain" else None)
-    for step in range(2):
-        for name, parameter in parameters.items():
-            grad = torch.full_like(tensors[name], 1.0 + step)
-            placed = grad if kind == "plain" else distribute_tensor(grad, mesh, [Replicate()], src_data_rank=None)
-            parameter.grad = placed if step or dist.get_rank() == 0 else None
-        optimizer.step()
-    found = [p.detach() for p in parameters.values()]
-    found += [v for p in parameters.values() for k, v in optimizer.state[p].items() if k != "step"]
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
-
-
-@pytest.mark.parametrize("kind", ["plain", "DTensor"])
-def test_replicas_stay_equal_when_some_lack_a_gradient(gloo: ProcessPool, kind: str) -> None:
-    first, *others = gloo.run(_missing_on_a_replica, kind, world_size=3)
-    # (1/3) of ones, then twos: the mean over the replicas, a missing gradient being zero.
-    momentum = 0.05 * (1 / 3) * 0.95 + 0.05 * 2.0
-    torch.testing.assert_close(first[2], torch.full((6, 5), momentum))
-    for other in others:
-        assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
-
-
 def _unsharded_module() -> list[str]:
     model = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4), nn.Linear(4, 20))
     fully_shard(model, mesh=_line())
@@ -173,42 +141,28 @@ def test_routes_outlive_a_forward_pass_that_unshards_the_module(gloo: ProcessPoo
         assert "Call module.reshard() first" in found[5]
 
 
-def _bad_on_rank_1(key: str, value: Any, when: str) -> list[bool]:
+def _bad_on_rank_1(key: str, value: Any) -> list[bool]:
     """Whether the step raises, whether nothing changed, and whether the next steps are as if nothing had been."""
-    results: list[list[Tensor]] = []
-    found: list[bool] = []
+    found, results = list[bool](), list[list[Tensor]]()
     for is_tried in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 7), nn.Linear(7, 3))
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(model)
-        optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", bucket_bytes=1)
+        mesh = _line()
+        parameters = [_parameter(seed, shape, mesh) for seed, shape in enumerate([(5, 13), (13, 7), (7,)])]
+        optimizer = ParallelMuon(parameters, lr=0.02, compute_dtype="float32")
         for step in range(4):
-            is_bad = is_tried and step == 2
-            before = [local_tensor(parameter.detach()).clone() for parameter in model.parameters()]
+            before = [local_tensor(parameter.detach()).clone() for parameter in parameters]
             was = optimizer.param_groups[0][key]
-            if is_bad and when == "before backward" and dist.get_rank() == 1:
-                optimizer.param_groups[0][key] = value
-            model(torch.full((2, 5), 0.1 * step)).square().sum().backward()
-            if is_bad and dist.get_rank() == 1:
-                optimizer.param_groups[0][key] = value
-            if is_bad:
-                try:
+            if is_tried and step == 2:
+                if dist.get_rank() == 1:
+                    optimizer.param_groups[0][key] = value
+                with pytest.raises((ValueError, RuntimeError), match=key):
                     optimizer.step()
-                except (ValueError, RuntimeError) as error:
-                    found.append(key in str(error))
                 optimizer.param_groups[0][key] = was
-                after = [local_tensor(parameter.detach()) for parameter in model.parameters()]
-                found.append(all(torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+                found.append(are_equal(before, [local_tensor(parameter.detach()) for parameter in parameters]))
             optimizer.step()
-            optimizer.zero_grad()
-        results.append([local_tensor(parameter.detach()) for parameter in model.parameters()])
-    return [*found, all(torch.equal(one, other) for one, other in zip(*results, strict=True))]
+        results.append([local_tensor(parameter.detach()) for parameter in parameters])
+    return [*found, are_equal(*results)]
 
 
 @pytest.mark.parametrize(("key", "value"), [("momentum", "0.9"), ("adjust_lr_fn", "other"), ("betas", 3)])
 def test_a_bad_value_of_one_rank_is_an_error_on_all(gloo: ProcessPool, key: str, value: Any) -> None:
-    for when in ("before backward", "after backward"):
-        for found in gloo.run(_bad_on_rank_1, key, value, when, world_size=2, timeout=30):
-            assert found == [True, True, True]
+    assert gloo.run(_bad_on_rank_1, key, value, world_size=2, timeout=30) == [[True, True]] * 2

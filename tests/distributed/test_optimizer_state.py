@@ -15,7 +15,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from tests.support.family import muon_eq
 from tests.support.processes import ProcessPool
 from tests.support.tensors import set_gradients, weights_of, whole
 
@@ -36,10 +35,10 @@ def _steps(model: nn.Module, optimizer: ParallelMuon, first: int, last: int) -> 
         optimizer.zero_grad()
 
 
-def _train(path: str, *, is_resumed: bool, **options: Any) -> list[Tensor]:
+def _train(path: str, *, is_resumed: bool) -> list[Tensor]:
     model = _model()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32", **options)
+    optimizer = ParallelMuon(model, lr=0.02, compute_dtype="float32")
     if not is_resumed:
         _steps(model, optimizer, 0, 3)
     state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
@@ -53,17 +52,13 @@ def _train(path: str, *, is_resumed: bool, **options: Any) -> list[Tensor]:
     return list(weights_of(model).values())
 
 
-@pytest.mark.parametrize("options", [{}, {"orthogonalize": muon_eq}])
-def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = gloo.run(_train, str(tmp_path), is_resumed=False, world_size=3, **options)[0]
-    for world_size in (2, 3) if options else (1, 2, 3, 4):
-        for weights in gloo.run(_train, str(tmp_path), is_resumed=True, world_size=world_size, **options):
-            for found, wanted in zip(weights, expected, strict=True):
-                if world_size == 3:
-                    assert torch.equal(found, wanted)
-                else:
-                    # Another number of ranks averages equal gradients with another rounding (1/3 is not exact).
-                    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+def test_a_resumed_run_ends_like_the_unbroken_one(gloo: ProcessPool, tmp_path: Path) -> None:
+    expected = gloo.run(_train, str(tmp_path), is_resumed=False, world_size=3)[0]
+    for world_size in (1, 2, 3, 4):
+        for weights in gloo.run(_train, str(tmp_path), is_resumed=True, world_size=world_size):
+            # Another number of ranks averages equal gradients with another rounding (1/3 is not exact).
+            atol = 0 if world_size == 3 else 2e-5
+            torch.testing.assert_close(weights, expected, rtol=0, atol=atol)
 
 
 def _mixed_meshes(**options: bool) -> list[Tensor]:
@@ -85,10 +80,8 @@ def _mixed_meshes(**options: bool) -> list[Tensor]:
     for step in range(3):
         if step == 1:
             saved = copy.deepcopy(reference.state_dict())
-            states = saved["state"].values()
-            saved["state"] = dict(
-                enumerate({k: v.double() if v.ndim else v for k, v in each.items()} for each in states)
-            )
+            states = enumerate(saved["state"].values())
+            saved["state"] = {n: {k: v.double() if v.ndim else v for k, v in each.items()} for n, each in states}
             for state in optimizer.state.values():
                 for value in state.values():
                     value.zero_()

@@ -1,17 +1,14 @@
-"""Ranges that torch.profiler sees: the ops of the program of a step, in their order, nested in the step."""
-
-from typing import Any
+"""Ranges that torch.profiler sees: the ops of a step as docs/monitor.md names them, nested in the step."""
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from tests.distributed.test_step_program import start
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
 
 PREFIX = "lightning_muon::"
 Event = tuple[str, float, float]  # Name, begin, end.
+OPS = ["momentum", "gather", "newton_schulz", "scatter", "update", "adamw"]
 
 
 def ranges_of(profile: torch.profiler.profile) -> list[Event]:
@@ -28,66 +25,39 @@ def ranges_of(profile: torch.profiler.profile) -> list[Event]:
     return found
 
 
-def _profiled(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Ranges of the second step, and the ops that its program has."""
-    mode, net, optimizer = start(name, shape, options)
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
-    for step in range(2):
-        optimizer.zero_grad()
-        inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-        if step:
-            profile.start()
-        F.mse_loss(net(inputs), inputs.roll(1, 1)).backward()
-        mode.finish_gradients()
-        optimizer.step()
-        mode.end_step()
-    mode.finish_parameters()
-    profile.stop()
-    assert optimizer._planned is not None
-    (whole,) = (e.time_range for e in profile.events() or () if e.name.startswith("Optimizer.step#"))
-    products = [e.time_range for e in profile.events() or () if e.name in ("aten::addmm", "aten::baddbmm", "aten::mm")]
-    return {
-        "ranges": ranges_of(profile),
-        "step": (whole.start, whole.end),
-        "products": [(each.start, each.end) for each in products],
-        "in step": [op.name for op in optimizer._planned.plan.ops],
-    }
+def _profiled(name: str, shape: tuple[int, ...]) -> tuple[list[Event], Event, list[Event]]:
+    """Ranges of the second step, the step itself, and its matrix products."""
+    training = Training.start(name, mesh_of(shape), bucket_bytes=300)
+    training.step(0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        training.step(1)
+        training.mode.finish_parameters()
+    events = [(each.name, each.time_range.start, each.time_range.end) for each in profile.events() or ()]
+    (step,) = (each for each in events if each[0].startswith("Optimizer.step#"))
+    products = [each for each in events if each[0] in ("aten::addmm", "aten::baddbmm", "aten::mm")]
+    return ranges_of(profile), step, [each for each in products if step[1] <= each[1] and each[2] <= step[2]]
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "options"),
-    [
-        ("fsdp", (2,), {"overlap": "step"}),
-        ("fsdp", (2,), {"overlap": "off"}),
-        ("zero2", (2,), {}),
-        ("ddp", (2,), {}),
-        ("flexdemo", (2, 1), {"base": "muon"}),
-    ],
+    ("name", "shape"), [("fsdp", (2,)), ("zero2", (2,)), ("ddp", (2,)), ("flexdemo", (2, 1))], ids=str
 )
-def test_ops_of_a_step_are_ranges(
-    gloo: ProcessPool, name: str, shape: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    for found in gloo.run(_profiled, name, shape, options, world_size=2):
-        begun, ended = found["step"]
-        inside = [each for each in found["ranges"] if begun <= each[1] and each[2] <= ended]
-        names = [
-            text
-            for text, _, _ in inside
-            if not text.startswith(("agree", "wait", "send", "nodes", "exchange", "decode"))
-        ]
-        assert names == found["in step"]
+def test_ops_of_a_step_are_ranges(gloo: ProcessPool, name: str, shape: tuple[int, ...]) -> None:
+    for ranges, (_, begun, ended), products in gloo.run(_profiled, name, shape, world_size=2):
+        inside = [each for each in ranges if begun <= each[1] and each[2] <= ended]
         assert inside[0][0] == "agree[gradients]"
-        waits = [text for text, *_ in found["ranges"] if text.startswith("wait_values")]
-        before = [
-            text for text, _, end in found["ranges"] if end <= begun and text not in (*waits, "agree[parameters]")
-        ]
-        kind = {"ddp": "all_reduce", "zero2": "reduce_scatter"}.get(name, "")
-        assert bool(before) == bool(kind) and all(text.startswith(f"{kind}[parameters.") for text in before)
-        products = [each for each in found["products"] if begun <= each[0] and each[1] <= ended]
+        kinds = [text.partition("[")[0] for text, *_ in inside]
+        ops = [op for op in OPS if name == "fsdp" or op not in ("gather", "scatter")]
+        assert set(ops) <= set(kinds) and (name == "fsdp" or "gather" not in kinds)
+        # The first of each kind come in this order.
+        assert [kind for kind in dict.fromkeys(kinds) if kind in ops[:-1]] == ops[:-1]
         rounds = [each for each in inside if each[0].startswith("newton_schulz")]
         assert products, "a rank that owns no matrix proves nothing"
-        assert all(any(start <= low and high <= end for _, start, end in rounds) for low, high in products)
-        # Of the step before, and of this one.
-        values = [text for text, _, _ in inside if text.startswith("send_values[parameters.")]
+        assert all(any(start <= low and high <= end for _, start, end in rounds) for _, low, high in products)
+        before = {text.partition("[")[0] for text, _, end in ranges if end <= begun}
+        reduced = {"ddp": {"all_reduce"}, "zero2": {"reduce_scatter"}}.get(name, set())
+        assert before - {"wait_values", "agree"} == reduced
+        values = [text for text, *_ in inside if text.startswith("send_values[parameters.")]
+        waits = [text for text, *_ in ranges if text.startswith("wait_values")]
         assert bool(values) == (name == "zero2")
+        # Of the step before, and of this one.
         assert sorted(waits) == sorted(2 * [text.replace("send", "wait") for text in values])

@@ -1,177 +1,80 @@
-"""All that ranks must know of each other before a step travels in two messages that the host waits for."""
+"""What ranks must know of each other before a step travels in two messages; what one rank changes reaches all."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_muon.sharding.base import ShardingMode
-from tests.distributed.test_step_program import Net, start
+from tests.distributed.sharding.test_traffic import MESSAGE, Wire
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
-from tests.support.tensors import weights_of
 
-_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "barrier", "monitored_barrier")
-
-
-class _Work:
-    """A handle that notes whether the function that has begun the communication waits for it at once."""
-
-    def __init__(self, work: Any, count: _Count) -> None:
-        self._work, self._count = work, count
-        frame = sys._getframe(3)
-        while frame.f_code.co_name.startswith("start_"):  # The helpers of comm/ begin it for their callers.
-            frame = frame.f_back
-        self._begun_by = frame
-
-    def wait(self, *args: Any) -> Any:
-        frame = sys._getframe(1)
-        while frame is not None and frame is not self._begun_by:
-            frame = frame.f_back
-        self._count.num_blocking += frame is not None
-        self._count.num_deferred += frame is None
-        return self._work.wait(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+FLEXDEMO = [("flexdemo", (2, 2)), ("flexdemo", (4, 1))]
 
 
-class _Count:
-    """Collectives of whole numbers and of objects in host memory, for which the host has waited."""
-
-    def __init__(self) -> None:
-        self.num_blocking = self.num_deferred = 0
-
-    def all_reduce(self, original: Any, tensor: Tensor, *args: Any, async_op: bool = False, **more: Any) -> Any:
-        work = original(tensor, *args, async_op=async_op, **more)
-        is_asked = not tensor.is_floating_point()  # Sums of gradients and norms stay on the device.
-        self.num_blocking += is_asked and not async_op
-        return _Work(work, self) if is_asked and async_op else work
-
-    def of_objects(self, original: Any, *args: Any, **more: Any) -> Any:
-        self.num_blocking += 1
-        return original(*args, **more)
-
-
-@contextmanager
-def _counting() -> Iterator[_Count]:
-    count = _Count()
-    patches = [("all_reduce", count.all_reduce), *((name, count.of_objects) for name in _OBJECTS)]
-    originals = {name: getattr(dist, name) for name, _ in patches}
-    with mock.patch.multiple(
-        dist, **{name: (lambda *a, _f=f, _o=originals[name], **k: _f(_o, *a, **k)) for name, f in patches}
-    ):
-        yield count
-
-
-def _backward(mode: ShardingMode, net: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    optimizer.zero_grad()
-    inputs = torch.randn(4, 7, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-    F.mse_loss(net(inputs), inputs.roll(1, 1)).backward()
-    mode.finish_gradients()
-
-
-def _count_of_fourth_step(name: str, shape: tuple[int, ...]) -> int:
-    mode, net, optimizer = start(name, shape, {})
+def _notes_of_fourth_step(name: str, shape: tuple[int, ...]) -> int:
+    """Collectives of whole numbers and of objects: what is no gradient, update, value or norm."""
+    training = Training.start(name, mesh_of(shape))
     for step in range(4):
-        with _counting() as count:
-            _backward(mode, net, optimizer, step)
-            mode.clip_grad_norm_(optimizer, 1.0)
-            optimizer.step()
-            mode.end_step()
-    mode.finish_parameters()
-    assert all(p.grad is None for p in net.unused.parameters())
-    assert not any(optimizer.state[p].get("step", 0) for p in net.unused.parameters())
-    assert count.num_deferred == 0
-    return count.num_blocking
+        with Wire() as wire:
+            training.backward(step)
+            training.mode.clip_grad_norm_(training.optimizer, 1.0)
+            training.optimizer.step()
+            training.mode.end_step()
+    training.mode.finish_parameters()
+    # Nodes send each other bytes.
+    return sum(not each.is_payload and each.operator not in (MESSAGE, "recv_") for each in wire.sent)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        ("fsdp", (4,)),
-        ("fsdp", (2, 2)),
-        ("zero2", (4,)),
-        ("zero2", (2, 2)),
-        ("ddp", (4,)),
-        ("flexdemo", (2, 2)),
-        ("flexdemo", (4, 1)),
-    ],
+    [*((name, shape) for name in ("fsdp", "zero2") for shape in ((4,), (2, 2))), ("ddp", (4,)), *FLEXDEMO],
 )
-def test_the_host_waits_for_two_messages_of_a_step(gloo: ProcessPool, name: str, shape: tuple[int, ...]) -> None:
+def test_two_notes_to_each_other_are_sent_in_a_step(gloo: ProcessPool, name: str, shape: tuple[int, ...]) -> None:
     """One ends the reduction of gradients, with FSDP2 where a node has several ranks; the other begins the step."""
-    assert set(gloo.run(_count_of_fourth_step, name, shape, world_size=4)) == {1 if shape == (4, 1) else 2}
+    assert set(gloo.run(_notes_of_fourth_step, name, shape, world_size=4)) == {1 if shape == (4, 1) else 2}
 
 
-def test_one_process_waits_for_nobody(gloo: ProcessPool) -> None:
-    assert gloo.run(_count_of_fourth_step, "none", (1,), world_size=1) == [0]
-
-
-def _change(kind: str, net: Net, optimizer: torch.optim.Optimizer) -> None:
-    """What a callback on one rank may do between the end of backward and the step."""
-    weight = net.layers[0][0].weight
-    if kind == "gradient is gone":
-        weight.grad = None
-    elif kind == "gradient is new":
-        net.unused.weight.grad = torch.ones_like(net.unused.weight)
-    elif kind == "NaN":
-        assert weight.grad is not None
-        weight.grad.mul_(float("nan"))
-    elif kind == "frozen":
-        weight.requires_grad_(False)
-    elif kind == "state is gone":
-        del optimizer.state[weight]
-    elif kind == "momentum is wrong":
-        optimizer.param_groups[0]["momentum"] = "much"
-    elif kind == "gradients are gone":
-        optimizer.zero_grad()
+# What a callback on one rank may do between the end of backward and the step.
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "gradient is gone": lambda weight, _: setattr(weight, "grad", None),
+    "gradient is new": lambda _, training: setattr(training.net.tail.unused.weight, "grad", torch.ones(5, 3)),
+    "NaN": lambda weight, _: weight.grad.mul_(float("nan")),
+    "frozen": lambda weight, _: weight.requires_grad_(False),
+    "state is gone": lambda weight, training: training.optimizer.state.pop(weight),
+    "momentum is wrong": lambda _, training: training.optimizer.param_groups[0].update(momentum="much"),
+    "gradients are gone": lambda _, training: training.optimizer.zero_grad(),
+}
+KINDS = {
+    "ddp": ["gradient is gone", "gradient is new", "NaN", "frozen", "state is gone"],
+    "zero2": ["state is gone", "momentum is wrong", "gradients are gone", "frozen"],
+    "fsdp": ["gradient is gone", "NaN"],
+}
 
 
 def _changed_on_one_rank(name: str, kind: str) -> tuple[list[Tensor], int, str]:
-    mode, net, optimizer = start(name, (2,), {})
-    error = ""
+    training, error = Training.start(name, mesh_of((2,))), ""
     for step in range(3):
-        _backward(mode, net, optimizer, step)
+        training.backward(step)
         if step == 2 and dist.get_rank() == 1:
-            _change(kind, net, optimizer)
+            CHANGES[kind](training.net.blocks[0].up.weight, training)  # type: ignore[union-attr]
         try:
-            optimizer.step()
+            training.optimizer.step()
         except (RuntimeError, ValueError) as problem:
             error = str(problem)
-            break
-    mode.finish_parameters()
-    return list(weights_of(net).values()), optimizer.skipped_steps, error
+    return list(training.weights().values()), training.optimizer.skipped_steps, error
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("ddp", "gradient is gone"),
-        ("ddp", "gradient is new"),
-        ("ddp", "NaN"),
-        ("ddp", "frozen"),
-        ("ddp", "state is gone"),
-        ("ddp", "momentum is wrong"),
-        ("zero2", "state is gone"),
-        ("zero2", "momentum is wrong"),
-        ("zero2", "gradients are gone"),
-        ("zero2", "frozen"),
-        ("fsdp", "gradient is gone"),
-        ("fsdp", "NaN"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in KINDS.items() for kind in kinds])
 def test_what_one_rank_changes_before_the_step_reaches_all(gloo: ProcessPool, name: str, kind: str) -> None:
     (first, skipped, error), (second, other_skipped, other_error) = gloo.run(
         _changed_on_one_rank, name, kind, world_size=2
     )
     assert skipped == other_skipped == (kind == "NaN")
-    assert bool(error) == bool(other_error)
+    assert bool(error) == bool(other_error) == (kind in ("frozen", "momentum is wrong"))
     assert all(map(torch.equal, first, second))

@@ -1,6 +1,5 @@
 """What a program does to gradients and weights between backward, step and the next forward, with every sharding."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -140,46 +139,6 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, case: str) -> None:
         for weights, seen in gloo.run(_train, sharding, case, world_size=2):
             assert training.max_difference(weights, expected) < 1e-5 if weights else True
             assert seen and training.max_difference(seen, expected) < 1e-5, sharding
-
-
-def _warned() -> list[str]:
-    pl = training.load()
-    model = training.language_model(pl)
-    type(model).on_before_optimizer_step = lambda self, optimizer: None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        training.trainer(pl, strategy=training.strategy_class()(sharding="zero2"), max_epochs=1).fit(
-            model, training.loader()
-        )
-    return [str(each.message) for each in caught]
-
-
-def test_hooks_that_look_for_gradients_are_warned_of(gloo: ProcessPool) -> None:
-    messages = gloo.run(_warned, world_size=2)[0]
-    assert any("LanguageModel.on_before_optimizer_step" in message for message in messages)
-
-
-def _by_tokens() -> None:
-    pl = training.load()
-    model = training.language_model(pl)
-    model.automatic_optimization = False
-    training.trainer(pl, strategy=training.strategy_class()(loss_scaling="tokens")).fit(model, training.loader())
-
-
-def test_tokens_need_automatic_optimization(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_by_tokens, world_size=2, match="needs automatic optimization")
-
-
-def _reads_whole_gradients() -> None:
-    pl = training.load()
-    model = training.language_model(pl, configure=lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-    training.trainer(pl, strategy=training.strategy_class()(sharding="zero2")).fit(model, training.loader())
-
-
-def test_an_optimizer_that_reads_whole_gradients_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(
-        _reads_whole_gradients, world_size=2, match="divides the gradients that SGD reads whole"
-    )
 
 
 def _fit_in_parts(sharding: str, own: str, parts: Sequence[int]) -> list[Any]:

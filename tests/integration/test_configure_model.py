@@ -1,31 +1,37 @@
-"""Models that configure_model creates: on the meta device, sharded by the user, or compiled."""
+"""Models that configure_model creates or divides: on the meta device, by FSDP2 or tensor parallelism, or compiled."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
-from lightning_muon import MuonConfig
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
-_FLOAT32 = MuonConfig(compute_dtype="float32")
+
+def _divide(network: Any, mesh: Any) -> None:
+    """Its blocks are tensor parallel."""
+    for block in network.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
-def _on_meta(pl: Any, *, shard: bool = False, tied: bool = False, network: Any = training.Network) -> Any:
+def _on_meta(pl: Any, *, shard: bool = False, divides: bool = False, tied: bool = False) -> Any:
     model = training.language_model(pl, network=nn.Identity)
 
     def configure_model(self: Any) -> None:
-        if isinstance(self.network, nn.Identity):
-            with torch.device("meta"):
-                self.network = network(tied=tied)
-            if shard:
-                mesh = self.device_mesh["data_parallel"]
-                for block in self.network.blocks:
-                    fully_shard(block, mesh=mesh)
-                fully_shard(self.network, mesh=mesh)
+        if not isinstance(self.network, nn.Identity):
+            return
+        with torch.device("meta"):
+            self.network = (training.Network if divides else _Initialized)(tied=tied)
+        if divides:
+            _divide(self.network, self.device_mesh["tensor"])
+        for unit in [*self.network.blocks, self.network] if shard else ():
+            fully_shard(unit, mesh=self.device_mesh["data_parallel"])
 
     type(model).configure_model = configure_model
     return model
@@ -41,70 +47,96 @@ class _Initialized(training.Network):
 def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
     pl = training.load()
     torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
-    model = _on_meta(pl, network=_Initialized, **options)
-    fitter = training.trainer(pl, strategy=training.strategy_class()(**sizes))
-    captured: dict[str, Tensor] = {}
-
-    class Capture(pl.Callback):
-        def on_fit_start(self, _: Any, module: Any) -> None:
-            captured.update(training.full_weights(module))
-
-    fitter.callbacks.append(Capture())
+    model, initial = _on_meta(pl, **options), dict[str, Tensor]()
+    capture = pl.callbacks.LambdaCallback(on_fit_start=lambda _, module: initial.update(training.full_weights(module)))
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**sizes), callbacks=[capture])
     fitter.fit(model, training.loader(), training.loader())
     is_tied = model.network.head.weight is model.network.embedding.weight
-    return {"losses": model.losses, "initial": captured, "tied": is_tied}
+    return {"losses": model.losses, "initial": initial, "tied": is_tied}
 
 
-@pytest.mark.parametrize(("sizes", "options"), [({}, {}), ({"replicate_size": 2}, {"tied": True})])
-def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(gloo: ProcessPool, sizes: Any, options: Any) -> None:
-    outcomes = gloo.run(_train_from_meta, sizes, world_size=4 if sizes else 2, **options)
-    initial = outcomes[0]["initial"]
+@pytest.mark.parametrize(
+    ("sizes", "options", "world_size"),
+    [({}, {}, 2), ({"replicate_size": 2}, {"tied": True}, 4), ({"data_parallel_size": 2}, {"shard": True}, 2)],
+)
+def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(
+    gloo: ProcessPool, sizes: dict[str, int], options: dict[str, Any], world_size: int
+) -> None:
+    outcomes = gloo.run(_train_from_meta, sizes, world_size=world_size, **options)
+    initial, losses = outcomes[0]["initial"], outcomes[0]["losses"]
     assert all(torch.isfinite(tensor).all() for tensor in initial.values())
     # As nn.Linear initializes itself: uniform in +- 1 / sqrt(inputs).
     up = initial["network.blocks.1.up.weight"]
-    assert 0.2 < up.abs().max() <= 0.25
-    assert torch.linalg.matrix_rank(up) == 16
+    assert 0.2 < up.abs().max() <= 0.25 and torch.linalg.matrix_rank(up) == 16
     again = initial["network.blocks.0.up.weight"]
     assert 2.5 < again.abs().max() <= 3 and torch.linalg.matrix_rank(again) == 16
     assert not torch.equal(*again.chunk(2)), "two ranks drew the same shard"
     assert initial["network.embedding.weight"].std() == pytest.approx(1.0, abs=0.2)
     assert outcomes[0]["tied"] == options.get("tied", False)
-    assert all(outcome["losses"] == outcomes[0]["losses"] for outcome in outcomes)
-    assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
+    assert all(outcome["losses"] == losses for outcome in outcomes) and losses[-1] < losses[0]
 
 
-def test_what_the_user_sharded_on_meta_is_initialized(gloo: ProcessPool) -> None:
-    outcomes = gloo.run(_train_from_meta, {"data_parallel_size": 2}, shard=True, world_size=2)
-    up = outcomes[0]["initial"]["network.blocks.0.up.weight"]
-    assert torch.isfinite(up).all()
-    assert torch.linalg.matrix_rank(up) == 16
-    assert not torch.equal(*up.chunk(2)), "two ranks drew the same shard"
-    assert outcomes[0]["losses"][-1] < outcomes[0]["losses"][0]
+def _from_meta(directory: str, resume: str | None) -> dict[str, Tensor]:
+    """A model without memory that is tensor parallel before it is sharded."""
+    pl = training.load()
+    model = _on_meta(pl, divides=True)
+    del type(model).on_train_batch_end
+    strategy = training.strategy_class()(optimizer=training.EXACT, tensor_size=2)
+    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
+    fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True)
+    fitter.fit(model, DataLoader(training.dataset(16), batch_size=4), ckpt_path=resume, weights_only=False)
+    return training.full_weights(model)
 
 
-def _fit(*, shard: bool) -> tuple[list[float], dict[str, Any], list[str]]:
+def test_a_tensor_parallel_model_starts_on_meta_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
+    weights = gloo.run(_from_meta, str(tmp_path / "first"), None, world_size=4)[0]
+    up = weights["network.blocks.0.up.weight"]
+    assert up.isfinite().all()
+    assert not torch.equal(*up.chunk(2)), "tensor ranks draw different numbers"
+    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
+    resumed = gloo.run(_from_meta, str(tmp_path / "second"), checkpoint, world_size=4)[0]
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+_AS_LIGHTNING = "as for Lightning's strategy"
+
+
+def _fit(options: dict[str, Any], user: str = "") -> tuple[dict[str, Tensor], list[str]]:
+    """Weights after an epoch of a model that the user divides, and its units."""
     pl = training.load()
     model = training.language_model(pl)
+    del type(model).on_train_batch_end
 
     def configure_model(self: Any) -> None:
-        if not isinstance(self.network.blocks[0], FSDPModule):
-            for block in self.network.blocks:
-                fully_shard(block.up, mesh=self.device_mesh["shard"])
+        if user == _AS_LIGHTNING:
+            _divide(self.network, self.device_mesh["tensor_parallel"])
+        for block in self.network.blocks if user else ():
+            unit = block.up if user == "layers" else block
+            if not isinstance(unit, FSDPModule):
+                fully_shard(unit, mesh=self.device_mesh["shard" if user == "layers" else "data_parallel"])
 
-    if shard:
-        type(model).configure_model = configure_model
-    fitter = training.trainer(pl, strategy=training.strategy_class()(optimizer=_FLOAT32), gradient_clip_val=0.3)
-    fitter.fit(model, training.loader())
+    type(model).configure_model = configure_model
+    strategy = training.strategy_class()(optimizer=training.EXACT, **options)
+    data = DataLoader(training.dataset(), batch_size=4 if user else 8)  # There are two data ranks.
+    training.trainer(pl, strategy=strategy, gradient_clip_val=0.3, max_epochs=1).fit(model, data)
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    return model.losses, training.full_weights(model), units
+    return training.full_weights(model), units
 
 
-def test_units_of_the_user_are_left_alone(gloo: ProcessPool) -> None:
-    losses, weights, units = gloo.run(_fit, shard=True, world_size=2)[0]
-    single = gloo.run(_fit, shard=False, world_size=1)[0]
-    assert "network.blocks.0.up" in units
-    assert losses == pytest.approx(single[0], abs=1e-4)
-    assert training.max_difference(weights, single[1]) < 1e-4
+@pytest.mark.parametrize(
+    ("options", "user", "world_size", "unit"),
+    [
+        ({}, "layers", 2, "network.blocks.0.up"),
+        ({}, _AS_LIGHTNING, 2, "network.blocks.0"),
+        ({"tensor_size": 2, "replicate_size": 2}, _AS_LIGHTNING, 4, "network.blocks.0"),
+    ],
+)
+def test_units_of_the_user_are_left_alone(
+    gloo: ProcessPool, options: dict[str, Any], user: str, world_size: int, unit: str
+) -> None:
+    weights, units = gloo.run(_fit, options, user, world_size=world_size)[0]
+    assert unit in units
+    assert training.max_difference(weights, gloo.run(_fit, {}, world_size=1)[0][0]) < 5e-6
 
 
 def _compiled(where: str, directory: str = "") -> tuple[list[float], dict[str, Any], list[str]]:
@@ -117,7 +149,7 @@ def _compiled(where: str, directory: str = "") -> tuple[list[float], dict[str, A
             model.network.blocks[index] = torch.compile(block, backend="eager")
     elif where == "in place":
         model.network.compile(backend="eager")
-    strategy = training.strategy_class()(optimizer=_FLOAT32, save_distributed_checkpoint=False)
+    strategy = training.strategy_class()(optimizer=training.EXACT, save_distributed_checkpoint=False)
     fitter = training.trainer(pl, strategy=strategy, max_epochs=1)
     fitter.fit(model, training.loader(), training.loader())
     names = sorted(model.state_dict())

@@ -175,8 +175,7 @@ def test_a_state_of_another_algorithm_is_refused(gloo: ProcessPool, tmp_path: Pa
 
 def _warned(package: str, num_steps: int) -> list[str]:
     pl = load(package)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         fitter = trainer(pl, strategy=_strategy(package, DiLoCo(period=4)), max_steps=num_steps, max_epochs=-1)
         fitter.fit(_model(pl), loader())
     return [str(warning.message) for warning in caught if "DiLoCo" in str(warning.message)]

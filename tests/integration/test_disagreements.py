@@ -34,6 +34,14 @@ class _ShortCut(Network):
         return self.head(self.blocks[0](self.embedding(tokens)))
 
 
+class _Evaluation(Network):
+    """Its evaluation runs two units of the same size in another order."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        first, second = self.blocks if self.training else reversed(self.blocks)
+        return self.head(second(first(self.embedding(tokens))))
+
+
 class _Stream(IterableDataset[Any]):
     def __init__(self, size: int) -> None:
         self.size = size
@@ -73,10 +81,6 @@ def _adamw(**options: Any) -> Callable[[nn.Module], Any]:
     return lambda module: torch.optim.AdamW(module.parameters(), **({"lr": 1e-2} | options))
 
 
-def _sgd(module: nn.Module) -> Any:
-    return torch.optim.SGD(module.parameters(), lr=1e-2)
-
-
 _FLEX = {"optimizer": FlexDeMoConfig(), "replicate_size": 2}
 # Kind -> what is in the place of the ordinary on all ranks, and what on rank 1; what the error names.
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -87,7 +91,9 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "seed": ({}, {"seed": 1}, ""),
     "lr": ({}, {"configure": _adamw(lr=1e-3)}, "lr of the group of .* 0.01, rank 1 has .* 0.001"),
     "weight decay": ({}, {"configure": _adamw(weight_decay=0.7)}, "weight_decay of the group of .* 0.7"),
-    "kind of optimizer": ({}, {"configure": _sgd}, "what configure_optimizers returned"),
+    "kind of optimizer": (
+        {}, {"configure": lambda module: torch.optim.SGD(module.parameters())}, "what configure_optimizers returned",
+    ),
     "schedule, fsdp": ({}, {"configure": _with_schedule}, "lr.* 0.005"),
     "schedule, zero2": ({"strategy": {"sharding": "zero2"}}, {"configure": _with_schedule}, "lr.* 0.005"),
     "schedule, ddp": ({"strategy": {"sharding": "ddp"}}, {"configure": _with_schedule}, "lr.* 0.005"),
@@ -97,32 +103,23 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "routing": ({}, {"strategy": {"optimizer": MuonConfig(adamw_patterns=("*.up.weight",))}}, "up.weight"),
     "plan": ({}, {"strategy": {"optimizer": MuonConfig(look_ahead=1)}}, "look_ahead=1"),
     "mesh": ({}, {"strategy": {"replicate_size": 2, "shard_size": 1}}, "'replicate_size' auto, rank 1 has .* 2"),
-    "mesh that does not fit": (
-        {},
-        {"strategy": {"replicate_size": 3}},
-        "3 replicas x 1 shards = 3 ranks, but there are 2",
-    ),
+    "mesh that does not fit": ({}, {"strategy": {"replicate_size": 3}}, "3 replicas x 1 shards = 3 ranks, but there "),
     "sharding": ({}, {"strategy": {"sharding": "zero2"}}, "sharding.*zero2"),
     "units": ({}, {"strategy": {"wrap_policy": ("Linear",)}}, "Linear|FSDP2 unit"),
     "replicator": ({"strategy": _FLEX}, {"strategy": _FLEX | {"optimizer": FlexDeMoConfig(decay=0.5)}}, "decay=0.5"),
     "missing gradient": ({}, {"network": _ShortCut}, r"blocks.1"),
     "version of torch": ({}, {"versions": {"torch.__version__": "2.0.0"}}, "'torch' 2.0.0"),
     "version of lightning_muon": (
-        {},
-        {"versions": {"lightning_muon.engine.training.VERSION": "9.9"}},
-        "'lightning_muon' 9.9",
+        {}, {"versions": {"lightning_muon.engine.training.VERSION": "9.9"}}, "'lightning_muon' 9.9",
     ),
     "length of data": ({}, {"samples": 24}, "'batches of the epoch' 8, rank 1 has .* 6"),
     "length of a stream": ({"stream": True}, {"samples": 24}, "The ranks wait for each other in different places"),
-    "accumulated batches": (
-        {},
-        {"trainer": {"accumulate_grad_batches": 2}},
-        "'accumulate_grad_batches' .* 'accumulate_grad_batches' 2",
-    ),
+    "accumulated batches": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "'accumulate_grad_batches' .* 2"),
     "clipping": ({}, {"trainer": {"gradient_clip_val": 0.1}}, "'gradient_clip_val' .* 'gradient_clip_val' 0.1"),
     "steps": ({}, {"trainer": {"max_steps": 3}}, "'max_steps' .* 'max_steps' 3"),
     "precision": ({}, {"trainer": {"precision": "bf16-mixed"}}, "bfloat16|bf16"),
-}
+    "units of an evaluation": ({"evaluates": True}, {"network": _Evaluation}, r"network\.blocks\.[01]"),
+}  # fmt: skip
 
 
 def _fit(kind: str) -> tuple[str, float]:
@@ -145,7 +142,7 @@ def _fit(kind: str) -> tuple[str, float]:
             for place, version in versions.items():
                 stack.enter_context(mock.patch(place, version))
             fitter = trainer(pl, strategy=strategy, use_distributed_sampler=False, **chosen.get("trainer", {}))
-            fitter.fit(model, batches)
+            (fitter.validate if chosen.get("evaluates") else fitter.fit)(model, batches)
     except Exception as error:
         return f"{type(error).__name__}: {error}", time.monotonic() - began
     return "", time.monotonic() - began

@@ -1,4 +1,4 @@
-"""Mistakes raise the same on every rank; who catches one in a pass goes on as if there had been no such batch."""
+"""Mistakes raise the same on every rank, a batch that failed cannot be left out, and another fit begins anew."""
 
 import multiprocessing
 import os
@@ -14,22 +14,10 @@ from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig
 from tests.integration import training
-from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
-from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import PACKAGES, dataset, language_model, load, loader, strategy_class, trainer
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
-
-
-def _fit_on_tensor_ranks() -> None:
-    pl = load(PACKAGES[0])
-    strategy = strategy_class(PACKAGES[0])(tensor_parallel_size=3)
-    trainer(pl, strategy=strategy).fit(language_model(pl), loader())
-
-
-def test_tensor_ranks_without_a_divided_layer_are_named(gloo: ProcessPool) -> None:
-    match = "tensor_size=3, but no layer of LanguageModel is divided"
-    gloo.expect_error_on_all_ranks(_fit_on_tensor_ranks, world_size=3, match=match)
 
 
 def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:
@@ -139,77 +127,30 @@ def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: s
     assert training.max_difference(failed, reference) == 0.0
 
 
-def _go_on_in_manual_optimization(where: str, _: dict[str, Any]) -> None:
-    pl = training.load()
-    model = training.language_model(pl)
-    model.automatic_optimization = False
-
-    def step(batch: Any, batch_idx: int) -> None:
-        fault = fail_in(model.network.blocks[1].norm, where) if batch_idx == 1 else None
-        try:
-            training.loss_of(model(batch[0]), batch[1]).backward()
-        except OutOfMemoryError:
-            assert fault is not None
-            fault.remove()
-            return
-        model.optimizers().step()
-        model.optimizers().zero_grad()
-
-    model.training_step = step
-    model.on_train_batch_end = lambda *_: None
-    training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
-
-
-def _go_on_with_fabric(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 1)) -> None:
-    fabric = fabric_loop.launch(**options)
-    network = fabric_loop.network()
-    model, optimizer = fabric.setup(network, fabric_loop.adamw(network))
-    fabric_loop.run_steps(fabric, model, optimizer, steps=range(1))
+def _go_on(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 1)) -> None:
+    fabric = loop.launch(**options)
+    network = loop.network()
+    model, optimizer = fabric.setup(network, loop.adamw(network))
+    loop.run_steps(fabric, model, optimizer, steps=range(1))
     fault = fail_in(network.blocks[1].norm, where) if fabric.global_rank in ranks else None
     with suppress(OutOfMemoryError):
-        fabric_loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
+        loop.run_steps(fabric, model, optimizer, steps=range(1, 2), accumulate=1)
     assert fault is not None
     fault.remove()
-    fabric_loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
-
-
-def _go_on_with_accelerate(where: str, _: dict[str, Any]) -> None:
-    with accelerator_on_cpu(accumulate=1) as accelerator:
-        network: Any = fabric_loop.network()
-        model, optimizer = accelerator.prepare(network, fabric_loop.adamw(network))
-        for step in range(3):
-            fault = fail_in(network.blocks[1].norm, where) if step == 1 else None
-            tokens, targets = fabric_loop.micro_batch(step, 0)
-            try:
-                accelerator.backward(training.loss_of(model(tokens), targets))
-                optimizer.step()
-                optimizer.zero_grad()
-            except OutOfMemoryError:
-                assert fault is not None
-                fault.remove()
+    loop.run_steps(fabric, model, optimizer, steps=range(2, 3), accumulate=1)
 
 
 @pytest.mark.parametrize(
-    ("program", "where", "options"),
-    [
-        (_go_on_in_manual_optimization, "backward", {}),
-        (_go_on_with_fabric, "backward", {}),
-        (_go_on_with_fabric, "forward", {"sharding": "zero2"}),
-        (_go_on_with_fabric, "backward", {"sharding": "ddp"}),
-        (_go_on_with_accelerate, "forward", {}),
-    ],
+    ("where", "options"), [("backward", {}), ("forward", {"sharding": "zero2"}), ("backward", {"sharding": "ddp"})]
 )
-def test_a_batch_that_failed_cannot_be_left_out(
-    gloo: ProcessPool, program: Any, where: str, options: dict[str, Any]
-) -> None:
-    gloo.expect_error_on_all_ranks(
-        program, where, options, world_size=2, exception=RuntimeError, match="backward has raised before, and the"
-    )
+def test_a_batch_that_failed_cannot_be_left_out(gloo: ProcessPool, where: str, options: dict[str, Any]) -> None:
+    match = "backward has raised before, and the"
+    gloo.expect_error_on_all_ranks(_go_on, where, options, world_size=2, exception=RuntimeError, match=match)
 
 
 def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError) as failed:
-        gloo.run_fresh(_go_on_with_fabric, "backward", {}, ranks=(1,), world_size=2, grace=10.0)
+        gloo.run_fresh(_go_on, "backward", {}, ranks=(1,), world_size=2, grace=10.0)
     assert "rank 0 ends: rank 1 has failed: OutOfMemoryError" in str(failed.value)
     assert failed.value.exit_codes[0] == 1
     assert "has raised before" in failed.value.failures[1].message

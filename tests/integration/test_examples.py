@@ -1,23 +1,17 @@
 """The examples of a Trainer of transformers and of Accelerate, a few rows long."""
 
-import contextlib
-import io
 import re
-import runpy
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, T5ForConditionalGeneration
 
-import lightning_muon.accelerate
 from examples.causal_lm_trainer import library_text, main
+from tests.integration.integrations.accelerate.loop import run_script
 from tests.integration.integrations.transformers.runs import accelerator_of
 from tests.recipes.rows import write_csv
-from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, run_program
 
@@ -47,19 +41,6 @@ _EXAMPLES = ROOT / "examples"
 _SMALL = {"epochs": 2, "width": 16, "layers": 1, "vocabulary": 400, "batch": 2, "rows": 24, "validation-rows": 8}
 
 
-def _run_script(arguments: list[str]) -> str:
-    """What the script prints, started as by ``lightning-muon launch``."""
-    printed = io.StringIO()
-    with (
-        fsdp2_on_cpu(replicate_size=1, shard_size=2),
-        mock.patch.object(accelerate, "Accelerator", lightning_muon.accelerate.Accelerator),
-        mock.patch("sys.argv", ["accelerate_t5.py", *arguments]),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(str(_EXAMPLES / "accelerate_t5.py"), run_name="__main__")
-    return printed.getvalue()
-
-
 def _losses(printed: str) -> dict[str, float]:
     lines = (line.split(": validation loss ") for line in printed.splitlines() if "validation loss" in line)
     return {what: float(loss) for what, loss in lines}
@@ -68,11 +49,13 @@ def _losses(printed: str) -> dict[str, float]:
 def test_the_example_learns_saves_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
     options: dict[str, Any] = _SMALL | {"source": write_csv(tmp_path), "cache": tmp_path, "output": tmp_path / "out"}
     arguments = [f"--{key}={value}" for key, value in options.items()]
-    losses = _losses(gloo.run(_run_script, arguments, world_size=2, timeout=170.0)[0])
+    losses = _losses(gloo.run(run_script, _EXAMPLES / "accelerate_t5.py", arguments, world_size=2, timeout=170.0)[0])
     assert losses.keys() == {"untrained", "epoch 1", "epoch 2"}
     assert losses["epoch 2"] < losses["untrained"]
     # The epochs are over: what is printed first is the loss of the weights that were loaded.
-    resumed = _losses(gloo.run(_run_script, [*arguments, "--resume"], world_size=2, timeout=170.0)[0])
+    resumed = _losses(
+        gloo.run(run_script, _EXAMPLES / "accelerate_t5.py", [*arguments, "--resume"], world_size=2, timeout=170.0)[0]
+    )
     assert resumed == {"untrained": losses["epoch 2"]}
     model = T5ForConditionalGeneration.from_pretrained(tmp_path / "out" / "model")
     assert model.get_input_embeddings().weight.shape == (400, 16)

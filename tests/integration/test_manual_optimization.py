@@ -14,22 +14,9 @@ from tests.integration import training
 from tests.support.processes import ProcessPool
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 6))
-
-    def forward(self, noise: Tensor) -> Tensor:
-        return self.layers(noise)
-
-
-class Discriminator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 1)
-
-    def forward(self, sample: Tensor) -> Tensor:
-        return self.last(torch.relu(self.second(torch.relu(self.first(sample)))))
+def _network(inputs: int, width: int, outputs: int, activation: type[nn.Module]) -> nn.Sequential:
+    layers = (nn.Linear(inputs, width), activation(), nn.Linear(width, width), activation(), nn.Linear(width, outputs))
+    return nn.Sequential(*layers)
 
 
 def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool = False) -> Any:
@@ -38,14 +25,12 @@ def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool
             super().__init__()
             torch.manual_seed(0)
             self.automatic_optimization = False
-            self.generator, self.discriminator = Generator(), Discriminator()
+            self.generator = _network(4, 16 if shared else 24, 6, nn.Tanh)
+            self.discriminator = _network(6, 16, 1, nn.ReLU)
             self.log_temperature, self.scale = nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(6))
             if shared:
-                self.generator.layers[2].weight = nn.Parameter(torch.randn(16, 16) / 4)
-                self.generator.layers[0], self.generator.layers[4] = nn.Linear(4, 16), nn.Linear(16, 6)
-                self.first = self.generator.layers[0]  # Held twice.
-                self.generator.layers[2].bias = nn.Parameter(torch.zeros(16))
-                self.discriminator.second.weight = self.generator.layers[2].weight
+                self.first = self.generator[0]  # Held twice.
+                self.discriminator[2].weight = self.generator[2].weight
             else:
                 self.log_temperature.requires_grad_(False)
                 self.scale.requires_grad_(False)
@@ -96,12 +81,12 @@ _NODES = FlexDeMoConfig(
 def _train_gan(*, nodes: int = 0, **options: Any) -> tuple[list[Any], dict[str, Any], list[str], float]:
     pl = training.load()
     model = _gan(pl, **options)
-    start = model.generator.layers[2].weight.detach().clone()
+    start = model.generator[2].weight.detach().clone()
     chosen = {"optimizer": _NODES, "replicate_size": nodes} if nodes else {"optimizer": training.EXACT}
     fitter = training.trainer(pl, strategy=training.strategy_class()(**chosen))
     fitter.fit(model, training.loader())
     weights = training.full_weights(model)
-    moved = (weights["generator.layers.2.weight"] - start).abs().max().item() if weights else 0.0
+    moved = (weights["generator.2.weight"] - start).abs().max().item() if weights else 0.0
     return model.losses, weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
 
 
@@ -141,18 +126,6 @@ def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, world_size: int
     assert moved > 1e-2
     assert [x for pair in losses for x in pair] == pytest.approx([x for pair in plain[0] for x in pair], abs=2e-4)
     assert training.max_difference(weights, plain[1]) < 2e-4
-
-
-def _parameter_on_the_module() -> None:
-    pl = training.load()
-    model = training.language_model(pl, network=training.Network)
-    model.automatic_optimization = False
-    model.scale = nn.Parameter(torch.ones(3, device="meta"))
-    training.trainer(pl).fit(model, training.loader())
-
-
-def test_a_meta_parameter_outside_of_children_is_an_error(gloo: ProcessPool) -> None:
-    gloo.expect_error_on_all_ranks(_parameter_on_the_module, world_size=2, match="scale is on the meta device")
 
 
 def _call_a_layer_of_a_child() -> str:

@@ -157,51 +157,56 @@ def _rows(seen: list[Any], epoch: int) -> list[Any]:
 
 
 _NO_TORCHDATA = pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata")
-
-
-_OF_TORCHDATA = [pytest.param(kind, marks=_NO_TORCHDATA) for kind in ("torchdata", "stateful stream")]
-
-
-@pytest.mark.parametrize("kind", ["worker", "augmented", "generator", *_OF_TORCHDATA])
-def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
+# Name -> loader, the batches behind which it is saved, options, and those of what is resumed. An epoch has 6 batches.
+_CASES: dict[str, tuple[str, list[int], dict[str, Any], dict[str, Any]]] = {
+    "worker": ("worker", [5, 6, 8], {}, {}),
+    "augmented": ("augmented", [6, 8], {}, {}),
+    "generator": ("generator", [6, 8], {}, {}),
     # A loader with a state of its own draws a seed at the beginning of an epoch before the random states are back.
-    at_end = [] if kind in ("torchdata", "stateful stream") else [_NUM_BATCHES]
-    before_end = [_NUM_BATCHES - 1] if kind == "worker" or not at_end else []
-    saved = [*before_end, *at_end, _NUM_BATCHES + 2]
-    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, saved, world_size=2)
-    assert len(whole[0]) == 2 * _NUM_BATCHES
+    "torchdata": ("torchdata", [8], {}, {}),
+    "stateful stream": ("stateful stream", [8], {}, {}),
+    "accumulated, worker": ("worker", [2, 5, 10], {"window": 3}, {}),
+    "accumulated, augmented": ("augmented", [2, 5, 10], {"window": 3}, {}),
+    # Weights are whole when it is saved.
+    "accumulated, whole": ("random", [2, 5, 10], {
+        "window": 3, "reshard_after_backward": False, "save_distributed_checkpoint": "auto",
+    }, {}),
+    # Lightning itself trains with one batch more, and then begins the epoch.
+    "so many steps": ("random", [6], {"num_epochs": -1, "num_steps": 13}, {}),
+    "ends of epochs": ("plain", [6, 12], {"num_epochs": 3}, {}),
+    "zero2": ("random", [4, 7], {}, {"sharding": "zero2"}),
+    "ddp": ("random", [4, 7], {}, {"sharding": "ddp"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=_NO_TORCHDATA if name in ("torchdata", "stateful stream") else ()) for name in _CASES
+])  # fmt: skip
+def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, name: str) -> None:
+    kind, saved, options, others = _CASES[name]
+    folder = tmp_path / "whole"
+    whole = gloo.run(_run, str(folder), kind, None, saved, **options, world_size=2)
     if kind == "torchdata":  # Each row once in an epoch, in another order in the next one.
         first, second = ([_rows(each, epoch) for each in whole] for epoch in range(2))
-        assert (
-            len(set(map(str, chain(*first)))) == 24
-            and first != second
-            and sorted(chain(*first)) == sorted(chain(*second))
-        )
-    for step in saved:
-        checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
-        resumed = gloo.run(_run, str(tmp_path / f"rest{step}"), kind, checkpoint, world_size=2)
+        assert len(set(map(str, chain(*first)))) == 24 and first != second
+        assert sorted(chain(*first)) == sorted(chain(*second))
+    for number in saved:
+        begin = number - number % options.get("window", 1)  # An accumulated batch begins anew.
+        checkpoint, rest = f"{folder}/step={number}.ckpt", tmp_path / str(number)
+        resumed = gloo.run(_run, str(rest), kind, checkpoint, saved, **options, **others, world_size=2)
+        folder = rest if name == "ends of epochs" else folder  # What is resumed is resumed again.
         for before, after in zip(whole, resumed, strict=True):
-            # Persistent workers start anew behind that epoch, with other seeds: the same rows, other dropout.
-            last = -1 if kind == "stateful stream" else 4
-            assert [each[:last] for each in after] == [each[:last] for each in before[step:]], f"resumed at step {step}"
-
-
-@pytest.mark.parametrize("kind", ["worker", "augmented", "random"])
-def test_an_accumulated_batch_begins_anew(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
-    saved = {2: 0, 5: 3, _NUM_BATCHES + 4: _NUM_BATCHES + 3}  # Number of the micro-batch -> where its step begins.
-    how: dict[str, Any] = {"window": 3, "world_size": 2}
-    if kind == "random":  # Weights are whole when it is saved.
-        how |= {"reshard_after_backward": False, "save_distributed_checkpoint": "auto"}
-    whole = gloo.run(_run, str(tmp_path / "whole"), kind, None, list(saved), **how)
-    for number, begin in saved.items():
-        checkpoint = f"{tmp_path}/whole/step={number}.ckpt"
-        resumed = gloo.run(_run, str(tmp_path / "rest"), kind, checkpoint, **how)
-        assert resumed == [each[begin:] for each in whole], f"saved behind micro-batch {number}"
+            *rows, losses = zip(*after, strict=True)
+            *expected, expected_losses = zip(*before[begin:], strict=True)
+            assert rows == expected, f"saved behind batch {number}"
+            if others:  # Dropout is the same; other shards are added up in another order.
+                assert losses == pytest.approx(expected_losses, rel=1e-5)
+            elif kind != "stateful stream":  # Its workers start anew behind that epoch, with other seeds of dropout.
+                assert losses == expected_losses, f"saved behind batch {number}"
 
 
 def _warnings_of(kind: str, checkpoint: str) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         _run(f"{checkpoint}.more", kind, checkpoint)
     of_rows = ("goes on in mid-epoch", "lost or read twice")
     return [str(each.message) for each in caught if any(text in str(each.message) for text in of_rows)]
@@ -224,14 +229,6 @@ def test_a_state_of_other_ranks_is_warned_of(gloo: ProcessPool, tmp_path: Path) 
     )
 
 
-def test_a_run_of_so_many_steps_begins_the_next_epoch(gloo: ProcessPool, tmp_path: Path) -> None:
-    """Lightning itself trains with one batch more, and then begins the epoch."""
-    options = {"num_epochs": -1, "num_steps": 2 * _NUM_BATCHES + 1, "world_size": 2}
-    whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, **options)
-    resumed = gloo.run(_run, str(tmp_path / "rest"), "random", f"{tmp_path}/whole/step={_NUM_BATCHES}.ckpt", **options)
-    assert resumed == [each[_NUM_BATCHES:] for each in whole]
-
-
 @pytest.mark.parametrize("kind", ["plain", "random"])
 def test_a_run_that_ended_in_mid_epoch_is_extended(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
     """Lightning counts the epoch as ended, and shuffles as in the next one."""
@@ -243,28 +240,6 @@ def test_a_run_that_ended_in_mid_epoch_is_extended(gloo: ProcessPool, tmp_path: 
         checkpoint = f"{tmp_path}/{first}/{name.format(first)}" if first else None
         found = gloo.run(_run, f"{tmp_path}/{last}", kind, checkpoint, num_steps=last, **options)
         assert found == [each[first:last] for each in whole], f"{name} of step {first}"
-
-
-def test_random_states_come_back_in_other_modes(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole = gloo.run(_run, str(tmp_path / "whole"), "random", None, [4, _NUM_BATCHES + 1], world_size=2)
-    for sharding, step in (("zero2", 4), ("ddp", _NUM_BATCHES + 1)):
-        checkpoint = f"{tmp_path}/whole/step={step}.ckpt"
-        resumed = gloo.run(_run, str(tmp_path / sharding), "random", checkpoint, sharding=sharding, world_size=2)
-        for before, after in zip(whole, resumed, strict=True):
-            *rows, losses = zip(*after, strict=True)
-            *expected_rows, expected_losses = zip(*before[step:], strict=True)
-            # Dropout is the same; other shards are added up in another order.
-            assert rows == expected_rows and losses == pytest.approx(expected_losses, rel=1e-5)
-
-
-def test_a_resumed_run_is_resumed_at_ends_of_epochs(gloo: ProcessPool, tmp_path: Path) -> None:
-    ends = [_NUM_BATCHES, 2 * _NUM_BATCHES]
-    whole = gloo.run(_run, str(tmp_path / "0"), "plain", None, ends, num_epochs=3, world_size=2)
-    for number in (1, 2):
-        step = number * _NUM_BATCHES
-        checkpoint = f"{tmp_path}/{number - 1}/step={step}.ckpt"
-        resumed = gloo.run(_run, f"{tmp_path}/{number}", "plain", checkpoint, ends, num_epochs=3, world_size=2)
-        assert resumed == [batches[step:] for batches in whole]
 
 
 @pytest.mark.parametrize("kind", ["plain", "batches"])
@@ -292,8 +267,7 @@ def _resume_by_itself(directory: str, steps: int, package: str = training.PACKAG
         max_steps=steps,
         max_epochs=-1,
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         fitter.fit(model, training.loader(), weights_only=False)
     return begun[0], fitter.global_step, [str(each.message) for each in caught]
 
@@ -310,8 +284,7 @@ def _resume_and_choose(directory: str, steps: int, every: int) -> tuple[str, lis
     fitter = training.trainer(
         pl, callbacks=[auto, monitored], enable_checkpointing=True, max_steps=steps, max_epochs=-1
     )
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         auto.__init__(f"{directory}/auto", every_n_train_steps=every)  # Its filters of warnings.
         fitter.fit(model, training.loader())
         assert not [each for each in warnings.filters if "ckpt_path" in str(each[1])]

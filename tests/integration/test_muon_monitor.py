@@ -1,7 +1,7 @@
 """``MuonMonitor`` in trainings by Lightning, Fabric, Accelerate and transformers: what loggers get is what is so."""
 
+import contextlib
 import csv
-import importlib.util
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+import lightning_muon.hf
 from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
 from tests.integration import training
+from tests.integration.integrations.accelerate import loop as accelerate_loop
+from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.integrations.transformers import runs
 from tests.support.processes import ProcessPool
 
 EVERY, ACCUMULATED, NUM_STEPS = 2, 2, 8
@@ -58,14 +62,11 @@ def _train(folder: str, kind: str) -> dict[str, Any]:
                 for group, values in _by_group(after, has_muon=kind != "ddp").items():
                     expected[f"weight_rms/{group}"] = _rms(values)
 
-    loggers = [pl.loggers.CSVLogger(folder, "csv", kind), pl.loggers.TensorBoardLogger(folder, "tensorboard", kind)]
-    if importlib.util.find_spec("wandb"):
-        loggers.append(pl.loggers.WandbLogger(name=kind, save_dir=folder, offline=True))
     module = training.language_model(pl)
     trainer = training.trainer(
         pl,
         strategy=STRATEGIES[kind](),
-        logger=loggers,
+        logger=pl.loggers.CSVLogger(folder, "csv", kind),
         log_every_n_steps=1,
         accumulate_grad_batches=ACCUMULATED,
         callbacks=[MuonMonitor(EVERY), Weights()],
@@ -84,8 +85,6 @@ def _rows(path: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: str) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     result, other = gloo.run(_train, str(tmp_path), kind, world_size=2)
     logged, expected = result["logged"], result["expected"]
     assert len(expected) == (2 if kind == "ddp" else 4)
@@ -95,10 +94,6 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
     rows = [row for row in _rows(tmp_path / "csv" / kind / "metrics.csv") if "update_rms/group0" in row]
     assert [row["step"] for row in rows] == [1, 3, 5, 7], "each is given once"
     assert {name: rows[-1][name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    events = EventAccumulator(str(tmp_path / "tensorboard" / kind))
-    events.Reload()
-    assert events.Scalars("update_rms/group0")[-1].value == pytest.approx(expected["update_rms/group0"], rel=1e-4)
-
     assert logged["optimizer_ms/total"] > 0
     if kind == "flexdemo":
         assert logged["bytes/replicate"] == result["sent"] > 0
@@ -106,31 +101,21 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
         assert logged["bytes/shard"] > 0 and logged["orthogonality_error"] > 0 and logged["skipped_steps"] == 0
 
 
-def _fabric() -> dict[str, float]:
-    from tests.integration.integrations.fabric import loop
-
-    fabric, model, optimizer = loop.set_up()
-    return _loop(optimizer, lambda one: loop.run_steps(fabric, model, one, steps=range(4)))
-
-
-def _accelerate() -> dict[str, float]:
-    from tests.integration.integrations.accelerate import loop
-
-    with loop.training_on_cpu() as (accelerator, model, optimizer):
-        return _loop(optimizer, lambda one: loop.run_steps(accelerator, model, one, steps=range(4)))
-
-
-def _loop(optimizer: Any, run: Callable[[Any], None]) -> dict[str, float]:
-    monitor = StepMonitor(optimizer, every_n_steps=EVERY)
-    run(optimizer)
-    monitor.close()
-    return monitor.take()
+def _by_hand(framework: str) -> dict[str, float]:
+    with contextlib.ExitStack() as stack:
+        if framework == "fabric":
+            *loop, optimizer = fabric_loop.set_up()
+            run: Any = fabric_loop.run_steps
+        else:
+            *loop, optimizer = stack.enter_context(accelerate_loop.training_on_cpu())
+            run = accelerate_loop.run_steps
+        monitor = StepMonitor(optimizer, every_n_steps=EVERY)
+        run(*loop, optimizer)
+        monitor.close()
+        return monitor.take()
 
 
 def _transformers(folder: str, parallel: str) -> list[dict[str, float]]:
-    import lightning_muon.hf
-    from tests.integration.integrations.transformers import runs
-
     with runs.accelerator_of(parallel):
         run = runs.trainer(folder, runs.causal_lm(), eval_strategy="steps", eval_steps=1)
         run.add_callback(lightning_muon.hf.MuonMonitor(run, EVERY))
@@ -140,7 +125,7 @@ def _transformers(folder: str, parallel: str) -> list[dict[str, float]]:
 
 def test_other_frameworks_get_the_same_numbers(gloo: ProcessPool) -> None:
     names = {"update_rms/group0.muon", "weight_rms/group0", "optimizer_ms/newton_schulz", "bytes/shard", "lr/group0"}
-    (fabric, _), (accelerate, other) = (gloo.run(each, world_size=2) for each in (_fabric, _accelerate))
+    (fabric, _), (accelerate, other) = (gloo.run(_by_hand, each, world_size=2) for each in ("fabric", "accelerate"))
     assert names < fabric.keys() == accelerate.keys() == other.keys()
     # The same training.
     same = [name for name in names if not name.startswith("optimizer_ms")]

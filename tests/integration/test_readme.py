@@ -144,41 +144,39 @@ def test_the_plain_loop_makes_the_weights_of_one_process(gloo: ProcessPool) -> N
     assert max_difference(weights, dict(model.state_dict())) < 5e-5, f"seed {seed}"
 
 
-@pytest.mark.long
-def test_a_replicator_of_ones_own_runs_on_two_nodes(tmp_path: Path) -> None:
-    loop = _program("init_process_group()\nnodes,")
-    ours = loop.replace("DCTTopK(top_k=8)", "Largest(count=8)")
-    assert ours != loop
-    script = tmp_path / "own.py"
-    script.write_text(_program("class Largest") + ours)
-    assert "2 nodes" in run_program(script, directory=tmp_path, num_ranks=2)
-
-
 _CHECK = """
 weights = [getattr(weight, "full_tensor", lambda: weight)() for weight in model.parameters()]
 everyone = [None, None]
 torch.distributed.all_gather_object(everyone, weights)
 assert all(map(torch.equal, *everyone))
+torch.distributed.destroy_process_group()
 """
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["zero2", "fsdp", "ddp_bf16"])
-def test_a_mode_gives_all_ranks_the_same_weights(tmp_path: Path, name: str) -> None:
-    loop, last, _ = _program("make_mode(").partition("torch.distributed.destroy_process_group()")
-    script = tmp_path / "train.py"
-    ours = _program("class HalfDdp") if name == "ddp_bf16" else ""
-    script.write_text(ours + loop.replace('"zero2"', repr(name)) + _CHECK + last)
-    run_program(script, directory=tmp_path, num_ranks=2)
-
-
-@pytest.mark.long
-def test_a_schedule_of_ones_own_trains_a_pipeline(tmp_path: Path) -> None:
-    program = _program("pipeline_split=[")
-    ours = program.replace("pipeline_split=[", 'pipeline_schedule="one_at_a_time", pipeline_split=[')
+@pytest.mark.parametrize(
+    ("own", "loop", "theirs", "ours", "check"),
+    [
+        ("class Largest", "init_process_group()\nnodes,", "DCTTopK(top_k=8)", "Largest(count=8)", ""),
+        ("class HalfDdp", "make_mode(", '"zero2"', '"ddp_bf16"', _CHECK),
+        ("def one_at_a_time", "pipeline_split=[", "pipeline_split", 'pipeline_schedule="one_at_a_time", pipeline_split',
+         ""),
+    ],
+    ids=["replicator", "mode", "schedule"],
+)  # fmt: skip
+def test_what_is_written_by_oneself_trains(
+    tmp_path: Path, own: str, loop: str, theirs: str, ours: str, check: str
+) -> None:
+    """The class or function of a page in the loop of another page, which ``check`` ends."""
+    whole = _program(loop)
+    changed = whole.replace(theirs, ours)
+    if check:
+        changed = changed.partition("torch.distributed.destroy_process_group()")[0] + check
+    assert changed != whole
     script = tmp_path / "own.py"
-    script.write_text(_program("def one_at_a_time") + ours)
-    run_program(script, directory=tmp_path, num_ranks=2)
+    script.write_text(_program(own) + changed)
+    printed = run_program(script, directory=tmp_path, num_ranks=2)
+    assert "2 nodes" in printed or own != "class Largest"
 
 
 def test_what_is_shown_to_extend_takes_15_lines() -> None:

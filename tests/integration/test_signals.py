@@ -4,7 +4,6 @@ import importlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,10 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 from lightning_muon.integrations.registry import make
-from tests.integration.integrations.accelerate import loop as accelerate_loop
-from tests.integration.integrations.fabric import loop as fabric_loop
+from tests.integration.integrations.fabric import loop
 from tests.integration.training import (
     PACKAGES,
     dataset,
-    full_weights,
     language_model,
     load,
     loader,
@@ -38,30 +35,6 @@ def _slurm(pl: Any) -> Any:
     os.environ["PATH"] = f"{os.getcwd()}:{os.environ['PATH']}"
     environments = importlib.import_module(f"{pl.__name__}.plugins.environments")
     return environments.SLURMEnvironment(auto_requeue=True, requeue_signal=signal.SIGUSR1)
-
-
-class _Told:
-    """A training in which some ranks get a signal between two collectives of a step."""
-
-    def __init__(self, package: str, number: int, receivers: tuple[int, ...], *, during: str, **kwargs: Any) -> None:
-        pl = load(package)
-        self.model = language_model(pl)
-        self.is_told = False
-        hook = getattr(self.model, during)
-
-        def told(*args: Any) -> Any:
-            if self.model.trainer.global_step >= 3 and not self.is_told and not self.model.trainer.sanity_checking:
-                self.is_told = True
-                if dist.get_rank() in receivers:
-                    os.kill(os.getpid(), number)
-            return hook(*args)
-
-        setattr(self.model, during, told)
-        strategy = strategy_class(package)()
-        self.trainer = trainer(pl, strategy=strategy, plugins=[_slurm(pl)], **({"max_epochs": -1} | kwargs))
-
-    def fit(self) -> None:
-        self.trainer.fit(self.model, loader(), loader())
 
 
 def _fit_until_told(
@@ -125,22 +98,26 @@ def test_all_ranks_save_and_go_on_with_equal_bits(
         assert told[rank][1] + resumed[rank][1] == whole[rank][1]
 
 
-def _requeue(directory: str, receivers: tuple[int, ...]) -> tuple[int, int]:
+def _requeue(directory: str, receivers: tuple[int, ...]) -> list[int]:
     """Where the saved training stood, and where it is resumed."""
     os.chdir(directory)
-    steps: list[int] = []
+    pl, steps = load(), list[int]()
     for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
-        kwargs = {"max_steps": 5000, "default_root_dir": directory}
-        training = _Told(PACKAGES[0], signal.SIGUSR1, told, during="training_step", **kwargs)
+        model = language_model(pl)
 
-        def record(*_: Any, of: Any = training.trainer) -> None:
-            steps.append(of.global_step)
-            of.should_stop = True
+        def record(*_: Any, of: Any = model) -> None:
+            steps.append(of.trainer.global_step)
+            of.trainer.should_stop = True
 
-        setattr(training.model, hook, record)
-        training.fit()
-    saved, resumed = steps
-    return saved, resumed
+        def on_before_backward(_: Any, of: Any = model, told: tuple[int, ...] = told) -> None:
+            if of.trainer.global_step == 3 and dist.get_rank() in told:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+        setattr(model, hook, record)
+        model.on_before_backward = on_before_backward
+        options = {"max_steps": 5000, "max_epochs": -1, "default_root_dir": directory, "plugins": [_slurm(pl)]}
+        trainer(pl, strategy=strategy_class()(), **options).fit(model, loader(), loader())
+    return steps
 
 
 @pytest.mark.parametrize("receivers", [(0, 1), (1,)])
@@ -149,74 +126,43 @@ def test_a_requeued_job_goes_on_where_it_was(tmp_path: Path, receivers: tuple[in
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/told\n')
     scontrol.chmod(0o755)
     results = ProcessPool().run_fresh(_requeue, str(tmp_path), receivers, world_size=2)
-    assert results[0] == results[1] and results[0][0] == results[0][1] < 5000
+    (saved, resumed), other = results
+    assert other == [saved, resumed] and saved == resumed < 5000
     assert (tmp_path / "told").read_text() == "requeue 77\n"
 
 
 _NUM_STEPS = 8
 
 
-def _train(take_step: Callable[[int], None], save: Callable[[int], None], start: int, number: int) -> tuple[int, Any]:
-    """Steps taken, and the exit code, of a loop in whose fourth step rank 1 gets a signal, or none if it is 0."""
-    step, code = start, None
+def _train(folder: str, number: int) -> tuple[int, Any, Any]:
+    """Steps taken, exit code and weights of a loop in whose fourth step rank 1 gets a signal, or none if it is 0."""
+    fabric, model, optimizer = loop.set_up()
+    state, path, code = {"model": model, "optimizer": optimizer, "step": 0}, Path(folder), None
+    if path.exists():
+        fabric.load(path, state)
+    start = step = state["step"]
     try:
         with lightning_muon.StopSignals() as stop:
             while step < _NUM_STEPS:
                 if number and step == 3 and dist.get_rank() == 1:
                     os.kill(os.getpid(), number)
-                take_step(step)
+                loop.run_steps(fabric, model, optimizer, steps=range(step, step + 1))
                 step += 1
                 if stop.requested():
-                    save(step)
+                    fabric.save(path, state | {"step": step})
                     break
     except SystemExit as error:
         code = error.code
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return step - start, code
+    return step - start, code, loop.end(fabric, model)
 
 
-def _train_with_fabric(folder: str, number: int) -> tuple[int, Any, Any]:
-    fabric, model, optimizer = fabric_loop.set_up()
-    state, path = {"model": model, "optimizer": optimizer, "step": 0}, Path(folder) / "checkpoint"
-    if path.exists():
-        fabric.load(path, state)
-
-    def take_step(step: int) -> None:
-        fabric_loop.run_steps(fabric, model, optimizer, steps=range(step, step + 1))
-
-    taken = _train(take_step, lambda step: fabric.save(path, state | {"step": step}), state["step"], number)
-    return *taken, fabric_loop.end(fabric, model)
-
-
-def _train_with_accelerate(folder: str, number: int) -> tuple[int, Any, Any]:
-    with accelerate_loop.training_on_cpu() as (accelerator, model, optimizer):
-        path = Path(folder) / "state"
-        if path.exists():
-            accelerator.load_state(str(path))
-
-        def take_step(step: int) -> None:
-            accelerate_loop.run_steps(accelerator, model, optimizer, steps=range(step, step + 1))
-
-        def save(step: int) -> None:
-            accelerator.save_state(str(path))
-            (path / "step").write_text(str(step))
-
-        start = int((path / "step").read_text()) if path.exists() else 0
-        taken = _train(take_step, save, start, number)
-        return *taken, full_weights(model)
-
-
-@pytest.mark.parametrize(
-    ("train", "number"), [(_train_with_fabric, signal.SIGTERM), (_train_with_accelerate, signal.SIGINT)]
-)
-def test_loops_of_users_save_on_all_ranks_together(
-    gloo: ProcessPool, tmp_path: Path, train: Callable[..., Any], number: int
-) -> None:
-    for name in ("told", "whole"):
-        (tmp_path / name).mkdir()
-    told = gloo.run(train, str(tmp_path / "told"), number, world_size=2)
-    resumed = gloo.run(train, str(tmp_path / "told"), 0, world_size=2)
-    whole = gloo.run(train, str(tmp_path / "whole"), 0, world_size=2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_loops_of_users_save_on_all_ranks_together(gloo: ProcessPool, tmp_path: Path, number: int) -> None:
+    told, resumed, whole = (
+        gloo.run(_train, f"{tmp_path}/{name}", number if is_told else 0, world_size=2)
+        for name, is_told in (("told", True), ("told", False), ("whole", False))
+    )
     assert told[0][:2] == told[1][:2] and told[0][1] == 128 + number and 0 < told[0][0] < _NUM_STEPS
     assert [code for _, code, _ in resumed + whole] == [None] * 4
     assert told[0][0] + resumed[0][0] == whole[0][0] == _NUM_STEPS

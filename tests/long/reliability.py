@@ -99,7 +99,7 @@ def _change(change: Callable[[bytes], bytes], path: Path, _: Path) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
-def _flip(seed: int, content: bytes) -> bytes:
+def flip(seed: int, content: bytes) -> bytes:
     changed = bytearray(content)
     changed[random.Random(seed).randrange(len(content))] ^= 1 << seed % 8
     return bytes(changed)
@@ -119,7 +119,7 @@ def damages(files: list[str]) -> Iterator[tuple[str, str, Damage]]:
     by_kind: dict[str, list[str]] = {}
     for name in files:
         by_kind.setdefault(f"bit of {name}" if name in BESIDE_DATA else "bit of data", []).append(name)
-    changes = {kind: (_flip, 40, names) for kind, names in by_kind.items()}
+    changes = {kind: (flip, 40, names) for kind, names in by_kind.items()}
     changes |= {"page of zeros": (_zeros, 20, files), "cut off": (_cut, 20, files)}
     for kind, (change, number, names) in changes.items():
         for seed in range(number):

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest import mock
 
-import accelerate
 import torch
 import torch.distributed as dist
-import transformers
-import yaml
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,7 +20,6 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, forward_backward, full_state_dict, make_mode
-from lightning_muon.cli.launch import replace_accelerator
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.integrations import registry
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
@@ -32,7 +27,6 @@ from tests.integration.integrations.transformers import runs
 from tests.integration.training import load, trainer
 from tests.matrix.row import BETAS, EPS, EXACT, LR, ROWS, WEIGHT_DECAY, Batch, Row
 from tests.support.tensors import weights_of, wholes
-from tests.support.worker import free_port
 
 Found = tuple[dict[str, Tensor], list[float]]
 # Of an optimizer that the program makes itself.
@@ -81,18 +75,15 @@ def _fabric(row: Row, task: Task, package: str = "lightning.fabric", *, apart: b
     make = __import__(package, fromlist=["Fabric"]).Fabric
     fabric = make(accelerator="cpu", devices=row.ranks, strategy=strategy, precision=row.precision)
     fabric.launch()
-    # Each stage of a pipeline has the weights of its own parts.
-    net, is_pipeline = (
-        row.make_model(0 if "pipeline_size" in row.options else task.seed),
-        "pipeline_size" in row.options,
-    )
-    optimizer: Any
+    is_pipeline = "pipeline_size" in row.options
+    net = row.make_model(0 if is_pipeline else task.seed)  # Each stage of a pipeline has the weights of its own parts.
+    given: Any = row.make_optimizer(net)
+    scheduler: Any = _scheduler(row, given) if apart else None
     if apart:
-        model = fabric.setup_module(net)
-        optimizer = fabric.setup_optimizers(row.make_optimizer(net))
+        model, optimizer = fabric.setup_module(net), fabric.setup_optimizers(given)
     else:
-        model, optimizer = fabric.setup(net, row.make_optimizer(net))
-    scheduler, losses = _scheduler(row, optimizer), list[float]()
+        model, optimizer = fabric.setup(net, given)
+    scheduler, losses = scheduler or _scheduler(row, optimizer), list[float]()
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     if task.resume:
         fabric.load(task.path, state)
@@ -156,18 +147,6 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
             optimizer = row.make_optimizer(self)
             return [optimizer], [{"scheduler": _scheduler(row, optimizer), "interval": "step"}]
 
-        def pipeline_parts(self) -> list[nn.Module]:
-            return self.net.pipeline_parts()
-
-        def pipeline_step(self, batch: Batch) -> Any:
-            return self.net.pipeline_step(batch)
-
-        def pipeline_loss(self, output: Tensor, labels: Tensor) -> Any:
-            return self.net.pipeline_loss(output, labels)
-
-    if not is_pipeline:
-        del Module.pipeline_parts, Module.pipeline_step, Module.pipeline_loss
-
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
             if (index + 1) % row.accumulate == 0 and task.saves(row, trainer.global_step - 1):
@@ -178,6 +157,8 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
     if row.max_value is not None:
         clipping["gradient_clip_algorithm"] = "value"
     module = Module()
+    for name in ("pipeline_parts", "pipeline_step", "pipeline_loss") if is_pipeline else ():
+        setattr(module, name, getattr(module.net, name))
     fitter = trainer(
         pl, strategy=strategy, precision=row.precision, max_epochs=1, max_steps=row.steps, callbacks=[Save()],
         accumulate_grad_batches=row.accumulate, use_distributed_sampler=False, **clipping,
@@ -193,7 +174,10 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
     return full_state_dict(module), [sum(losses[first : first + row.accumulate]) for first in windows]
 
 
-def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = False, apart: bool = False) -> Found:
+def _accelerate(
+    row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = False, apart: bool = False, by_torch: bool = False
+) -> Found:
+    """``by_torch``: the last micro-batch calls ``loss.backward()`` itself."""
     options = {"optimizer": row.config} | dict(row.options)
     sizes = {name: options.pop(name) for name in ("replicate_size", "shard_size") if name in options}
     variables = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if compiles else {}
@@ -202,12 +186,12 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
     with accelerator_on_cpu(**arguments, **sizes, given=options) as accelerator:
         net = row.make_model(task.seed)
         optimizer: Any = row.make_optimizer(net)
-        scheduler: Any = _scheduler(row, optimizer, per_step=row.ranks)  # Accelerate steps it once for each process.
+        make: Any = partial(_scheduler, row, per_step=row.ranks)  # Accelerate steps it once for each process.
         if apart:
-            model = accelerator.prepare_model(net)
-            optimizer, scheduler = accelerator.prepare_optimizer(optimizer), accelerator.prepare(scheduler)
+            model, optimizer = accelerator.prepare_model(net), accelerator.prepare_optimizer(optimizer)
+            scheduler = accelerator.prepare(make(optimizer))
         else:
-            model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
+            model, optimizer, scheduler = accelerator.prepare(net, optimizer, make(optimizer))
         assert hasattr(model, "_orig_mod") == compiles
         if task.resume:
             accelerator.load_state(task.path)
@@ -221,7 +205,10 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
                         accelerator.report_tokens(row.num_tokens(batch))
                     loss = row.loss(model, batch)
                     losses[-1] += loss.item() / (1 if row.has_tokens else row.accumulate)
-                    accelerator.backward(loss)
+                    if by_torch and index == row.accumulate - 1:
+                        (loss / row.accumulate).backward()
+                    else:
+                        accelerator.backward(loss)
                     if row.max_norm is not None:
                         norm = accelerator.clip_grad_norm_(model.parameters(), row.max_norm)
                         assert (norm > 0) == accelerator.sync_gradients
@@ -235,28 +222,14 @@ def _accelerate(row: Row, task: Task, *, is_fsdp: bool = True, compiles: bool = 
         return full_state_dict(accelerator.unwrap_model(model)), losses
 
 
-@contextmanager
-def launched(directory: str, options: dict[str, Any]) -> Generator[None]:
-    """As in a script that ``lightning-muon launch`` starts with these options."""
-    path = f"{directory}/options{dist.get_rank()}-{free_port()}.yaml"
-    with open(path, "w") as file:
-        yaml.safe_dump(options, file)
-    with ExitStack() as stack:
-        for module in (accelerate, accelerate.accelerator, transformers.trainer):
-            stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
-        stack.enter_context(mock.patch.object(transformers.Trainer, "save_model", transformers.Trainer.save_model))
-        stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": path}))
-        replace_accelerator()
-        yield
-
-
-def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = False) -> Found:
+def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = False, **variables: str) -> Found:
     """A Trainer with ParallelMuon, or an unchanged one that ``lightning-muon launch`` starts."""
     batches = [row.batch(step, index) for step in range(row.steps) for index in range(row.accumulate)]
     samples = [{key: each[key][i] for key in each} for each in batches for i in range(ROWS)]
     ours = lightning_muon.hf.optimizer(dedupe="always", **_OWN)
     options = {"optimizer": EXACT | dict(row.optimizer)} | dict(row.options)
-    with runs.accelerator_of(parallel), launched(task.directory, options) if is_launched else nullcontext():
+    launched = runs.launched(task.directory, options) if is_launched else nullcontext()
+    with runs.accelerator_of(parallel, **variables), launched:
         run = runs.trainer(
             f"{task.directory}/out",
             row.make_model(task.seed if is_launched and not task.resume else 10 * task.resume),
@@ -399,7 +372,10 @@ DRIVERS: dict[str, Callable[[Row, Task], Found]] = {
     "accelerate ddp": partial(_accelerate, is_fsdp=False),
     "accelerate ddp, prepared apart": partial(_accelerate, is_fsdp=False, apart=True),
     "accelerate compiled": partial(_accelerate, compiles=True),
+    "accelerate by torch": partial(_accelerate, by_torch=True),
+    "accelerate ddp by torch": partial(_accelerate, is_fsdp=False, by_torch=True),
     **{f"transformers {kind}": partial(_transformers, parallel=kind) for kind in ("none", "ddp", "fsdp", "hsdp")},
+    "transformers fsdp, one file": partial(_transformers, parallel="fsdp", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT"),
     **{
         f"transformers launched {kind}": partial(_transformers, parallel=kind, is_launched=True)
         for kind in ("none", "ddp", "hsdp")

@@ -210,7 +210,7 @@ class Row:
             {"params": [each for name, each in named if self.decay_of(name) == decay], "weight_decay": decay}
             for decay in (WEIGHT_DECAY, 0.0)
         ]
-        return torch.optim.AdamW([each for each in groups if each["params"]], lr=LR, betas=BETAS, eps=EPS)
+        return torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
     def rate(self, step: int) -> float:
         """Factor of the learning rate: the usual linear schedule."""
@@ -232,10 +232,10 @@ class Row:
                 batch["skip"] = torch.tensor(index == self.accumulate - 1)
         return batch
 
-    def loss(self, model: Any, batch: Batch, call: Any = None) -> Tensor:
+    def loss(self, model: Any, batch: Batch) -> Tensor:
         """Mean over the rows of a batch, or with tokens the sum over them. Llama predicts the next label."""
         inputs = {key: value for key, value in batch.items() if key != "labels"}
-        output = (call or model)(**inputs)
+        output = model(**inputs)
         logits, labels = getattr(output, "logits", output), batch["labels"]
         if self.model == "llama":
             logits, labels = logits[:, :-1], labels[:, 1:]

@@ -8,8 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 
 from lightning_muon import DCTTopK, DiLoCo, Full, Random, Slicing, Striding
+from lightning_muon.sharding.modes import MODES
 from tests.matrix.row import ODD, Row
 from tests.support import family
 from tests.support.tensors import SHAPES
@@ -78,23 +81,16 @@ def _frameworks() -> None:
         # Accelerate steps a scheduler once for each process.
         others = both | {"has_rates": name != "accelerate"}
         plain = f"{name} ddp" if name == "accelerate" else name
-        _add(
-            f"{name}, hsdp",
-            name,
-            4,
-            options=HSDP,
-            **others,
-            max_norm=0.1,
-            saved_at=1,
-            resumed={"ranks": 2, "options": {}},
-        )
+        _add(f"{name}, hsdp", name, 4, options=HSDP, **others, max_norm=0.1, saved_at=1,
+             resumed={"ranks": 2, "options": {}})  # fmt: skip
         _add(f"{name}, fsdp", other, 2, **both, max_norm=0.1, saved_at=2, resumed={"framework": name})
         _add(f"{name}, 3 shards", name, 3, max_value=1e-3, accumulate=2, options={"reshard_after_backward": False})
         _add(f"{name}, zero2", plain, 4, options={**zero2, "replicate_size": 2}, **others, max_norm=0.1, saved_at=1,
              resumed={"ranks": 3, "options": zero2, "framework": plain})  # fmt: skip
         _add(f"{name}, zero2 to fsdp", plain, 3, options={**zero2, "save_distributed_checkpoint": False}, saved_at=1,
              resumed={"ranks": 2, "options": {}, "framework": name})  # fmt: skip
-        _add(f"{name}, ddp", apart, 2, options=ddp, max_value=1e-3, saved_at=2, resumed={"framework": plain})
+        _add(f"{name}, ddp", apart, 2, options=ddp, max_value=1e-3, has_rates=True, saved_at=2,
+             resumed={"framework": plain})  # fmt: skip
         _add(f"{name}, ddp to zero2", plain, 2, options={**ddp, "save_distributed_checkpoint": True}, saved_at=1,
              resumed={"ranks": 4, "options": zero2})  # fmt: skip
         _add(f"{name}, none", plain, 1, options={"sharding": "none"}, **both)
@@ -112,13 +108,8 @@ def _frameworks() -> None:
         mixed: dict[str, Any] = {"precision": "bf16-mixed", "tolerance": 0.05, "saved_at": 1, "max_norm": 0.3, **others}
         mixed["parts"] = ODD
         _add(f"{name}, bf16-mixed, hsdp", name, 4, options=HSDP, **mixed)
-        _add(
-            f"{name}, bf16-mixed, accumulated whole",
-            name,
-            2,
-            options={"accumulate": "whole"},
-            **mixed | {"accumulate": 2},
-        )
+        _add(f"{name}, bf16-mixed, accumulated whole", name, 2, options={"accumulate": "whole"},
+             **mixed | {"accumulate": 2})  # fmt: skip
         _add(f"{name}, bf16-mixed, zero2", plain, 2, options=zero2, **mixed)
         _add(f"{name}, bf16-mixed, SGD", name, 2, optimizer="keep", program="SGD", **mixed)
         at_rate: dict[str, Any] = MEAN | {"base": "muon", "muon_lr_factor": 1.0}
@@ -127,10 +118,12 @@ def _frameworks() -> None:
             _add(f"{name}, bf16-true, {kind}", name, 2, options={**of_kind, "save_distributed_checkpoint": True},
                  **mixed | {"precision": "bf16-true"})  # fmt: skip
         normuon = {"optimizer": {"normuon": True, **FUSED}, "tolerance": 2e-6, "parts": (*ODD, "transposed")}
-        _add(
-            f"{name}, NorMuon, hsdp", name, 4, options=HSDP, **normuon, saved_at=1, resumed={"ranks": 3, "options": {}}
-        )
+        _add(f"{name}, NorMuon, hsdp", name, 4, options=HSDP, **normuon, saved_at=1,
+             resumed={"ranks": 3, "options": {}})  # fmt: skip
         _add(f"{name}, NorMuon, zero2", plain, 3, options=zero2, **normuon, saved_at=2)
+    for accumulate in (1, 2):
+        _add(f"accelerate, loss.backward() {accumulate}", "accelerate by torch", 2, accumulate=accumulate)
+    _add("accelerate, ddp, loss.backward()", "accelerate ddp by torch", 2, accumulate=2, options={"sharding": "ddp"})
     _add("lightning, nodes, tokens", "lightning", 2, optimizer=MEAN, options={"replicate_size": 2, **loss}, **tokens)
     _add("lightning, context and replicas", "lightning", 4, parts=FLAT, accumulate=2, max_norm=0.3,
          options={"context_size": 2, "replicate_size": 2})  # fmt: skip
@@ -144,22 +137,37 @@ def _frameworks() -> None:
     for name in ("fabric", "lightning"):
         deep: dict[str, Any] = {"num_blocks": 4, "parts": staged, "max_norm": 0.3}
         _add(f"{name}, pipeline", name, 2, options={"pipeline_size": 2}, **deep, saved_at=1)
-        _add(
-            f"{name}, V", name, 2, options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"}, **deep
-        )
+        _add(f"{name}, V", name, 2, **deep,
+             options={"pipeline_size": 2, "sharding": "none", "pipeline_schedule": "zb_v"})  # fmt: skip
+        # Patterns for a stage, which the other one does not have.
+        routes = {"adamw_patterns": ("*blocks.0.up.weight",), "muon_patterns": ("*tail.head.weight",), **FUSED}
+        _add(f"{name}, pipeline, patterns", name, 2, options={"pipeline_size": 2}, **deep | {"parts": ("frozen",)},
+             optimizer=routes)  # fmt: skip
         _add(f"{name}, pipeline, nodes", name, 4, **deep | {"parts": ("frozen", "tied")}, tolerance=1e-5,
              options={"pipeline_size": 2, "replicate_size": 2}, optimizer=MEAN)  # fmt: skip
         _add(f"{name}, pipeline, replicas", name, 4, **deep,
              options={"pipeline_size": 2, "replicate_size": 2, "pipeline_schedule": "zb_h1"})  # fmt: skip
         _add(f"{name}, pipeline, shards, tokens", name, 4, **deep, has_tokens=True,
              options={"pipeline_size": 2, "shard_size": 2, **loss})  # fmt: skip
+        _add(f"{name}, pipeline, bf16-mixed", name, 4, **deep, options={"pipeline_size": 2, "shard_size": 2},
+             precision="bf16-mixed", tolerance=0.05)  # fmt: skip
     of_trainer: dict[str, Any] = {"model": "llama", "has_tokens": True, "max_norm": 0.3, "accumulate": 2}
-    for kind, ranks in (("none", 1), ("ddp", 4), ("fsdp", 4), ("hsdp", 4)):
+    # Before 5.18 transformers loads the state of DDP on CPUs to "cpu:0", an error.
+    of_ddp = 2 if Version(transformers.__version__) >= Version("5.18") else 0
+    for kind, ranks, saved in (
+        ("none", 1, 0),
+        ("ddp", 4, of_ddp),
+        ("fsdp", 2, 2),
+        ("fsdp, one file", 2, 1),
+        ("hsdp", 4, 0),
+    ):
+        resumed = {"ranks": 4} if kind == "fsdp, one file" else {}
         _add(f"transformers, {kind}", f"transformers {kind}", ranks, **of_trainer, has_rates=kind != "hsdp",
-             parts=("tied",) if kind in ("ddp", "fsdp") else ())  # fmt: skip
-    for kind, ranks in (("none", 1), ("hsdp", 4), ("ddp", 2)):
+             parts=("tied",) if kind in ("ddp", "fsdp") else (), saved_at=saved, resumed=resumed)  # fmt: skip
+    for kind, ranks, saved in (("none", 1, 0), ("hsdp", 4, 2), ("ddp", 2, of_ddp)):
         options = {"sharding": "ddp"} if kind == "ddp" else {}
-        _add(f"transformers, launched, {kind}", f"transformers launched {kind}", ranks, **of_trainer, options=options)
+        _add(f"transformers, launched, {kind}", f"transformers launched {kind}", ranks, **of_trainer, options=options,
+             saved_at=saved)  # fmt: skip
 
 
 def _goes_on() -> None:
@@ -329,53 +337,79 @@ for add in (_loops, _frameworks, _goes_on, _tensors, _nodes):
 
 
 def draw(seed: int) -> Row:
-    """A row of the same space, which may be refused before it trains."""
+    """A row of the same space; one of ten has values that may be refused before it trains."""
     choose = random.Random(1000 + seed)
+    may_be_refused = choose.random() < 0.1
 
-    def some(choices: dict[str, Sequence[Any]], most: int) -> dict[str, Any]:
+    def some(most: int, right: dict[str, Sequence[Any]], wrong: dict[str, Sequence[Any]]) -> dict[str, Any]:
+        choices = {name: [*values, *(wrong.get(name, ()) if may_be_refused else ())] for name, values in right.items()}
         return {name: choose.choice(choices[name]) for name in choose.sample(sorted(choices), choose.randrange(most))}
 
-    kind = choose.choice(["auto", "auto", "muon", "muon", "muon", "nodes", "keep"])
-    options = some({
-        "replicate_size": [1, 2, 3],
-        "shard_size": [1, 2],
-        "wrap_policy": [("Linear",), ("Block",), ("Missing",)],
-        "reshard_after_forward": [False],
-        "reshard_after_backward": [False],
-        "accumulate": ["whole"],
-        "bucket_bytes": [1, 300],
-        "clip_groups": ["elementwise"],
-        "check_replicas_every_n_steps": [2, -1],
-        "loss_scaling": ["tokens"],
-    }, 4)  # fmt: skip
-    options["sharding"] = choose.choice(["fsdp", "fsdp", "fsdp", "zero2", "zero2", "ddp", "none"])
-    optimizer: Any = {"auto": {}, "nodes": MEAN, "keep": "keep"}.get(kind) or some({
-        "momentum": [0.0, 0.9, 0.99, 1.5],
-        "nesterov": [False],
-        "ns_steps": [1, 3, 0],
-        "adjust_lr_fn": ["original", "match_rms_adamw", "spectral_mup"],
-        "muon_lr_factor": [1.0, 0.5],
-        "fused": [{"tail.qkv.weight": 3}, {"tail.qkv.weight": 2}, {"nothing": 3}],
-        "adamw_patterns": [("blocks.0.*",), ("tail.conv.weight",)],
-        "muon_patterns": [("tail.head.weight",), ("embedding.weight",), ("tail.scale",)],
-        "bucket_bytes": [1, 500],
-        "assignment": ["round_robin", "redundant"],
-        "dedupe": ["always", "never"],
-        "overlap": ["off"],
-        "look_ahead": [1, 2, 0],
-        "normuon": [True],
-        "cautious_weight_decay": [True],
-    }, 5)  # fmt: skip
-    framework = choose.choice(["fabric", "fabric", "fabric", "lightning", "accelerate", "accelerate ddp"])
-    if framework == "accelerate":  # Which has sizes of its own, and errors for those that do not fit.
-        options = {key: value for key, value in options.items() if key not in ("replicate_size", "shard_size")}
+    framework = choose.choice(["plain", "fabric", "fabric", "lightning", "lightning", "accelerate", "accelerate ddp"])
+    is_plain, ranks = framework == "plain", choose.choice([1, 2, 2, 3, 4, 4])
+    if ranks in (2, 4) and framework in ("fabric", "lightning") and choose.random() < 0.3:
+        return _draw_pipeline(choose, framework, ranks)
+    mode = "fsdp" if framework == "accelerate" else choose.choice(["fsdp"] * 4 + ["zero2"] * 3 + ["ddp", "none"])
+    if mode == "none" and not may_be_refused:
+        ranks = 1
+    options = some(
+        5,
+        {
+            "wrap_policy": [("Linear",), ("Block",)],
+            "reshard_after_forward": [False],
+            "reshard_after_backward": [False],
+            "accumulate": ["whole"],
+            "bucket_bytes": [1, 300],
+            "clip_groups": ["elementwise"],
+            "check_replicas_every_n_steps": [2],
+            "loss_scaling": ["tokens"],
+        },
+        {"wrap_policy": [("Missing",)], "check_replicas_every_n_steps": [-1]},
+    )
+    known = MODES[mode].takes | (set() if is_plain else {"clip_groups", "check_replicas_every_n_steps", "loss_scaling"})
+    options = {key: value for key, value in options.items() if key in known or (may_be_refused and not is_plain)}
+    options["sharding"] = mode
+    if framework != "accelerate" and mode != "none" and choose.random() < 0.6:
+        sizes = [size for size in (1, 2, 3, 4) if ranks % size == 0 or (may_be_refused and not is_plain)]
+        options["replicate_size"] = choose.choice(sizes)
+    muon = some(
+        5,
+        {
+            "momentum": [0.0, 0.9, 0.99],
+            "nesterov": [False],
+            "ns_steps": [1, 3],
+            "adjust_lr_fn": ["original", "match_rms_adamw", "spectral_mup"],
+            "muon_lr_factor": [1.0, 0.5],
+            "fused": [{"*tail.qkv.weight": 3}],
+            "adamw_patterns": [("*blocks.0.*",)],
+            "muon_patterns": [("*tail.head.weight",), ("*embedding.weight",)],
+            "bucket_bytes": [1, 500],
+            "assignment": ["round_robin", "redundant"],
+            "dedupe": ["always", "never"],
+            "overlap": ["off"],
+            "look_ahead": [1, 2],
+            "normuon": [True],
+            "cautious_weight_decay": [True],
+        },
+        {"momentum": [1.5], "ns_steps": [0], "fused": [{"*tail.qkv.weight": 2}, {"nothing": 3}], "look_ahead": [0],
+         "adamw_patterns": [("tail.conv.weight",)], "muon_patterns": [("tail.scale",)]},
+    )  # fmt: skip
+    kinds: dict[str, Any] = {"muon": muon, "auto": {}, "nodes": MEAN, "keep": "keep"}
+    if is_plain or (mode != "fsdp" and not may_be_refused):
+        kinds = {"muon": muon, "auto": {}} if is_plain or mode == "zero2" else {**kinds, "nodes": {}}
+    kind = choose.choice(["muon", *kinds])
     parts = [part for part in (*ODD, "no bias", "frozen block") if choose.random() < 0.4]
+    if is_plain and "wrap_policy" not in options:  # Of which ranks may run other ones.
+        parts.append(choose.choice(["skips", "branches"]))
+    resumed = dict[str, Any]()
+    if mode != "none" and framework != "accelerate" and not {"replicate_size", "loss_scaling"} & options.keys():
+        resumed = choose.choice([{}, {"ranks": choose.choice([1, 2, 3, 4])}])
     return Row(
         framework=framework,
-        ranks=choose.choice([1, 2, 2, 3, 4, 4]),
+        ranks=ranks,
         options=options,
-        optimizer=optimizer,
-        program="SGD" if kind == "keep" and choose.random() < 0.5 else "AdamW",
+        optimizer=kinds[kind],
+        program="ParallelMuon" if is_plain else "SGD" if kind == "keep" and choose.random() < 0.5 else "AdamW",
         width=choose.choice([6, 7, 8, 13]),
         inner=choose.choice([1, 4, 7, 24]),
         num_blocks=choose.randrange(1, 4),
@@ -384,7 +418,38 @@ def draw(seed: int) -> Row:
         accumulate=choose.choice([1, 1, 2, 3]),
         max_norm=choose.choice([None, None, 0.05]),
         has_tokens="loss_scaling" in options,
-        has_rates=choose.random() < 0.3,
+        has_rates=framework in ("fabric", "lightning") and choose.random() < 0.3,
         tolerance=1e-4,
-        may_be_refused=True,
+        saved_at=0 if is_plain else choose.choice([0, 0, 1, 2]),
+        resumed={} if kind == "nodes" else resumed,
+        may_be_refused=may_be_refused,
+    )
+
+
+def _draw_pipeline(choose: random.Random, framework: str, ranks: int) -> Row:
+    size, of_one_stage = choose.choice([2, ranks]), ("gpipe", "1f1b", "zb_h1", "zb_1p", "zb_2p")
+    schedule = choose.choice([*of_one_stage, "interleaved_1f1b", "zb_v", "v_half", "v_min"])
+    options: dict[str, Any] = {
+        "pipeline_size": size,
+        "pipeline_schedule": schedule,
+        "pipeline_microbatches": choose.choice([each for each in (2, 3, 4, 6) if each >= size]),
+        **({choose.choice(["replicate_size", "shard_size"]): 2} if size < ranks else {}),
+        **({"sharding": "none"} if size == ranks and choose.random() < 0.5 else {}),
+        **({"loss_scaling": "tokens"} if choose.random() < 0.3 else {}),
+    }
+    muon: list[dict[str, Any]] = [{}, {"normuon": True}, {"momentum": 0.9, "nesterov": False}, FUSED]
+    return Row(
+        framework=framework,
+        ranks=ranks,
+        options=options,
+        optimizer=choose.choice(muon),
+        width=choose.choice([6, 7, 13]),
+        inner=choose.choice([4, 7, 24]),
+        num_blocks=max(choose.randrange(2, 6), size * (1 if schedule in of_one_stage else 2) - 2),
+        parts=[part for part in (*ODD, "no bias", "frozen block") if choose.random() < 0.35],
+        max_norm=choose.choice([None, 0.05]),
+        has_tokens="loss_scaling" in options,
+        has_rates=choose.random() < 0.3,
+        saved_at=choose.choice([0, 0, 1, 2]),
+        tolerance=1e-4,
     )

@@ -105,29 +105,16 @@ def data_of(folder: Path) -> PromptData:
 def launch(folder: Path, optimizer: dict[str, Any]) -> str:
     """Run the loop of Accelerate on two CPU processes."""
     config = yaml.safe_load((ROOT / "examples" / "accelerate.yaml").read_text())
-    for section in (
-        "fsdp_config",
-        "parallelism_config",
-    ):  # Accelerate has none on CPUs; ours shards over all processes.
-        del config[section]
+    del config["fsdp_config"], config["parallelism_config"]  # There are none on CPUs; ours shards over all processes.
     config |= {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "no", "num_processes": 2}
     config["lightning_muon"] = {"optimizer": optimizer}
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
     words = {"model_name": folder / "base", "source": folder / "rows.jsonl", "validation_source": folder / "rows.jsonl"}
     words |= {"output": folder / "launched", "batch_size": NUM_ROWS // 2, "epochs": NUM_STEPS, "lr": LR, "lora_rank": 4}
-    command: list[Any] = [
-        warm_python(),
-        "-m",
-        "lightning_muon",
-        "launch",
-        "--config_file",
-        folder / "accelerate.yaml",
-    ]
+    command: list[Any] = [warm_python(), "-m", "lightning_muon", "launch", "--config_file", folder / "accelerate.yaml"]
     command += [RECIPE / "with_accelerate.py", *(f"--{name}={value}" for name, value in words.items())]
-    environment = program_environment() | {"MASTER_PORT": str(free_port())}
-    ended = subprocess.run(
-        list(map(str, command)), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    how: Any = {"cwd": ROOT, "env": program_environment() | {"MASTER_PORT": str(free_port())}, "text": True}
+    ended = subprocess.run(list(map(str, command)), capture_output=True, check=False, **how)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

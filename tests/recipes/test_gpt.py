@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
-import io
 import json
 import re
-import runpy
 from pathlib import Path
-from unittest import mock
 
-import accelerate
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import lightning_muon.accelerate
 from recipes.gpt.model import GPT
-from tests.support.accelerate_cpu import fsdp2_on_cpu
+from tests.integration.integrations.accelerate.loop import run_script
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, run_program
 
 RECIPE = ROOT / "recipes" / "gpt"
 PAGES = ROOT / "docs" / "*.md"
-
-
 SIZES = {"width": 32, "layers": 2, "heads": 2, "vocab-size": 400, "context-size": 32, "batch-size": 4}
 CONFIGURATIONS = {
     "gpt": [],
     "pipeline": [],
+    "experts": ["--trainer.devices=2"],
     "two_nodes_slow_link": ["--trainer.accelerator=cpu", "--trainer.devices=1"],
 }
 
@@ -49,7 +42,8 @@ def _fit(name: str, shared: Path, folder: Path, *more: str) -> str:
     options |= {"data.cache_dir": shared, "model.sample_tokens": 5, "trainer.enable_progress_bar": "false"}
     words = [f"--{key}={value}" for key, value in options.items()] + CONFIGURATIONS[name]
     return run_program(
-        *("-m", "lightning_muon", "fit", "--config", RECIPE / f"{name}.yaml", *words, *more),
+        *("-m", "lightning_muon", "fit", *(["--config", RECIPE / "gpt.yaml"] if name == "experts" else [])),
+        *("--config", RECIPE / f"{name}.yaml", *words, *more),
         directory=folder,
         num_ranks=2,
         num_nodes=2 if name.startswith("two_nodes") else 1,
@@ -71,7 +65,8 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
     assert float(second) < float(first) < 6.1, "a guess has log(400) = 5.99"
     samples = json.loads((folder / "samples.json").read_text())
     assert [sample["step"] for sample in samples] == [12, 6] and all(sample["text"] for sample in samples)
-    expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "two_nodes_slow_link": "2 nodes, "}
+    expected = {"gpt": "ParallelMuon", "pipeline": "Conv1D", "experts": "mlp.gate.weight"}
+    expected["two_nodes_slow_link"] = "2 nodes, "
     assert expected[name] in printed
     if name == "gpt":
         (checkpoint,) = folder.glob("checkpoints/step=6-*")
@@ -82,23 +77,10 @@ def test_a_configuration_trains_and_writes(name: str, shared: Path, tmp_path: Pa
         assert _losses(folder.with_name("version_1")) == losses[1:], "the same windows as without an interruption"
 
 
-def _run_accelerate(arguments: list[str]) -> str:
-    """What the script prints, started as by ``lightning-muon launch``."""
-    printed = io.StringIO()
-    with (
-        fsdp2_on_cpu(replicate_size=1, shard_size=2),
-        mock.patch.object(accelerate, "Accelerator", lightning_muon.accelerate.Accelerator),
-        mock.patch("sys.argv", ["accelerate_gpt.py", *arguments]),
-        contextlib.redirect_stdout(printed),
-    ):
-        runpy.run_path(str(RECIPE / "accelerate_gpt.py"), run_name="__main__")
-    return printed.getvalue()
-
-
 def test_the_accelerate_twin_trains_resumes_and_exports(gloo: ProcessPool, shared: Path, tmp_path: Path) -> None:
     options = SIZES | {"validation-batches": 2, "validate-every": 4, "cache": shared, "output": tmp_path}
     words = [f"--{key}={value}" for key, value in options.items()] + ["--text-files", str(PAGES)]
-    whole = gloo.run(_run_accelerate, [*words, "--steps=12"], world_size=2)[0]
+    whole = gloo.run(run_script, RECIPE / "accelerate_gpt.py", [*words, "--steps=12"], world_size=2)[0]
     losses = [float(loss) for loss in re.findall(r"validation loss (\S+)", whole)]
     assert len(losses) == 3 and losses[2] < losses[0] < 6.1
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -106,5 +88,5 @@ def test_the_accelerate_twin_trains_resumes_and_exports(gloo: ProcessPool, share
     tokens = tokenizer("The optimizer", return_tensors="pt")
     assert torch.isfinite(model(**tokens, labels=tokens["input_ids"]).loss)
     # Goes on from step 12 of the same schedule's end.
-    resumed = gloo.run(_run_accelerate, [*words, "--steps=16", "--resume"], world_size=2)[0]
+    resumed = gloo.run(run_script, RECIPE / "accelerate_gpt.py", [*words, "--steps=16", "--resume"], world_size=2)[0]
     assert re.findall(r"step (\d+)", resumed) == ["16"]

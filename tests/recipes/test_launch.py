@@ -34,14 +34,11 @@ def cluster(tmp_path: Path) -> dict[str, str]:
     log.touch()
     _program(tmp_path, "scontrol", f'[[ $1 == show ]] && printf "node7\\nnode8\\n" || echo "scontrol $*" >> {log}')
     # Runs its command on both nodes, without --kill-on-bad-exit=1; passes SIGTERM on as srun does.
-    _program(
-        tmp_path,
-        "srun",
+    _program(tmp_path, "srun",
         f'echo "srun $*" >> {log}; shift\n'
         'for node in 0 1; do SLURM_NODEID=$node "$@" & pids+=($!); done\n'
         "trap 'kill -TERM \"${pids[@]}\"' TERM\n"
-        'code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; wait; exit $code',
-    )
+        'code=0; for pid in "${pids[@]}"; do wait $pid || code=$?; done; wait; exit $code')  # fmt: skip
     _program(tmp_path, "agent", f'echo "agent $*" >> {log}\ntrap "echo told >> {log}; exit 1" TERM\nsleep 30 & wait $!')
     _program(tmp_path, "torchrun", f'echo "$*" >> {log}')
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[7-8]"}

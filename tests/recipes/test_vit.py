@@ -22,10 +22,8 @@ def test_the_vit_learns_shapes_and_becomes_a_pipeline(tmp_path: Path) -> None:
     if Version(transformers.__version__) < Version("5.18"):
         pytest.skip("AutoImageProcessor needs torchvision before transformers 5.18")
     folder = tmp_path / "outputs" / "vit"
-    model, processor = (
-        AutoModelForImageClassification.from_pretrained(folder),
-        AutoImageProcessor.from_pretrained(folder),
-    )
+    model = AutoModelForImageClassification.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder)
     image = draw("cross", random.Random(1)).resize((24, 20))
     inputs = to_tensor(image.resize((16, 16)))[None]
     torch.testing.assert_close(processor(image, return_tensors="pt")["pixel_values"], inputs)

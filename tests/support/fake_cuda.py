@@ -7,7 +7,7 @@ each group, as NCCL has a stream for each communicator). While ``Simulation.on``
 - ``syncs``: the host waits for the device, by what and where;
 - ``found``: ``RACE``, two streams touch the same bytes, one of them writes, and no event orders them; ``FREE``, memory
   goes back to the allocator of a stream while another one may still use it;
-- ``launches`` of kernels by stream, ``ops`` by name, and communications (``comms``).
+- ``ops``: kernels by the name of their op.
 
 Numbers that the host reads from the device are zero, a single truth value is True.
 """
@@ -70,25 +70,18 @@ _NO_KERNEL = frozenset(
     "unsqueeze squeeze expand permute lift_fresh device view_as unflatten tensor_split bucket is_same_size is_pinned "
     "empty empty_strided new_empty empty_like new_empty_strided _local_scalar_dense".split()
 )
-# Tensors that one launch of a foreach kernel takes, by the number of lists; and the blocks of 65536 elements.
-_TENSORS_PER_LAUNCH, _BLOCKS_PER_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}, 320
 
 
-def launches(func: Any, args: Sequence[Any]) -> tuple[int, str]:
-    """Kernels that an op launches on CUDA (read in torch 2.13), and the name of the op."""
-    qualified = func._schema.name
-    name = qualified.split("::")[1].rstrip("_")
-    if qualified.startswith("prim") or name in _NO_KERNEL:
-        return 0, name
-    if name.startswith(("_foreach", "_fused")):
+def _kernel_of(func: Any, args: Sequence[Any]) -> tuple[bool, str]:
+    """Whether an op launches kernels on CUDA, and its name."""
+    name = func._schema.name.split("::")[1].rstrip("_")
+    if func._schema.name.startswith("prim") or name in _NO_KERNEL:
+        return False, name
+    if name.startswith("_foreach") and "copy" not in name:
         lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
-        if len({tensor.dtype for each in lists for tensor in each}) > 1 and "copy" not in name and "fused" not in name:
-            return len(lists[0]), name + " (mixed dtypes: one by one)"
-        depth = len(lists) + (not qualified.endswith("_"))
-        blocks = sum(-(-tensor.numel() // 65536) for tensor in lists[0])
-        count = max(-(-len(lists[0]) // _TENSORS_PER_LAUNCH.get(depth, 30)), -(-blocks // _BLOCKS_PER_LAUNCH))
-        return count + (-(-len(lists[0]) // 110) if name == "_foreach_norm" else 0), name
-    return (2 if name in ("norm", "linalg_vector_norm", "all", "any", "sum", "addmm", "baddbmm") else 1), name
+        if len({tensor.dtype for each in lists for tensor in each}) > 1:
+            return True, name + " (mixed dtypes: one by one)"
+    return True, name
 
 
 class Tracker(TorchDispatchMode):
@@ -128,25 +121,21 @@ class Tracker(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         simulation, stream = active(), active().current
-        count, name = launches(func, args)
-        if simulation.on:
-            simulation.launches[stream.id] += count
-            simulation.ops[name] += count
-        if not count and "empty" not in name:
+        is_kernel, name = _kernel_of(func, args)
+        if not is_kernel and "empty" not in name:
             return
+        simulation.ops[name] += simulation.on and is_kernel
         stream.tick()
-        if not simulation.races:
-            return
         label = f"{name} ({site()})"
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
         writes = [each for each in func._schema.arguments if each.alias_info is not None and each.alias_info.is_write]
         written = {id(tensor) for each in writes for tensor in _tensors([named.get(each.name)])}
-        for tensor in inputs if count else ():
+        for tensor in inputs if is_kernel else ():
             simulation.access(tensor, stream, label, is_write=id(tensor) in written)
         known = set(map(id, inputs))
         for tensor in outputs:
             if id(tensor) not in known:
-                simulation.access(tensor, stream, label, is_write=count > 0)
+                simulation.access(tensor, stream, label, is_write=is_kernel)
         simulation.look_for_freed()
 
 
@@ -162,7 +151,7 @@ def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     """An op that no device knows of; memory is pinned in name only."""
     if not kwargs.get("pin_memory"):
         name = func._schema.name.split("::")[1].rstrip("_")
-        if active().races and active().pinned and name not in _NO_KERNEL - {"_local_scalar_dense"}:
+        if active().pinned and name not in _NO_KERNEL - {"_local_scalar_dense"}:
             for tensor in _tensors((*args, *kwargs.values())):
                 is_write = func._schema.is_mutable and tensor is args[0]
                 active().access_on_host(tensor, f"{name} ({site()})", is_write=is_write)
@@ -231,8 +220,6 @@ def _communicate(kind: str, group: Any, reads: Sequence[Tensor], writes: Sequenc
     communicator = simulation.communicator(group)
     communicator.wait_stream(simulation.current)
     communicator.tick()
-    if simulation.on:
-        simulation.comms[f"{kind} {communicator.id} n={dist.get_world_size(group)}"] += 1
     label = f"{kind} ({site()})"
     for tensor in reads:
         simulation.access(tensor, communicator, label, is_write=False)
@@ -258,8 +245,6 @@ def _all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, 
     if tensor.device.type != "cpu":
         return _asynchronous(_communicate("all_reduce", group, [tensor], [tensor]), async_op)
     # A gloo group: all ranks bring the same.
-    if active().on:
-        active().comms["gloo all_reduce (host waits)"] += 1
     if op == dist.ReduceOp.SUM:
         tensor.mul_(dist.get_world_size(group))
     return mock.Mock()
@@ -279,8 +264,6 @@ def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
 def _batch_isend_irecv(messages: Sequence[mock.Mock]) -> list[_Work]:
     reads = [message.tensor for message in messages if message.op is dist.isend]
     writes = [message.tensor for message in messages if message.op is dist.irecv]
-    if active().on:
-        active().comms["p2p messages"] += len(messages)
     return [_communicate("p2p batch", messages[0].group, reads, writes)]
 
 
@@ -289,7 +272,7 @@ def _message(op: Any, tensor: Tensor, *, group: Any = None, group_peer: int | No
 
 
 @contextlib.contextmanager
-def world(size: int, *, races: bool = True) -> Iterator[Simulation]:
+def world(size: int) -> Iterator[Simulation]:
     """A default group of ``size`` ranks, of which this process is one and the others do the same, on fake devices."""
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -307,7 +290,7 @@ def world(size: int, *, races: bool = True) -> Iterator[Simulation]:
         "P2POp": _message,
     }
     with (
-        simulated(races=races) as simulation,
+        simulated() as simulation,
         mock.patch.multiple(dist, **distributed),
         mock.patch.multiple(torch.cuda, **_cuda(simulation)),
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),

@@ -47,8 +47,8 @@ class Stream:
     """In place of ``torch.cuda.Stream``: knows for each stream how much of its work comes before its own next one."""
 
     def __init__(self, device: object = None, priority: int = 0, *, name: str = "") -> None:
-        del device, priority
-        streams = active().streams
+        del device
+        self.priority, streams = priority, active().streams
         self.id = name or f"stream{len(streams)}"
         self.device = torch.device("cuda", 0)
         self.clock: Clock = {}
@@ -112,15 +112,13 @@ class _Memory:
 
 
 class Simulation:
-    """One device and its communicators. With ``races=False`` only syncs, launches and communications are noted."""
+    """One device and its communicators."""
 
-    def __init__(self, *, races: bool) -> None:
-        self.races = races
+    def __init__(self) -> None:
         self.on = False  # Whether anything is reported and counted now.
         self.completed = False  # What handles and events say of themselves.
         self.host: Clock = {}  # What the host has waited for.
-        self.syncs, self.found = Counter[str](), Counter[str]()
-        self.launches, self.ops, self.comms = Counter[str](), Counter[str](), Counter[str]()
+        self.syncs, self.found, self.ops = Counter[str](), Counter[str](), Counter[str]()
         self.num_steps = 0
         self.streams: list[Stream] = []
         self.stack: list[Stream] = []
@@ -137,8 +135,7 @@ class Simulation:
     def begin_step(self, *, on: bool) -> None:
         self.on = on
         self.num_steps += on
-        for counts in (self.launches, self.ops, self.comms):
-            counts.clear()
+        self.ops.clear()
 
     def sync(self, what: str, clock: Clock | None = None) -> None:
         """The host waits for the current stream, or for what ``clock`` knows."""
@@ -154,7 +151,7 @@ class Simulation:
 
     def access(self, tensor: Tensor, stream: Stream, label: str, *, is_write: bool) -> None:
         """Work on ``stream`` touches a tensor; its memory is of the current stream if it is seen for the first time."""
-        if not self.races or not (tensor.device.type == "cuda" or self.is_pinned(tensor)) or tensor.numel() == 0:
+        if not (tensor.device.type == "cuda" or self.is_pinned(tensor)) or tensor.numel() == 0:
             return
         memory = self._memory_of(tensor)
         size = tensor.element_size()
@@ -186,8 +183,7 @@ class Simulation:
                 self.found[f"RACE {label} on the host || {old}"] += 1
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
-        if self.races:
-            self._memory_of(tensor).recorded.append(stream)
+        self._memory_of(tensor).recorded.append(stream)
 
     def look_for_freed(self) -> None:
         """Let the allocators have the memory of tensors that have gone."""
@@ -224,9 +220,9 @@ _ACTIVE: list[Simulation] = []
 
 
 @contextlib.contextmanager
-def simulated(*, races: bool) -> Iterator[Simulation]:
+def simulated() -> Iterator[Simulation]:
     """A new device."""
-    simulation = Simulation(races=races)
+    simulation = Simulation()
     _ACTIVE.append(simulation)
     simulation.stack.append(Stream(name="default"))
     try:

@@ -3,7 +3,7 @@
 Counts of a simulation are of the last step, syncs and races of all but the first two.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
@@ -14,29 +14,22 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
 from lightning_muon.compat.torch import local_shape_and_offset
-from lightning_muon.params.shapes import ParameterShape, read_shapes
 from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
 
-Found = Sequence[tuple[ParameterShape, nn.Parameter]]
+Shapes = Mapping[str, tuple[int, ...]]
+Found = Mapping[str, nn.Parameter]
 # Steps before the one that is watched: the first makes the plan and the buffers.
 _WARM_UP = 2
 
 
-def shapes_of(name: str) -> list[ParameterShape]:
-    """Parameters of a model that the package knows by name, or of ``"small"``."""
-    if name != "small":
-        return list(read_shapes(name).parameters)
+def shapes_of(name: str) -> Shapes:
+    """Parameters of the model ``"small"``, by name."""
+    assert name == "small"
     layer = {"q": (64, 64), "up": (192, 64), "down": (64, 192), "norm": (64,)}
     shapes = {f"layers.{index}.{part}.weight": shape for index in range(3) for part, shape in layer.items()}
-    shapes = {"embed.weight": (256, 64), **shapes, "head.weight": (256, 64)}
-    return [
-        ParameterShape(
-            name=name, shape=shape, kind="matrix" if name.startswith("layers.") and len(shape) == 2 else "elementwise"
-        )
-        for name, shape in shapes.items()
-    ]
+    return {"embed.weight": (256, 64), **shapes, "head.weight": (256, 64)}
 
 
 def _mesh_of(size: int, replicas: int) -> DeviceMesh:
@@ -45,33 +38,25 @@ def _mesh_of(size: int, replicas: int) -> DeviceMesh:
     return init_device_mesh("cuda", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def _weights(shapes: Sequence[ParameterShape], mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> Found:
-    """The parameters that are not frozen, sharded over the last axis of the mesh."""
-    found: list[tuple[ParameterShape, nn.Parameter]] = []
-    coordinate = mesh.get_coordinate()
+def _weights(shapes: Shapes, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> Found:
+    """The parameters, their rows sharded over the last axis of the mesh."""
+    found, coordinate = dict[str, nn.Parameter](), mesh.get_coordinate()
     assert coordinate is not None
-    for shape in shapes:
-        if shape.frozen:
-            continue
-        last = Shard(shape.shard_dim) if shape.shape else Replicate()
-        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), last)
-        local_shape, _ = local_shape_and_offset(shape.shape, tuple(mesh.shape), coordinate, placements)
+    for name, shape in shapes.items():
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
+        local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), coordinate, placements)
         local = torch.empty(local_shape, dtype=dtype, device="cuda")
-        stride = torch.empty(shape.shape, device="meta").stride()
-        whole = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=torch.Size(shape.shape), stride=stride
-        )
-        found.append((shape, nn.Parameter(whole)))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        found[name] = nn.Parameter(whole)
     return found
 
 
-def _groups_of(found: Found) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Param groups for Muon and AdamW, and ``fused``."""
-    muon = [(shape.name, tensor) for shape, tensor in found if shape.kind != "elementwise"]
-    adamw = [(shape.name, tensor) for shape, tensor in found if shape.kind == "elementwise"]
-    groups = [{"params": muon, "algorithm": "muon"}, {"params": adamw, "algorithm": "adamw"}]
-    fused = {shape.name: shape.splits for shape, _ in found if shape.splits}
-    return [group for group in groups if group["params"]], fused
+def _groups_of(found: Found) -> list[dict[str, Any]]:
+    """Param groups for Muon and AdamW."""
+    muon = [(name, each) for name, each in found.items() if name.startswith("layers.") and each.ndim == 2]
+    adamw = [(name, each) for name, each in found.items() if name not in dict(muon)]
+    return [{"params": muon, "algorithm": "muon"}, {"params": adamw, "algorithm": "adamw"}]
 
 
 class _Backward:
@@ -84,11 +69,8 @@ class _Backward:
         self._stream: Any = torch.cuda.Stream()
         self._stream.id = "reduce_scatter"
         self._units: dict[str, list[nn.Parameter]] = {}
-        for shape, tensor in found:
-            # A block is a unit, or the module that holds the parameter.
-            parts = shape.name.split(".")
-            unit = parts[: parts.index("layers") + 2] if "layers" in parts else parts[:-1]
-            self._units.setdefault(".".join(unit) or shape.name, []).append(tensor)
+        for name, tensor in found.items():  # A block is a unit, or the module that holds the parameter.
+            self._units.setdefault(".".join(name.split(".")[:2]), []).append(tensor)
 
     def run(self) -> None:
         """One backward pass; all gradients are zero."""
@@ -101,7 +83,7 @@ class _Backward:
         default.wait_event(reduced)
 
 
-def _reduce(tensors: Sequence[Any]) -> None:
+def _reduce(tensors: list[Any]) -> None:
     sizes = [tensor.to_local().numel() for tensor in tensors]
     flat = torch.zeros(sum(sizes), dtype=tensors[0].dtype, device="cuda")
     for tensor, part in zip(tensors, flat.split(sizes), strict=True):
@@ -118,36 +100,35 @@ def _call_hooks(tensor: nn.Parameter) -> None:
 
 
 def run_fsdp(
-    shapes: Sequence[ParameterShape],
+    shapes: Shapes,
     size: int,
     *,
     replicas: int = 1,
     clip: bool = False,
-    races: bool = True,
     dtype: torch.dtype = torch.float32,
     lr_on_device: bool = False,
     **options: Any,
 ) -> tuple[Simulation, ParallelMuon]:
     """Steps of ParallelMuon on FSDP2 parameters of ``size`` ranks."""
-    with world(size, races=races) as simulation, Tracker():
+    with world(size) as simulation, Tracker():
         found = _weights(shapes, _mesh_of(size, replicas), dtype=dtype)
-        groups, fused = _groups_of(found)
+        groups = _groups_of(found)
         if lr_on_device:
             options["lr"] = torch.zeros((), device="cuda")
-        optimizer = ParallelMuon(groups, fused=fused, **options)
+        optimizer = ParallelMuon(groups, **options)
         backward = _Backward(found)
         for step in range(3):
             simulation.begin_step(on=step >= _WARM_UP)
             backward.run()
             if clip:
-                clip_norm_([tensor for _, tensor in found], 1.0)
+                clip_norm_(list(found.values()), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         return simulation, optimizer
 
 
 def run_flexdemo(
-    shapes: Sequence[ParameterShape],
+    shapes: Shapes,
     size: int,
     *,
     replicas: int = 2,
@@ -160,10 +141,10 @@ def run_flexdemo(
         simulation.completed = completed
         mesh = _mesh_of(size, replicas)
         found = _weights(shapes, mesh["shard"])
-        groups, fused = _groups_of(found)
+        groups = _groups_of(found)
         if options.get("base", "muon") != "muon":
             groups = [{"params": group["params"]} for group in groups]
-        optimizer = FlexDeMo(groups, mesh=mesh, fused=fused, check_every=0, **options)
+        optimizer = FlexDeMo(groups, mesh=mesh, check_every=0, **options)
         backward = _Backward(found)
         for step in range(steps):
             simulation.begin_step(on=step >= _WARM_UP)
@@ -176,35 +157,34 @@ def run_flexdemo(
 class _Net(nn.Module):
     """Modules that hold replicated parameters of these shapes."""
 
-    def __init__(self, shapes: Sequence[ParameterShape]) -> None:
+    def __init__(self, shapes: Shapes) -> None:
         super().__init__()
-        self.found: list[tuple[ParameterShape, nn.Parameter]] = []
-        for shape in shapes:
+        self.found: dict[str, nn.Parameter] = {}
+        for name, shape in shapes.items():
             owner: nn.Module = self
-            *path, last = shape.name.split(".")
+            *path, last = name.split(".")
             for part in path:
                 if part not in owner._modules:
                     owner.add_module(part, nn.Module())
                 owner = owner.get_submodule(part)
-            tensor = nn.Parameter(torch.empty(shape.shape, device="cuda"))
-            owner.register_parameter(last, tensor)
-            self.found.append((shape, tensor))
+            self.found[name] = nn.Parameter(torch.empty(shape, device="cuda"))
+            owner.register_parameter(last, self.found[name])
 
 
 def run_zero2(
-    shapes: Sequence[ParameterShape], size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
+    shapes: Shapes, size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
 ) -> tuple[Simulation, ParallelMuon]:
     """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
     with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.replicas.Ddp.prepare"):
         net = _Net(shapes)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())
         mode.prepare(net)
-        optimizer = ParallelMuon(_groups_of(net.found)[0])
+        optimizer = ParallelMuon(_groups_of(net.found))
         mode.attach(net, [optimizer])
         for step in range(3):
             simulation.begin_step(on=step >= _WARM_UP)
             optimizer.zero_grad()
-            for _, tensor in reversed(net.found):
+            for tensor in reversed(net.found.values()):
                 with torch.no_grad():
                     tensor.grad = torch.zeros_like(tensor)
                 _call_hooks(tensor)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_muon import ParallelMuon
@@ -78,15 +78,15 @@ def weights(shapes: Sequence[ParameterShape], num_ranks: int) -> Found:
     found: list[tuple[ParameterShape, nn.Parameter]] = []
     mesh = init_device_mesh("cpu", (num_ranks,))
     for shape in (shape for shape in shapes if not shape.frozen):
-        parameter = nn.Parameter(_sharded(shape, mesh))
-        parameter.grad = _sharded(shape, mesh)
+        parameter = nn.Parameter(sharded(shape, mesh, [Shard(shape.shard_dim)]))
+        parameter.grad = sharded(shape, mesh, [Shard(shape.shard_dim)])
         found.append((shape, parameter))
     return found
 
 
-def _sharded(shape: ParameterShape, mesh: DeviceMesh) -> DTensor:
-    placements = [Shard(shape.shard_dim)]
-    local_shape, _ = local_shape_and_offset(shape.shape, tuple(mesh.shape), [0], placements)
+def sharded(shape: ParameterShape, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The part of the first rank, without memory."""
+    local_shape, _ = local_shape_and_offset(shape.shape, tuple(mesh.shape), [0] * mesh.ndim, placements)
     whole, local = (torch.empty(each, dtype=torch.bfloat16, device="meta") for each in (shape.shape, local_shape))
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 

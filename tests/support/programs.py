@@ -19,6 +19,7 @@ from pathlib import Path
 from tests.support.worker import free_port, redirect_output
 
 ROOT = Path(__file__).parents[2]
+STARTED: list[str] = []  # What this process has run; tests/conftest.py counts it.
 _OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -29,6 +30,7 @@ def run_program(
 
     A single rank gets no environment of a launcher. With ``num_nodes`` each has ``num_ranks / num_nodes`` of the ranks.
     """
+    STARTED.append(" ".join(map(str, words)))
     context = multiprocessing.get_context("forkserver")
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="program-") as logs:

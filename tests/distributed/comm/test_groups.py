@@ -1,7 +1,8 @@
 """Process groups over axes and of one owner; questions between ranks."""
 
 import datetime
-import math
+import logging
+import re
 import time
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_muon import ParallelMuon
+from lightning_muon.comm import agreement
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import make_buckets, start_messages, start_reading
 from lightning_muon.comm.groups import (
@@ -108,33 +110,6 @@ def test_messages_from_a_card_over_gloo_are_refused(gloo: ProcessPool) -> None:
     assert str(caught.value).count("use NCCL") >= 2
 
 
-def _sum_over(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Sum of the ranks, and size, of each group; the ranks of the mesh are not in their order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    meshes = [DeviceMesh("cpu", torch.arange(size).flip(0).view(shape))] * 3
-    if size == 4:  # A part of the world.
-        even, odd = (DeviceMesh("cpu", [[last], [first]]) for first, last in ((0, 2), (1, 3)))
-        meshes.append(odd if rank % 2 else even)
-    found = [axis_group(mesh, axes) for mesh, axes in zip(meshes, ((0,), (1,), (0, 1), (0, 1)), strict=False)]
-    for mesh, group in zip(meshes, found, strict=True):
-        assert group.coordinates[group.rank] == tuple(mesh.get_coordinate())  # type: ignore[arg-type]
-    return [(_sum_of_ranks(group) if group.group is not None else rank, group.size) for group in found]
-
-
-@pytest.mark.parametrize(
-    ("shape", "sums", "sizes"),
-    [
-        ((2, 2), [[2, 4, 2, 4], [1, 1, 5, 5], [6] * 4, [2, 4, 2, 4]], [2, 2, 4, 2]),
-        ((2, 1), [[1, 1], [0, 1], [1, 1]], [2, 1, 2]),
-    ],
-)
-def test_a_group_spans_its_axes_only(
-    gloo: ProcessPool, shape: tuple[int, ...], sums: list[list[int]], sizes: list[int]
-) -> None:
-    for rank, found in enumerate(gloo.run(_sum_over, shape, world_size=math.prod(shape))):
-        assert found == [(of_ranks[rank], size) for of_ranks, size in zip(sums, sizes, strict=True)]
-
-
 def _compare(of_last: tuple[tuple[str, str], ...]) -> list[str]:
     lines = ("a", "(1,)"), ("b", "(2,)")
     require_equal(of_last if dist.get_rank() == 2 else lines, None, "the model")
@@ -164,6 +139,33 @@ def test_each_rank_gets_its_own_result_or_all_fail(gloo: ProcessPool) -> None:
     first, *others = gloo.run(_divide, on_first=True, world_size=3)
     assert first.startswith("ZeroDivisionError")
     assert others == [f"RuntimeError: rank 0 of the group failed, so all ranks stop: {first}"] * 2
+
+
+def _calls_that_a_rank_makes_late() -> list[str]:
+    """What this rank says while it waits for the others; rank 1 comes late to every second call."""
+    said, logger, handler = list[str](), logging.getLogger(agreement.__name__), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    host = host_group(axis_group(init_device_mesh("cpu", (2,)), (0,)))
+    logger.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_LATE", 1)
+        for call in (lambda: agreement.maxima_over(host, [1]), agreement.await_all_ranks):
+            call()
+            time.sleep(2 * dist.get_rank())
+            call()
+    logger.removeHandler(handler)
+    return said
+
+
+def test_a_rank_that_calls_alone_says_where_it_waits(gloo: ProcessPool) -> None:
+    waits, comes_late = gloo.run(_calls_that_a_rank_makes_late, world_size=2)
+    assert len(waits) == 2 and not comes_late
+    assert all(re.match(r"rank 0 has waited for 1 s for other ranks, at .*test_groups\.py:\d+\.", w) for w in waits)
+    with (
+        pytest.raises(RuntimeError, match=r"rank 0 has waited until the timeout of .* at .*test_groups\.py:\d+\."),
+        agreement.named_waits(late=False),
+    ):
+        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
 
 
 def test_without_processes_an_error_is_raised_at_once() -> None:

@@ -1,32 +1,17 @@
 """Parameters of odd shapes on R nodes of S ranks, whose gradients are drawn."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lightning_muon import FlexDeMo
-from tests.support.tensors import random_tensors, wholes
-
-# Rows that do not divide, primes, fewer rows than ranks (empty shards), a stack, a convolution, one and no dimension.
-SHAPES: dict[str, tuple[int, ...]] = {
-    "odd": (13, 7),
-    "prime": (127, 13),
-    "flat": (3, 70),
-    "row": (1, 19),
-    "stack": (3, 10, 6),
-    "convolution": (6, 4, 3, 3),
-    "small": (3, 4),
-    "bias": (5,),
-    "one": (1,),
-    "scalar": (),
-}
-MATRICES = ("odd", "prime", "flat", "row", "stack", "convolution", "small")
+from tests.support.tensors import SHAPES, random_tensors, wholes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +21,16 @@ class Case:
     mesh_shape: tuple[int, int]
     options: Mapping[str, Any]
     num_steps: int = 3
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: dict(SHAPES))
 
     @property
     def world_size(self) -> int:
         return self.mesh_shape[0] * self.mesh_shape[1]
 
     def weights(self) -> dict[str, Tensor]:
-        return random_tensors(self.shapes, 0)
+        return random_tensors(SHAPES, 0)
 
     def gradients(self, step: int, node: int) -> dict[str, Tensor]:
-        return random_tensors(self.shapes, 100 * (step + 1) + node)
+        return random_tensors(SHAPES, 100 * (step + 1) + node)
 
 
 class Ranks:
@@ -80,7 +64,12 @@ class Ranks:
                 self.check_nodes_agree()
 
     def check_nodes_agree(self) -> None:
-        check_equal({name: parameter.detach() for name, parameter in self.parameters.items()}, self.mesh)
+        """Collective over the nodes; every rank must call it."""
+        for name, parameter in self.parameters.items():
+            own = local(parameter.detach()).contiguous()
+            of_nodes = [torch.empty_like(own) for _ in range(self.mesh.size(0))]
+            dist.all_gather(of_nodes, own, group=self.mesh.get_group("replicate"))
+            assert all(torch.equal(of_nodes[0], other) for other in of_nodes), f"{name} differs between nodes"
 
     def weights(self) -> dict[str, Tensor]:
         return wholes(self.parameters)
@@ -91,24 +80,8 @@ class Ranks:
         return wholes({name: state["residual"] for name, state in states.items() if "residual" in state})
 
 
-def check_equal(tensors: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Collective over the nodes; every rank must call it."""
-    group = mesh.get_group("replicate")
-    shards = [local(tensor).flatten() for tensor in tensors.values()]
-    of_nodes = [torch.empty_like(torch.cat(shards)) for _ in range(mesh.size(0))]
-    dist.all_gather(of_nodes, torch.cat(shards), group=group)
-    sizes = [shard.numel() for shard in shards]
-    pieces = zip(tensors, *(flat.split(sizes) for flat in of_nodes), strict=True)
-    differing = [name for name, first, *others in pieces if not all(torch.equal(first, other) for other in others)]
-    assert not differing, f"differ between nodes: {differing}"
-
-
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> None:
-    torch.testing.assert_close(dict(found), dict(expected), rtol=0, atol=tolerance, check_dtype=False)
 
 
 def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

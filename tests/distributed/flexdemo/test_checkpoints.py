@@ -1,8 +1,8 @@
-"""State of FlexDeMo: checkpoints of torch (DCP), resumed runs, other numbers of nodes, lost state, skipped steps."""
+"""State of FlexDeMo without Lightning: torch's checkpoints (DCP), other numbers of nodes, skipped steps."""
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from itertools import cycle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,22 +18,39 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Random
-from tests.distributed.flexdemo.models import ShardedNet
-from tests.distributed.flexdemo.setup import Case, Ranks, assert_close, assert_equal, local
+from tests.distributed.flexdemo.setup import Case, Ranks, assert_equal, local
+from tests.matrix.row import Row
 from tests.support.processes import ProcessPool
 from tests.support.tensors import wholes
 
 STOP, END = 3, 5
-SPARSE: dict[str, Any] = {"dense_below": 16, "bucket_bytes": 700, "replicator": DCTTopK(chunk_size=8, top_k=5)}
+REPLICATOR = DCTTopK(chunk_size=8, top_k=5)
+SPARSE: dict[str, Any] = {"base": "sgd", "dense_below": 16, "bucket_bytes": 700, "replicator": REPLICATOR}
 
 
-class Run(ShardedNet):
-    """With its state as torch saves it."""
+class Run(Ranks):
+    """The odd model of the matrix, sharded by FSDP2 inside of each node, whose ranks see different data."""
 
     def __init__(self, mesh_shape: tuple[int, int], options: Mapping[str, Any]) -> None:
-        super().__init__(mesh_shape, SPARSE | dict(options))
+        self.mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+        self.row = Row(ranks=self.mesh.size(), parts=("conv", "frozen", "unused", "tied"))
+        self.model = self.row.make_model()
+        for unit in (*self.model.blocks, self.model):
+            fully_shard(unit, mesh=self.mesh["shard"])
+        self.optimizer = FlexDeMo(self.model, lr=0.01, mesh=self.mesh, **(SPARSE | dict(options)))
+
+    def set_gradients(self, step: int) -> None:
+        self.optimizer.zero_grad()
+        self.row.loss(self.model, self.row.batch(step, 0, self.mesh.get_rank())).backward()
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        self.model.reshard()
+        return dict(self.model.named_parameters())
 
     def go_on(self, steps: Sequence[int]) -> dict[str, Tensor]:
         """Take steps; returns trained weights and their optimizer state on this node after them."""
@@ -44,120 +61,120 @@ class Run(ShardedNet):
             found |= {f"{name}.{key}": value for key, value in self.optimizer.state[parameter].items()}
         return wholes(found)
 
-    def state(self, **options: bool) -> dict[str, Any]:
-        chosen = StateDictOptions(**options)
+    def state(self, options: StateDictOptions) -> dict[str, Any]:
         return {
-            "model": get_model_state_dict(self.model, options=chosen),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=chosen),
+            "model": get_model_state_dict(self.model, options=options),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer, options=options),
         }
 
-    def set_state(self, state: dict[str, Any], **options: bool) -> None:
-        chosen = StateDictOptions(**options)
-        set_model_state_dict(self.model, state["model"], options=chosen)
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=chosen)
 
-
-def _save(mesh_shape: tuple[int, int], options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], ...]:
+def _save(mesh_shape: tuple[int, int], options: dict[str, Any], how: str, path: str) -> tuple[dict[str, Tensor], ...]:
     """State when it was saved, and at the end of the run that went on."""
     run = Run(mesh_shape, options)
     saved = run.go_on(range(STOP))
-    dcp.save(run.state(), checkpoint_id=path)
+    if how == "directory":
+        dcp.save(run.state(StateDictOptions()), checkpoint_id=path)
+    else:
+        state = run.state(StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if dist.get_rank() == 0:  # Only this one gets it.
+            torch.save(state, f"{path}/state.pt")
     return saved, run.go_on(range(STOP, END))
 
 
-def _resume(mesh_shape: tuple[int, int], options: dict[str, Any], path: str) -> tuple[dict[str, Tensor], ...]:
+def _resume(mesh_shape: tuple[int, int], options: dict[str, Any], how: str, path: str) -> tuple[dict[str, Tensor], ...]:
     """State when it was loaded, and at the end."""
-    run = Run(mesh_shape, options)
+    run, chosen = Run(mesh_shape, options), StateDictOptions()
     run.train([7], agree=False)
-    state = run.state()
-    dcp.load(state, checkpoint_id=path)
-    run.set_state(state)
+    if how == "directory":
+        state = run.state(chosen)
+        dcp.load(state, checkpoint_id=path)
+    else:
+        chosen = StateDictOptions(full_state_dict=True, broadcast_from_rank0=how == "broadcast")
+        is_given = how != "broadcast" or dist.get_rank() == 0
+        state = torch.load(f"{path}/state.pt") if is_given else {"model": {}, "optimizer": {}}
+    set_model_state_dict(run.model, state["model"], options=chosen)
+    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=chosen)
     assert run.optimizer.num_exchanges == STOP
     return run.go_on(()), run.go_on(range(STOP, END))
 
 
-def _residuals(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if name.endswith(".residual")}
-
-
-def _assert_nodes_differ(state: Mapping[str, Tensor]) -> None:
-    """No test of residuals means anything where they are zero or equal."""
-    for name in ("blocks.0.up.weight", "tail.qkv.weight"):
-        residual = state[f"{name}.residual"]
-        assert not torch.equal(residual[0], residual[1])
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"base": "adamw", "weight_decay": 0.1},
-    {"base": "muon", "compute_dtype": "float32", "wire_dtype": "float32"},
-    {"replicator": Random(rate=0.25)},
-    {"replicator": DiLoCo(period=2), "base": "adamw"},
-    {"replicator": DiLoCo(period=2)},
-]
-
-
-@pytest.mark.parametrize(("mesh_shape", "options"), list(zip(cycle([(2, 2), (3, 1)]), OPTIONS, strict=False)), ids=str)
-def test_a_run_that_is_loaded_from_disk_goes_on_with_equal_bits(
-    gloo: ProcessPool, tmp_path: Path, mesh_shape: tuple[int, int], options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("mesh_shape", "options", "how"),
+    [
+        ((2, 2), {}, "directory"),
+        ((3, 1), {"replicator": DiLoCo(period=2), "base": "adamw"}, "directory"),
+        ((2, 2), {"replicator": Random(rate=0.25)}, "whole"),
+        ((2, 2), {"base": "adamw"}, "broadcast"),
+    ],
+    ids=str,
+)
+def test_a_run_that_is_loaded_goes_on_with_equal_bits(
+    gloo: ProcessPool, tmp_path: Path, mesh_shape: tuple[int, int], options: dict[str, Any], how: str
 ) -> None:
     size = mesh_shape[0] * mesh_shape[1]
-    before = gloo.run(_save, mesh_shape, options, str(tmp_path), world_size=size)
-    after = gloo.run(_resume, mesh_shape, options, str(tmp_path), world_size=size)
-    is_alone = isinstance(options.get("replicator"), DiLoCo)
-    if is_alone:
-        assert not torch.equal(before[0][0]["blocks.0.up.weight"], before[-1][0]["blocks.0.up.weight"])
-    else:
-        _assert_nodes_differ(before[0][0])
+    before = gloo.run(_save, mesh_shape, options, how, str(tmp_path), world_size=size)
+    after = gloo.run(_resume, mesh_shape, options, how, str(tmp_path), world_size=size)
+    first, last, name = before[0][0], before[-1][0], "blocks.0.up.weight"
+    residual = first.get(f"{name}.residual", [first[name], last[name]])
+    assert not torch.equal(residual[0], residual[1]), "nodes that are equal show nothing"
     for (saved, end), (loaded, resumed_end) in zip(before, after, strict=True):
         assert_equal(loaded, saved)
         assert_equal(resumed_end, end)
 
 
-def _save_whole(mesh_shape: tuple[int, int], options: dict[str, Any]) -> tuple[dict[str, Any], ...]:
-    run = Run(mesh_shape, options)
-    saved = run.go_on(range(STOP))
-    # Only rank 0 gets it. What is whole anyway shares memory with the optimizer.
-    state = deepcopy(run.state(full_state_dict=True, cpu_offload=True))
-    return state, saved, run.go_on(range(STOP, END))
+def _saved_whole(case: Case) -> dict[str, Any]:
+    ranks = Ranks(case)
+    ranks.train(agree=False)
+    state = ranks.optimizer.state_dict()
+    return state | {"state": {number: wholes(entry) for number, entry in state["state"].items()}}
 
 
-def _resume_whole(
-    mesh_shape: tuple[int, int], options: dict[str, Any], state: dict[str, Any], broadcast: bool
-) -> tuple[dict[str, Tensor], ...]:
-    run = Run(mesh_shape, options)
-    state = deepcopy(state)
-    if broadcast and dist.get_rank():
-        state = {"model": {}, "optimizer": {}}
-    run.set_state(state, full_state_dict=True, broadcast_from_rank0=broadcast)
-    return run.go_on(()), run.go_on(range(STOP, END))
+def _loaded(case: Case, state: dict[str, Any]) -> list[dict[str, Tensor]]:
+    """State of each parameter on this node, and its weights; then it trains on."""
+    ranks = Ranks(case)
+    ranks.optimizer.load_state_dict(deepcopy(state))
+    found = [
+        wholes({**ranks.optimizer.state[parameter], "node_weights": parameter})
+        for parameter in ranks.parameters.values()
+    ]
+    ranks.train(range(case.num_steps, 2 * case.num_steps), agree=False)
+    assert ranks.optimizer.num_exchanges == 2 * case.num_steps
+    if "replicator" not in case.options:
+        ranks.check_nodes_agree()
+    return found
 
 
-@pytest.mark.parametrize(("options", "broadcast"), [({"base": "adamw"}, False), ({}, True)], ids=str)
-def test_whole_tensors_have_one_entry_for_each_node(
-    gloo: ProcessPool, options: dict[str, Any], broadcast: bool
+# Nodes that average with the third and the sixth step.
+LOCAL: dict[str, Any] = {"replicator": DiLoCo(period=3), "base": "muon", "compute_dtype": "float32", "lr": 0.05}
+
+
+@pytest.mark.parametrize(
+    ("options", "before", "after"),
+    [
+        ({"dense_below": 16}, (4, 1), (2, 1)),
+        ({"dense_below": 16}, (2, 1), (3, 1)),
+        (LOCAL, (4, 1), (2, 2)),
+        (LOCAL, (2, 2), (2, 1)),
+    ],
+    ids=str,
+)
+def test_another_number_of_nodes_goes_on_from_the_mean(
+    gloo: ProcessPool, options: dict[str, Any], before: tuple[int, int], after: tuple[int, int]
 ) -> None:
-    results = gloo.run(_save_whole, (2, 2), options, world_size=4)
-    state, saved, _ = results[0]
-    _assert_nodes_differ(saved)
-    for name, residual in _residuals(saved).items():
-        assert torch.equal(state["optimizer"]["state"][name.removesuffix(".residual")]["residual"], residual)
-    loaded = gloo.run(_resume_whole, (2, 2), options, state, broadcast, world_size=4)
-    for (_, saved, end), (found, resumed_end) in zip(results, loaded, strict=True):
-        assert_equal(found, saved)
-        assert_equal(resumed_end, end)
-
-
-# With broadcast_from_rank0 torch itself takes the sizes of now for those of the checkpoint, and fails on some ranks.
-@pytest.mark.parametrize(("before", "after"), [((4, 1), (2, 1)), ((2, 1), (3, 1))], ids=str)
-def test_whole_tensors_of_other_nodes_are_never_mixed_up(
-    gloo: ProcessPool, before: tuple[int, int], after: tuple[int, int]
-) -> None:
-    state, saved, _ = gloo.run(_save_whole, before, {}, world_size=before[0])[0]
-    for found, _ in gloo.run(_resume_whole, after, {}, state, False, world_size=after[0]):
-        for name, residual in _residuals(saved).items():
-            share = residual.double().mean(0)
-            torch.testing.assert_close(found[name].double(), share.expand(found[name].shape), rtol=0, atol=1e-6)
+    case = Case(mesh_shape=before, options=options, num_steps=4)
+    state = gloo.run(_saved_whole, case, world_size=case.world_size)[0]
+    case = replace(case, mesh_shape=after)
+    for rank, found in enumerate(gloo.run(_loaded, case, state, world_size=case.world_size)):
+        own = {"residual"} if options is not LOCAL else {"node_weights", "momentum_buffer"}
+        for saved, loaded in zip(state["state"].values(), found, strict=True):
+            for key in own & saved.keys():
+                of_nodes, values = saved[key], loaded[key] if key != "residual" else loaded[key][rank // after[1]]
+                assert of_nodes.shape[0] == before[0] and not torch.equal(of_nodes[0], of_nodes[1])
+                is_kept = after[0] == before[0]
+                expected = of_nodes[rank // after[1]] if is_kept else of_nodes.double().mean(0).to(values.dtype)
+                torch.testing.assert_close(values, expected, rtol=0, atol=0 if is_kept else 1e-6)
+            if "outer_momentum" in saved:
+                assert torch.equal(loaded["outer_momentum"], saved["outer_momentum"])
 
 
 def _skip(options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
@@ -167,7 +184,7 @@ def _skip(options: dict[str, Any]) -> list[tuple[dict[str, Tensor], dict[str, Te
     ranks.train([0])
     before = ranks.weights(), ranks.residuals()
     ranks.set_gradients(5)
-    grad = ranks.parameters["prime"].grad
+    grad = ranks.parameters["tall"].grad
     if dist.get_rank() == 1:
         local(grad).view(-1)[2] = torch.nan  # type: ignore[arg-type]
     ranks.optimizer.step()
@@ -183,46 +200,3 @@ def test_a_skipped_step_leaves_no_trace(gloo: ProcessPool, num_nodes: int, optio
         for index in range(2):
             assert_equal(after[index], before[index])
             assert_equal(end[index], undisturbed[index])
-
-
-def _lost_state(options: dict[str, Any], *, is_new: bool, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
-    """Two steps, then the state is lost (or the optimizer is made anew), then three more."""
-    ranks_ = Ranks(Case(mesh_shape=(2, 1), options=options))
-    ranks_.train(range(2))
-    if is_new:
-        ranks_.optimizer = FlexDeMo(ranks_.parameters.items(), **({"lr": 0.01, "mesh": ranks_.mesh} | options))
-    elif dist.get_rank() in ranks:
-        ranks_.optimizer.state.clear()
-    ranks_.train(range(2, 5))
-    return ranks_.weights()
-
-
-@pytest.mark.parametrize(
-    "options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", "compute_dtype": "float32"}], ids=str
-)
-def test_state_that_is_lost_is_that_of_a_new_optimizer(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    options = options | {"dense_below": 16}
-    new = gloo.run(_lost_state, options, is_new=True, world_size=2)
-    for ranks in ((0, 1), (1,)):
-        lost = gloo.run(_lost_state, options, is_new=False, ranks=ranks, world_size=2)
-        for found, expected in zip(lost, new, strict=True):
-            assert_equal(found, expected)
-
-
-def _losing_between_averages(steps_with_a_loss: tuple[int, ...]) -> dict[str, Tensor]:
-    average = DiLoCo(period=2, outer_lr=1.0, outer_momentum=0.0, nesterov=False)
-    ranks = Ranks(Case(mesh_shape=(2, 1), options={"replicator": average, "sign": False, "lr": 0.05}))
-    for step in range(6):
-        if step in steps_with_a_loss:
-            ranks.optimizer.state.clear()
-        ranks.train([step], agree=False)
-    ranks.check_nodes_agree()
-    return ranks.weights()
-
-
-@pytest.mark.parametrize("steps", [(3,), (1, 4)], ids=str)
-def test_lost_state_keeps_progress_since_the_last_average(gloo: ProcessPool, steps: tuple[int, ...]) -> None:
-    """An average with an outer learning rate of 1 is the mean of the weights, from whatever it counts."""
-    expected = gloo.run(_losing_between_averages, (), world_size=2)[0]
-    for found in gloo.run(_losing_between_averages, steps, world_size=2):
-        assert_close(found, expected, 1e-6)

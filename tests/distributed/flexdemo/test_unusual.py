@@ -1,7 +1,6 @@
 """Weights in other memory orders, weights that are frozen on the way, ranks that differ in what must be equal."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
@@ -11,10 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from lightning_muon import Components, DCTTopK, DiLoCo, ExchangeStep, FlexDeMo, Full, Replicator
-from tests.distributed.flexdemo.models import ShardedNet
+from lightning_muon import Components, DCTTopK, DiLoCo, ExchangeStep, FlexDeMo, Full
+from tests.distributed.flexdemo.setup import Case, Ranks, local
 from tests.support.processes import ProcessPool
 
 SHAPES = [(6, 4, 3, 3), (13, 7), (5,)]
@@ -25,12 +23,9 @@ def _mesh(ranks_per_node: int = 1) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _parameters(*, channels_last: bool = False, seed: int = 0) -> list[nn.Parameter]:
+def _parameters(seed: int = 0) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
-    parameters = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
-    if channels_last:
-        parameters[0].data = parameters[0].data.to(memory_format=torch.channels_last)
-    return parameters
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
 
 
 def _gradients(step: int, node: int) -> list[Tensor]:
@@ -45,9 +40,10 @@ def _train(optimizer: FlexDeMo, parameters: list[nn.Parameter], steps: Iterable[
         optimizer.step()
 
 
-def _difference_from_mean_gradient(options: dict[str, Any], *, channels_last: bool) -> float:
+def _difference_from_mean_gradient(options: dict[str, Any]) -> float:
     """Largest difference of weights after 3 steps from those of one process with the mean gradient."""
-    parameters, alone = _parameters(channels_last=channels_last), _parameters()
+    parameters, alone = _parameters(), _parameters()
+    parameters[0].data = parameters[0].data.to(memory_format=torch.channels_last)
     optimizer = FlexDeMo(parameters, lr=0.01, mesh=_mesh(), decay=0.0, merge="mean", **options)
     base = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options["base"]](alone, lr=0.01, weight_decay=0.0)
     for step in range(3):
@@ -68,13 +64,9 @@ def _difference_from_mean_gradient(options: dict[str, Any], *, channels_last: bo
     ],
     ids=["full", "dct", "diloco"],
 )
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_weights_may_lie_in_memory_in_any_order(
-    gloo: ProcessPool, options: dict[str, Any], channels_last: bool
-) -> None:
-    run = gloo.run(_difference_from_mean_gradient, options, channels_last=channels_last, world_size=2)
+def test_weights_may_lie_in_memory_in_any_order(gloo: ProcessPool, options: dict[str, Any]) -> None:
     # AdamW divides by roots of squares: where those are small the rounding of the mean shows.
-    assert max(run) < 1e-5
+    assert max(gloo.run(_difference_from_mean_gradient, options, world_size=2)) < 1e-5
 
 
 def _spread(tensor: Tensor) -> float:
@@ -118,19 +110,21 @@ def test_nodes_that_begin_with_other_weights_are_an_error(gloo: ProcessPool, rep
 
 
 def _drift(name: str) -> None:
-    """Two rows of a weight change places on the second node."""
-    ranks = ShardedNet((2, 2), {"dense_below": 16, "check_every": 2})
+    """Two rows of a weight, which may be frozen, change places on the second node."""
+    ranks = Ranks(Case(mesh_shape=(2, 2), options={"dense_below": 16, "check_every": 2}))
+    ranks.parameters["stack"].requires_grad_(False)
     for step in range(4):
         ranks.set_gradients(step)
-        if step == 1 and ranks.node == 1 and ranks.shard_rank == 0:
-            weight = ranks.parameters[name].detach().to_local()  # type: ignore[attr-defined]
+        if step == 1 and dist.get_rank() == 2:
+            weight = local(ranks.parameters[name].detach())
             weight.copy_(weight.flip(0))
+        ranks.parameters["stack"].grad = None
         ranks.optimizer.step()
 
 
-def test_a_weight_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool) -> None:
-    for name in ("tail.qkv.weight", "tail.frozen.weight"):
-        gloo.expect_error_on_all_ranks(_drift, name, match=name, exception=RuntimeError, world_size=4)
+@pytest.mark.parametrize("name", ["odd", "stack"])
+def test_a_weight_changed_on_one_node_is_named_on_all_ranks(gloo: ProcessPool, name: str) -> None:
+    gloo.expect_error_on_all_ranks(_drift, name, match=name, exception=RuntimeError, world_size=4)
 
 
 def _forgotten_root() -> None:
@@ -144,45 +138,26 @@ def test_a_weight_not_sharded_inside_a_node_is_an_error(gloo: ProcessPool) -> No
     gloo.expect_error_on_all_ranks(_forgotten_root, match=r"shape \(4, 4\) is not sharded", world_size=2)
 
 
-@dataclass(frozen=True)
-class _OnlyEven(Replicator):
-    """Two elements of each block; of blocks with an odd number of elements one, which it does not say."""
-
-    sends_indices: ClassVar[bool] = True
-
-    def block_shape(self, rows: int, cols: int) -> tuple[int, ...]:
-        return (min(rows, 8), min(cols, 8))
-
-    def num_sent(self, block_numel: int) -> int:
-        return 2
+class _Fails(DCTTopK):
+    is_broken: ClassVar[bool] = False
 
     def encode(self, blocks: Tensor, exchange: ExchangeStep) -> Components:
-        flat = blocks.flatten(1)
-        indices = flat.abs().topk(2 - flat.size(1) % 2, dim=1).indices
-        return Components(flat.gather(1, indices), indices)
-
-    def decode(self, components: Components, block_shape: tuple[int, ...], exchange: ExchangeStep) -> Tensor:
-        blocks = torch.zeros(len(components.values), *block_shape)
-        blocks.flatten(1).scatter_add_(1, components.indices, components.values)
-        return blocks
+        if self.is_broken:
+            raise ValueError("no blocks for me")
+        return super().encode(blocks, exchange)
 
 
-def _step_with_blocks_of_other_shapes() -> str:
-    """One rank of each node has blocks of 8 x 7, the other one of 3 x 7."""
-    mesh = _mesh(2)
-    weight = nn.Parameter(distribute_tensor(torch.ones(11, 7), mesh["shard"], [Shard(0)]))
-    optimizer = FlexDeMo([weight], lr=0.01, mesh=mesh, replicator=_OnlyEven(), dense_below=0)
-    weight.grad = torch.ones_like(weight)
-    try:
-        optimizer.step()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return "no error"
+def _error_of_a_replicator() -> str:
+    ranks = Ranks(Case(mesh_shape=(2, 2), options={"replicator": _Fails(), "dense_below": 0}))
+    ranks.set_gradients(0)
+    _Fails.is_broken = dist.get_rank() == 1
+    with pytest.raises((ValueError, RuntimeError)) as error:
+        ranks.optimizer.step()
+    return str(error.value)
 
 
 def test_a_replicator_that_fails_on_one_rank_fails_on_all(gloo: ProcessPool) -> None:
-    for message in gloo.run(_step_with_blocks_of_other_shapes, world_size=4):
-        assert "_OnlyEven.encode gives values of shape (2, 1)" in message
+    assert all("no blocks for me" in message for message in gloo.run(_error_of_a_replicator, world_size=4))
 
 
 def test_a_flattened_state_of_diloco_is_refused_with_its_reason() -> None:

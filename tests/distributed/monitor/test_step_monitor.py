@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_muon import ParallelMuon, StepMonitor
-from lightning_muon.comm import collectives
 from lightning_muon.monitor import step_monitor
 from lightning_muon.monitor.step_monitor import WHOLE_STEP, part_seconds
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.simulate import Span
+from tests.distributed.sharding.test_traffic import Wire
 from tests.distributed.sharding.training import distributed_over
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
@@ -30,31 +29,12 @@ EXACT: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
 EVERY = 3
 
 
-@contextmanager
-def counted_bytes(num_shards: int) -> Generator[Counter[str]]:
-    """Bytes that this rank gives to torch's collectives for other ranks, by the axis of a (replicate, shard) mesh."""
-    found, me = Counter[str](), dist.get_rank() if dist.is_initialized() else 0
-    all_to_all, batch = dist.all_to_all_single, dist.batch_isend_irecv
-
-    def add(group: Any, peer: int, size: int) -> None:
-        world = dist.get_global_rank(group, peer)
-        if world != me:
-            found["shard" if world // num_shards == me // num_shards else "replicate"] += size
-
-    def counting_all_to_all(out: Tensor, sent: Tensor, _: list[int], to: list[int], group: Any, **options: Any) -> Any:
-        for peer, numel in enumerate(to):
-            add(group, peer, numel * sent.element_size())
-        return all_to_all(out, sent, _, to, group=group, **options)
-
-    def counting_batch(messages: list[Any]) -> Any:
-        for each in messages:
-            if each.op is dist.isend:
-                add(each.group, each.group_peer, each.tensor.nbytes)
-        return batch(messages)
-
-    patched = {"all_to_all_single": counting_all_to_all, "batch_isend_irecv": counting_batch}
-    with mock.patch.multiple(dist, **patched):
-        yield found
+def _sent(wire: Wire, num_shards: int) -> Counter[str]:
+    """Bytes that left this rank for others, by the axis of a (replicate, shard) mesh."""
+    found, me = Counter[str](), dist.get_rank() // num_shards
+    for rank, size in (item for each in wire.sent if each.is_payload for item in each.to.items()):
+        found["shard" if rank // num_shards == me else "replicate"] += size
+    return found
 
 
 def _rms(tensor: Tensor) -> float:
@@ -82,14 +62,11 @@ def _train(mesh_shape: tuple[int, ...]) -> dict[str, Any]:
         for name, grad in random_tensors(MATRICES | VECTORS, step).items():
             parameters[name].grad = place[name](grad)
         before = {name: whole(parameter) for name, parameter in parameters.items()}
-        with counted_bytes(mesh_shape[-1]) as sent:
+        with Wire() as wire:
             optimizer.step()
         taken.append(monitor.take())
     after = {name: whole(parameter) for name, parameter in parameters.items()}
-    monitor.close()
-    executor = optimizer._planned.executor  # type: ignore[union-attr]
-    is_gone = executor.recorder is None and not collectives.observers and not optimizer._optimizer_step_pre_hooks
-    return {"taken": taken, "before": before, "after": after, "sent": sent, "is_gone": is_gone}
+    return {"taken": taken, "before": before, "after": after, "sent": _sent(wire, mesh_shape[-1])}
 
 
 def _orthogonalized(result: dict[str, Any], name: str) -> Tensor:
@@ -104,7 +81,7 @@ def test_the_numbers_are_those_of_weights_messages_and_shapes(gloo: ProcessPool,
     num_ranks = math.prod(mesh_shape)
     results = gloo.run(_train, mesh_shape, world_size=num_ranks)
     result, values = results[0], results[0]["taken"][-1]
-    assert all(each["taken"] == result["taken"] and each["is_gone"] for each in results)
+    assert all(each["taken"] == result["taken"] for each in results)
     assert [bool(taken) for taken in result["taken"]] == [False, False, True] * 2
 
     for name, watched in (("group0.muon", "odd"), ("group1", "bias")):
@@ -155,29 +132,27 @@ def test_communication_is_exposed_in_the_step_where_nothing_is_computed() -> Non
     }
 
 
-def _steps(*, every: int, fails: bool = False) -> None:
-    place = distributed_over((2,), 0)
+def _steps(every: list[int], *, fails: bool) -> None:
+    place, is_second = distributed_over((2,), 0), dist.get_rank() == 1
     parameter = nn.Parameter(place(torch.ones(6, 4)))
     optimizer = ParallelMuon([("w", parameter)], lr=LR, algorithm="muon")
-    StepMonitor(optimizer, every_n_steps=every)
+    StepMonitor(optimizer, every_n_steps=every[is_second])
     for step in range(2):
         parameter.grad = place(random_tensors({"w": (6, 4)}, step)["w"])
         broken = mock.patch.object(step_monitor, "part_seconds", side_effect=OSError("disk"))
-        with broken if fails and step and dist.get_rank() == 1 else mock.patch.dict({}):
+        with broken if fails and step and is_second else nullcontext():
             optimizer.step()
 
 
-def test_ranks_that_differ_or_fail_raise_together(gloo: ProcessPool) -> None:
-    def message(**options: Any) -> str:
-        with pytest.raises(RanksFailedError) as raised:
-            gloo.run(_by_rank, options, world_size=2, timeout=20)
-        assert not raised.value.running, "a rank hangs"
-        return "".join(failure.message for failure in raised.value.failures.values())
-
-    assert "every_n_steps" in message(every=[2, 3])
-    assert "disk" in (text := message(every=[2, 2], fails=True)) and "rank 1 of the group failed" in text
-
-
-def _by_rank(options: dict[str, Any]) -> None:
-    every, *_ = options["every"][dist.get_rank() :]
-    _steps(every=every, fails=options.get("fails", False))
+@pytest.mark.parametrize(
+    ("every", "fails", "words"),
+    [([2, 3], False, ["every_n_steps"]), ([2, 2], True, ["disk", "rank 1 of the group failed"])],
+)
+def test_ranks_that_differ_or_fail_raise_together(
+    gloo: ProcessPool, every: list[int], fails: bool, words: list[str]
+) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        gloo.run(_steps, every, fails=fails, world_size=2, timeout=20)
+    assert not raised.value.running, "a rank hangs"
+    text = "".join(failure.message for failure in raised.value.failures.values())
+    assert all(word in text for word in words)

@@ -19,13 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
-from lightning_muon.monitor import watchdog as watchdog_module
 from lightning_muon.monitor.processes import standing_place, waiting_place
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
-from tests.distributed.sharding.models import make_mesh
+from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool, RanksFailedError
 
 BOTH = ([0, 1], [0, 1])
@@ -43,7 +42,7 @@ def _train(
     sleep: float = 0.0,
 ) -> int:
     """Steps in which each rank chooses its experts."""
-    model, mode = sharded(make_mesh(shape), ["Expert", "Layer"], widths)
+    model, mode = sharded(mesh_of(shape), ["Expert", "Layer"], widths)
     rank = dist.get_rank()
     with watching(mode.call_log, patience=patience, interval=patience / 8):
         for chosen in steps:
@@ -60,7 +59,6 @@ def _train(
 @pytest.mark.parametrize(
     ("shape", "steps", "options"),
     [
-        pytest.param((1, 2), [BOTH, ([0, 1], [0])], {"patience": 4.0}, id="default patience"),
         pytest.param((1, 2), [BOTH, ([0], [1])], {"widths": (13, 40)}, id="units of different sizes"),
         pytest.param((1, 2), [([0], [0, 1])], {"log": True}, id="one of two in a collective of its own"),
         pytest.param((2, 2), [([0], [0], [0], [0, 1])], {}, id="one of four ranks runs one unit more"),
@@ -84,35 +82,23 @@ def test_a_slow_rank_is_waited_for(gloo: ProcessPool) -> None:
     assert gloo.run(_train, (1, 2), [BOTH, ([1], [1])], patience=0.5, sleep=0.9, world_size=2) == [2, 2]
 
 
-def _run_on_one_rank(what: str) -> None:
-    """As a Trainer does: rank 0 samples or logs between two steps, the others go on to their next collective."""
-    model, mode = sharded(make_mesh((1, 2)), ["Layer"])
-    watchdog_module._SECONDS_TO_WARN = 0.5
+def _forward_on_one_rank() -> None:
+    """As a Trainer does: rank 0 samples between two steps, the other one goes on to its next collective."""
+    model, mode = sharded(mesh_of((1, 2)), ["Layer"])
     with watching(mode.call_log, patience=SOON, interval=SOON / 8):
         if dist.get_rank() == 1:
             dist.broadcast(torch.ones(1), 0)
-        elif what == "forward":
-            model.unshard()
         else:
-            next(model.parameters()).norm().full_tensor()  # An operator waits for the sum, not `full_tensor` itself.
+            model.unshard()
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("forward", r"rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, "),
-        ("norm", r"The ranks wait for each other in different places: .* Rank 0: waits in redistribute_local_tensor, "),
-    ],
-)
-def test_what_one_rank_does_alone_is_named_with_its_line(gloo: ProcessPool, what: str, match: str) -> None:
-    match = rf"ends: {match}\S+watchdog.py:\d+ "
-    failed = gloo.expect_end_of_all_ranks(_run_on_one_rank, what, match=match, world_size=2)
-    for rank in range(2):
-        assert f"rank {rank} has stood in one place for" in str(failed)
+def test_what_one_rank_does_alone_is_named_with_its_line(gloo: ProcessPool) -> None:
+    match = r"ends: rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+dog.py:\d+ "
+    gloo.expect_end_of_all_ranks(_forward_on_one_rank, match=match, world_size=2)
 
 
 def _die_on_one_rank() -> None:
-    model, mode = sharded(make_mesh((1, 2)), ["Layer"])
+    model, mode = sharded(mesh_of((1, 2)), ["Layer"])
     with watching(mode.call_log, patience=0.5, interval=0.2):
         model(inputs_of(0), [0]).sum().backward()
         if dist.get_rank() == 1:
@@ -125,26 +111,6 @@ def test_a_rank_that_waits_for_a_dead_one_ends(gloo: ProcessPool) -> None:
     with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
         gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
     assert raised.value.exit_codes == {0: 1, 1: -signal.SIGKILL}
-
-
-def _die_beside_a_stranger() -> None:
-    """Rank 1 dies after somebody has written into the store of the watchdogs what they cannot read."""
-    _, mode = sharded(make_mesh((1, 2)), ["Layer"])
-    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
-        dist.barrier()
-        if dist.get_rank() == 1:
-            watchdog._common.set("reason", b"\xff\xfe")
-            for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
-                watchdog._store.set(f"position{rank}", wrong)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(20.0)
-
-
-def test_what_a_stranger_writes_does_not_end_the_watch(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
-        gloo.run_fresh(_die_beside_a_stranger, world_size=2, timeout=40.0, grace=8.0)
-    for key in ("reason", "position1"):
-        assert str(raised.value).count(f"rank 0 passes over what is in the store as {key}") == 1
 
 
 def _train_while_a_rank_is_stopped(
@@ -189,7 +155,7 @@ def test_a_rank_that_is_silent_for_less_is_no_dead_one(gloo: ProcessPool) -> Non
 
 def _fail_outside(*, ends: bool) -> float:
     """Rank 1 fails; its process ends at once, so that connections are closed, or goes on for a while."""
-    model, mode = sharded(make_mesh((1, 3)), ["Layer"])
+    model, mode = sharded(mesh_of((1, 3)), ["Layer"])
     assert mode.call_log is not None
     with watching(mode.call_log, patience=6.0 if ends else 0.8, interval=0.2) as watchdog:
         dist.barrier()
@@ -221,7 +187,7 @@ def test_ranks_that_wait_for_a_failed_one_learn_why_and_end(ends: bool) -> None:
 
 def _fail_in_collectives() -> None:
     """Each rank fails in torch.distributed; nobody can say why."""
-    _, mode = sharded(make_mesh((1, 2)), ["Layer"])
+    _, mode = sharded(mesh_of((1, 2)), ["Layer"])
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="BXOR"), watching(mode.call_log, patience=9.0):
         dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BXOR)
@@ -234,7 +200,7 @@ def test_ranks_that_all_fail_do_not_wait_for_a_cause(gloo: ProcessPool) -> None:
 
 def _fail_together() -> list[float]:
     """The same error everywhere, a checkpoint that takes longer than the patience, and a second run."""
-    model, mode = sharded(make_mesh((1, 2)), ["Layer"])
+    model, mode = sharded(mesh_of((1, 2)), ["Layer"])
     sums = []
     for run in range(2):
         with watching(mode.call_log, patience=0.5, interval=0.1) as watchdog:
@@ -273,3 +239,23 @@ def _look_while_garbage_waits(times: int = 20) -> int:
 
 def test_a_look_at_a_thread_collects_no_garbage_under_a_lock(gloo: ProcessPool) -> None:
     assert gloo.run_fresh(_look_while_garbage_waits, world_size=1, timeout=40.0) == [20]
+
+
+def _die_beside_a_stranger() -> None:
+    """Rank 1 dies after somebody has written into the store of the watchdogs what they cannot read."""
+    _, mode = sharded(mesh_of((1, 2)), ["Layer"])
+    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watchdog._common.set("reason", b"\xff\xfe")
+            for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
+                watchdog._store.set(f"position{rank}", wrong)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20.0)
+
+
+def test_what_a_stranger_writes_does_not_end_the_watch(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
+        gloo.run_fresh(_die_beside_a_stranger, world_size=2, timeout=40.0, grace=8.0)
+    for key in ("reason", "position1"):
+        assert str(raised.value).count(f"rank 0 passes over what is in the store as {key}") == 1

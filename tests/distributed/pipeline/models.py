@@ -107,43 +107,8 @@ class Layer(nn.Module):
         return hidden + torch.tanh(self.inner(self.norm(hidden)))
 
 
-class First(nn.Module):
-    """Hands on hidden states, the tokens (integers), a mask (booleans) and a tensor that no part looks at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        hidden = self.embedding(tokens)
-        return hidden, tokens, tokens > 3, hidden.mean(-1)
-
-
-class Middle(nn.Module):
-    """Changes hidden states with what else it gets, and hands on a view of them, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.inner = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden: Tensor, tokens: Tensor, mask: Tensor, unseen: Tensor) -> tuple[Tensor, ...]:
-        hidden = hidden + torch.tanh(self.inner(hidden)) * mask[..., None] + self.shift(tokens)
-        return hidden, tokens, mask, hidden[..., 0]
-
-
-class Last(nn.Module):
-    """Takes all of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, hidden: Tensor, tokens: Tensor, mask: Tensor, unseen: Tensor) -> Tensor:
-        return self.head(hidden) + mask[..., None]
-
-
 class Start(nn.Module):
-    """Hands on hidden states, a weight of its own, a tensor for the last part, and the tokens."""
+    """Hands on hidden states, a weight, a tensor for the last part, tokens (integers), a mask, and what nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,11 +116,11 @@ class Start(nn.Module):
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
         hidden = self.embedding(tokens)
-        return hidden, self.scale.exp(), hidden.mean(-1, keepdim=True), tokens
+        return hidden, self.scale.exp(), hidden.mean(-1, keepdim=True), tokens, tokens > 3, hidden.mean(-1)
 
 
 class Mesh(nn.Module):
-    """Weights that are used late, twice, in a sum, frozen, not at all, or that the next part gets."""
+    """Weights that are used late, twice, in a sum, frozen, not at all, or that the next part gets; hands on a view."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,10 +129,12 @@ class Mesh(nn.Module):
         self.twice, self.once = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.frozen, self.unused = nn.Linear(WIDTH, WIDTH).requires_grad_(False), nn.Linear(3, 3)
 
-    def forward(self, hidden: Tensor, scale: Tensor, given: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        hidden = hidden + torch.tanh(self.twice(hidden * scale)) + self.place
+    def forward(self, hidden: Tensor, scale: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        given, tokens, mask, _ = others
+        hidden = hidden + torch.tanh(self.twice(hidden * scale)) * mask[..., None] + self.place
         hidden = hidden + torch.tanh(self.once(hidden) @ (self.low + self.high))
-        return hidden + torch.tanh(self.twice(self.frozen(hidden))), self.scale.exp(), given, tokens
+        hidden = hidden + torch.tanh(self.twice(self.frozen(hidden)))
+        return hidden, self.scale.exp(), given, tokens, mask, hidden[..., 0]
 
 
 class End(nn.Module):
@@ -177,20 +144,15 @@ class End(nn.Module):
         super().__init__()
         self.head, self.shift = nn.Linear(WIDTH, VOCABULARY), nn.Embedding(VOCABULARY, VOCABULARY)
 
-    def forward(self, hidden: Tensor, scale: Tensor, given: Tensor, tokens: Tensor) -> Tensor:
-        return self.head(hidden * scale) * given + self.shift(tokens)
+    def forward(self, hidden: Tensor, scale: Tensor, *others: Tensor) -> Tensor:
+        given, tokens, mask, _ = others
+        return self.head(hidden * scale) * given + self.shift(tokens) + mask[..., None]
 
 
 def chain(num_layers: int) -> Chain:
     """An embedding, layers, and a head."""
     torch.manual_seed(0)
     return Chain([nn.Embedding(VOCABULARY, WIDTH), *(Layer() for _ in range(num_layers)), nn.Linear(WIDTH, VOCABULARY)])
-
-
-def tuples(num_layers: int) -> Chain:
-    """Parts with several tensors between them."""
-    torch.manual_seed(0)
-    return Chain([First(), *(Middle() for _ in range(num_layers)), Last()])
 
 
 def meshes(num_layers: int) -> Chain:
@@ -211,8 +173,6 @@ def batch_of(rows: int, length: int, *, seed: int, is_uneven: bool = True) -> di
 
 def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """The loss of a model in one process, written out."""
-    if isinstance(net, Chain):
-        return net.pipeline_loss(net(batch["input_ids"]), batch["labels"])
     if hasattr(net, "pipeline_step"):
         methods: Any = net
         values, labels = methods.pipeline_step(batch)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_muon import ModeOptions
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.fsdp import Fsdp
-from tests.distributed.sharding.models import attach_fsdp
 
 
 class Expert(nn.Module):
@@ -54,7 +54,9 @@ def sharded(mesh: DeviceMesh, units: Sequence[str], widths: Sequence[int] = (13,
     """A mixture whose modules of the classes ``units`` are units."""
     torch.manual_seed(0)
     model = Mixture(widths)
-    mode = attach_fsdp(model, mesh, wrap_policy=list(units))
+    mode = Fsdp(mesh, ModeOptions(wrap_policy=list(units)))
+    mode.prepare(model)
+    mode.attach(model, [torch.optim.SGD(model.parameters())])
     return model, mode
 
 

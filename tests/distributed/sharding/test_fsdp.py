@@ -7,16 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.engine.conversion import convert_optimizer
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import initialize_roots, shard_model
-from tests.distributed.sharding.models import attach_fsdp, make_mesh
 from tests.distributed.sharding.training import largest_difference, mesh_of
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 
 def _thaw() -> list[bool]:
@@ -24,7 +23,7 @@ def _thaw() -> list[bool]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    shard_model(model, make_mesh((1, 2)), ModeOptions(mp_policy=policy))
+    shard_model(model, mesh_of((1, 2)), ModeOptions(mp_policy=policy))
     initialize_roots(model)
     results = []
     for _ in range(2):
@@ -93,9 +92,7 @@ def _train_in_place(how: str, num_ranks: int) -> dict[str, Tensor]:
             if mode is not None:
                 mode.finish_gradients()
             optimizer.step()
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in net.named_parameters()
-    }
+    return weights_of(net)
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "compiled"])
@@ -108,7 +105,7 @@ def test_what_a_unit_returns_may_be_changed_in_place(gloo: ProcessPool, how: str
 
 def _refused_optimizers() -> list[str]:
     module = nn.Linear(5, 7)
-    attach_fsdp(module, make_mesh((1, 2)))
+    shard_model(module, mesh_of((1, 2)), ModeOptions())
     optim, messages = torch.optim, list[str]()
     for kind, options in (
         (optim.LBFGS, {}), (optim.Adafactor, {}), (optim.Rprop, {}),

@@ -1,24 +1,31 @@
 """A plain loop over FSDP2 is told of a failed backward, and of steps that no backward has led to."""
 
-import logging
-import re
-import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
-from lightning_muon import full_state_dict
-from lightning_muon.comm import agreement
+from lightning_muon import ParallelMuon
 from lightning_muon.compat import torch as compat
-from tests.distributed import backward_passes
-from tests.distributed.sharding.training import mesh_of
+from tests.distributed.sharding.training import mesh_of, optimizer_for
+from tests.matrix.row import Row
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal, whole
+
+ROW = Row(ranks=2, parts=("frozen", "unused", "tied"))
+
+
+def _sharded(net: nn.Module) -> Any:
+    for unit in (*net.blocks, net):  # type: ignore[misc]
+        fully_shard(unit, mesh=mesh_of((2,)))
+    return net
+
+
+def _backward(net: nn.Module, step: int) -> None:
+    ROW.loss(net, ROW.batch(step, 0, dist.get_rank())).backward()
 
 
 def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
@@ -26,28 +33,27 @@ def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
 
     What the steps after it raise, and whether weights and state are those of a run that never saw the batch.
     """
-    problems: list[str] = []
-    results = []
+    problems, results = list[str](), list[list[Tensor]]()
     for fails in (False, True):
-        net = backward_passes.sharded((2,))
-        given: Any = net if knows_module else list(net.named_parameters())
-        optimizer = backward_passes.make_optimizer(given, muon_patterns=["second.weight"])
+        net = _sharded(ROW.make_model())
+        optimizer = optimizer_for(net) if knows_module else ParallelMuon(net.named_parameters())
         for step in range(5):
             if step == 2 and fails:
-                fault = fail_in(net.branch, "backward")
+                fault = fail_in(net.blocks[0], "backward")
                 with pytest.raises(OutOfMemoryError):
-                    backward_passes.plain(net, optimizer, 77)
+                    _backward(net, 77)
                 fault.remove()
                 {"no": lambda _: None, "by torch": compat.reset_fsdp, "by hand": compat.reset_fsdp_by_hand}[reset](net)
                 optimizer.zero_grad()
-            backward_passes.plain(net, optimizer, step)
+            _backward(net, step)
             try:
                 optimizer.step()
             except RuntimeError as problem:
                 problems.append(str(problem))
-        tensors = [*net.parameters(), *(t for state in optimizer.state.values() for t in state.values())]
-        results.append([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors if isinstance(t, Tensor)])
-    return problems, all(map(torch.equal, *results))
+            optimizer.zero_grad()
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        results.append([whole(each) for each in (*net.parameters(), *states) if isinstance(each, Tensor)])
+    return problems, are_equal(*results)
 
 
 @pytest.mark.parametrize("knows_module", [True, False])
@@ -62,109 +68,50 @@ def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly(gloo: ProcessPool, reset
         assert problems == [] and is_equal
 
 
-def _steps_without_gradients() -> list[str]:
-    """What steps raise: before training, with one of two optimizers, without a loss, after zero_grad, at last."""
-    net = backward_passes.sharded((2,))
-    halves: list[list[Any]] = [[], []]
-    for name, parameter in net.named_parameters():
-        halves[name.startswith("second")].append((name, parameter))
-    whole = backward_passes.make_optimizer(net, muon_patterns=["second.weight"])
-    parts = [backward_passes.make_optimizer(half, algorithm="adamw") for half in halves]
-    problems: list[str] = []
-
-    def step(optimizer: Any, *closure: Any) -> None:
-        try:
-            optimizer.step(*closure)
-            problems.append("")
-        except RuntimeError as problem:
-            problems.append(str(problem)[:50])
+def _steps_without_gradients() -> None:
+    net = _sharded(ROW.make_model())
+    optimizer = optimizer_for(net)
+    optimizer.step()  # Before training.
+    for step in range(2):
+        _backward(net, step)
+        optimizer.zero_grad()  # The program throws them away, for example because they are too large.
+        optimizer.step()
+        _backward(net, step)
+        optimizer.step()
         optimizer.zero_grad()
-
-    step(whole)
-    step(whole)
-    for number in range(3):
-        backward_passes.plain(net, whole, number)
-        for optimizer in (whole, *parts):
-            optimizer.step()
-        whole.zero_grad()
-    for part in parts:
-        step(part)
-    step(whole, lambda: None)
-    backward_passes.plain(net, whole, 3)
-    whole.zero_grad()  # The program throws them away, for example because they are too large.
-    step(whole)
-    backward_passes.plain(net, whole, 4)
-    step(whole)
-    step(whole)
-    return problems
+    with pytest.raises(RuntimeError, match=r"^no parameter of the optimizer has a gradient"):
+        optimizer.step()
 
 
 def test_a_step_without_a_backward_pass_is_an_error(gloo: ProcessPool) -> None:
-    for problems in gloo.run(_steps_without_gradients, world_size=2):
-        assert problems[:-1] == [""] * 7
-        assert problems[-1].startswith("no parameter of the optimizer has a gradient")
+    gloo.run(_steps_without_gradients, world_size=2)
 
 
-def _shard_after_the_optimizer() -> list[Any]:
-    """Weights where the optimizer is made before and after fully_shard, and what a step raises if it has run before."""
-    found: list[Any] = []
+def _shard_after_the_optimizer() -> None:
+    """Weights are the same; an optimizer that has taken a step before does not know the shards."""
+    found: list[list[Tensor]] = []
     for is_first in (True, False):
-        torch.manual_seed(0)
-        net = backward_passes.Net()
-        optimizer = backward_passes.make_optimizer(net) if is_first else None
-        fully_shard(net, mesh=mesh_of((2,)))
-        optimizer = optimizer or backward_passes.make_optimizer(net)
+        net = ROW.make_model()
+        optimizer = optimizer_for(net) if is_first else None
+        net = _sharded(net)
+        optimizer = optimizer or optimizer_for(net)
         for step in range(2):
-            backward_passes.plain(net, optimizer, step)
+            optimizer.zero_grad()
+            _backward(net, step)
             optimizer.step()
         net.reshard()
-        found.append([parameter.full_tensor() for parameter in net.parameters()])
-    net = backward_passes.Net()
-    optimizer = backward_passes.make_optimizer(net)
-    backward_passes.plain(net, optimizer, 0)
+        found.append([whole(parameter) for parameter in net.parameters()])
+    assert are_equal(*found) and not are_equal(found[0], ROW.make_model().parameters())
+    net = ROW.make_model()
+    optimizer = optimizer_for(net)
+    _backward(net, 0)
     optimizer.step()
-    fully_shard(net, mesh=mesh_of((2,)))
-    backward_passes.plain(net, optimizer, 1)
-    with pytest.raises(RuntimeError, match=r"embed\.weight of the module is no longer the parameter that ParallelMuon"):
+    _sharded(net)
+    optimizer.zero_grad()
+    _backward(net, 1)
+    with pytest.raises(RuntimeError, match=r"embedding\.weight of the module is no longer the parameter that Parallel"):
         optimizer.step()
-    return found
 
 
 def test_an_optimizer_made_before_fully_shard_trains_the_shards(gloo: ProcessPool) -> None:
-    torch.manual_seed(0)
-    begin = list(backward_passes.Net().parameters())
-    for before, after in gloo.run(_shard_after_the_optimizer, world_size=2):
-        assert all(map(torch.equal, before, after)) and not torch.equal(before[0], begin[0])
-
-
-def _step_late() -> list[str]:
-    """What a rank says whose other rank comes late to the first step, to one of the next, and to whole weights."""
-    said: list[str] = []
-    logger, handler = logging.getLogger(agreement.__name__), logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    net = backward_passes.sharded((2,))
-    optimizer = backward_passes.make_optimizer(net)
-    logger.addHandler(handler)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_LATE", 1)
-        for step in range(3):
-            backward_passes.plain(net, optimizer, step)
-            time.sleep(2 * (step != 1) * dist.get_rank())
-            optimizer.step()
-        time.sleep(2 * dist.get_rank())
-        full_state_dict(net)
-    logger.removeHandler(handler)
-    return said
-
-
-def test_a_rank_that_steps_alone_says_where_it_waits(gloo: ProcessPool) -> None:
-    waits, comes_late = gloo.run(_step_late, world_size=2)
-    assert len(waits) == 3 and not comes_late
-    assert all(
-        re.match(r"rank 0 has waited for 1 s for other ranks, at .*test_plain_fsdp2\.py:\d+\.", each) for each in waits
-    )
-    with (
-        pytest.raises(RuntimeError, match=r"rank 0 has waited until the timeout of .* at .*test_plain_fsdp2\.py:\d+\."),
-        agreement.named_waits(late=False),
-    ):
-        raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
+    gloo.run(_shard_after_the_optimizer, world_size=2)

@@ -1,29 +1,22 @@
-"""Models that differ between ranks are an error; a T5 keeps its ties."""
+"""Models that differ between ranks are an error on all of them."""
 
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.shard_model import shard_model
-from lightning_muon.sharding.units import fsdp_modules
-from tests.distributed.sharding.models import (
-    Block,
-    assert_close,
-    gradients_of,
-    make_mesh,
-)
+from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 
 
 def _shard_different(what: str) -> None:
     rank = dist.get_rank()
-    model: nn.Module = nn.Sequential(nn.Linear(4, 4 + (rank if what == "shapes" else 0)), Block(), Block())
+    model = nn.Sequential(nn.Linear(4, 4 + rank * (what == "shapes")), nn.Linear(4, 4), nn.Linear(4, 4))
     policies: dict[str, Any] = {
         "shapes": "auto",
         "units": lambda name, _: name == str(1 + rank % 2),
@@ -31,7 +24,7 @@ def _shard_different(what: str) -> None:
         "policy": lambda *_: {}["missing"] if rank == 1 else False,
     }
     try:
-        shard_model(model, make_mesh((1, 3)), ModeOptions(wrap_policy=policies[what]))
+        shard_model(model, mesh_of((1, 3)), ModeOptions(wrap_policy=policies[what]))
     except (RuntimeError, ValueError, KeyError) as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -49,31 +42,15 @@ def test_what_differs_between_ranks_is_an_error_on_all(gloo: ProcessPool, what: 
     gloo.expect_error_on_all_ranks(_shard_different, what, world_size=3, exception=RuntimeError, match=match)
 
 
-def _t5(shape: tuple[int, int]) -> tuple[list[str], dict[str, Tensor | None], dict[str, Tensor | None]]:
-    import transformers
-
-    sizes = {"num_layers": 2, "d_model": 12, "d_kv": 3, "num_heads": 4, "d_ff": 20, "vocab_size": 33}
-    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
-    tokens = torch.randint(1, 33, (dist.get_world_size(), 6), generator=torch.Generator().manual_seed(1))
-    torch.manual_seed(0)
-    single = transformers.T5ForConditionalGeneration(config)
-    single(input_ids=tokens, labels=tokens).loss.backward()
-    torch.manual_seed(dist.get_rank())
-    model = transformers.T5ForConditionalGeneration(config)
-    shard_model(model, make_mesh(shape), ModeOptions())
-    register_fsdp_forward_method(model, "generate")
-    mine = tokens[dist.get_rank()][None]
-    model(input_ids=mine, labels=mine).loss.backward()
-    gradients = gradients_of(model)
-    model.generate(input_ids=mine, max_new_tokens=3, min_new_tokens=3, num_beams=2)
-    free_unsharded(model)
-    assert model.shared.weight is model.lm_head.weight
-    assert model.shared.weight is model.encoder.embed_tokens.weight
-    return [type(unit).__name__ for unit in fsdp_modules(model)], gradients, gradients_of(single)
+def _different_beside_tensor_parallel(num_outputs: tuple[int, ...]) -> None:
+    meshes = MeshSizes(shard_size=2, tensor_size=2).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    model = nn.Sequential(nn.Linear(7, 14), nn.Linear(14, 7), nn.Linear(7, num_outputs[dist.get_rank()]))
+    parallelize_module(model, meshes.tensor, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    shard_model(model, meshes.data, ModeOptions())
 
 
-def test_t5_keeps_its_ties_and_generates(gloo: ProcessPool) -> None:
-    pytest.importorskip("transformers")
-    for units, actual, expected in gloo.run(_t5, (2, 2), timeout=100.0):
-        assert units == ["FSDPT5ForConditionalGeneration", *["FSDPT5Block"] * 4]
-        assert_close(actual, expected)
+# In the second case all data ranks of one tensor rank agree with each other, but not with the other tensor rank.
+@pytest.mark.parametrize("num_outputs", [(5, 6, 5, 5), (5, 6, 5, 6)])
+def test_a_rank_with_another_model_stops_all_tensor_ranks(gloo: ProcessPool, num_outputs: tuple[int, ...]) -> None:
+    match = r"Sequential differs between ranks: .*'2.weight' \([56], 7\) float32.*\([56], 7\)"
+    gloo.expect_error_on_all_ranks(_different_beside_tensor_parallel, num_outputs, match=match, exception=RuntimeError)

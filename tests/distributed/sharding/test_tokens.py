@@ -36,16 +36,12 @@ def _rank_2_reports(bad: list[list[Any]]) -> None:
     ("bad", "match"),
     [
         ([[], [1], [1], [1]], "^rank 2 reported no tokens in micro-batch 1 of 4; call self.trainer.strategy.report_to"),
-        ([[1], [-1], [1], [1]], "^rank 2 reported -1 as its number of tokens in micro-batch 2 of 4; "),
-        ([[1], [1], [1, 2.5], [1]], "^rank 2 reported 2.5 as its .* micro-batch 3 of 4; "),
-        ([[1], [1], [torch.tensor(torch.inf)], [1]], "^rank 2 reported inf as its .* micro-batch 3 of 4; "),
-        ([[True], [1], [1], [1]], "^rank 2 reported True as its .* micro-batch 1 of 4; "),
+        ([[1], [1], [1, 2.5], [1]], "^rank 2 reported 2.5 as its number of tokens in micro-batch 3 of 4; "),
+        ([[1], [torch.tensor(torch.inf)], [1], [1]], "^rank 2 reported inf as its .* micro-batch 2 of 4; "),
         ([["a DTensor"], [1], [1], [1]], "^rank 2 reported a DTensor"),
-        ([[torch.ones(2)], [1], [1], [1]], r"^rank 2 reported a Tensor \(2,\) of torch.float32 as its .* 1 of 4; "),
-        ([[torch.tensor(True)], [1], [1], [1]], r"^rank 2 reported a Tensor \(\) of torch.bool as its .* 1 of 4; "),
         ([[torch.tensor(3).bfloat16()], [1]], r"^rank 2 reported a Tensor \(\) of torch.bfloat16 as its .* 1 of 2; "),
     ],
-    ids=["missing", "negative", "half", "inf", "bool", "dtensor", "vector", "truth", "rounded"],
+    ids=["missing", "half", "inf", "dtensor", "rounded"],
 )
 def test_what_one_rank_reports_wrongly_is_one_error_on_all(gloo: ProcessPool, bad: list[list[Any]], match: str) -> None:
     failures = gloo.expect_error_on_all_ranks(_rank_2_reports, bad, match=match, world_size=3)

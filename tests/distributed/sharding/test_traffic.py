@@ -80,15 +80,13 @@ def _bytes_to(name: str, args: Any) -> dict[int, int]:
     return {rank: count * args[1].element_size() for rank, count in counts if rank != dist.get_rank()}
 
 
-def _run(
-    name: str, shape: tuple[int, ...], *, accumulate: int = 1, options: dict[str, Any] | None = None
-) -> list[Sent]:
+def _run(name: str, shape: tuple[int, ...], *, num_passes: int = 1, dedupe: Any = "auto", **options: Any) -> list[Sent]:
     """What this rank sends in the last step; its phases are "0" to "3" for micro-batches, "finish" and "step"."""
     torch.manual_seed(0)
     net = Stack()
-    mode = make_mode(name, mesh_of(shape), ModeOptions(**OPTIONS, **(options or {})))
+    mode = make_mode(name, mesh_of(shape), ModeOptions(**OPTIONS, **options))
     mode.prepare(net)
-    optimizer = ParallelMuon(net, lr=0.01, compute_dtype="float32", wire_dtype="float32")
+    optimizer = ParallelMuon(net, lr=0.01, compute_dtype="float32", wire_dtype="float32", dedupe=dedupe)
     mode.attach(net, [optimizer])
     wire = Wire()
     for _ in range(2):
@@ -96,11 +94,11 @@ def _run(
         wire.sent.clear()
         optimizer.zero_grad()
         with wire:
-            for number in range(accumulate):
+            for number in range(num_passes):
                 wire.phase = str(number)
                 tokens = torch.randint(WORDS, (2, 5))
-                with nullcontext() if number == accumulate - 1 else mode.no_sync():
-                    (net(tokens).square().mean() / accumulate).backward()
+                with nullcontext() if number == num_passes - 1 else mode.no_sync():
+                    (net(tokens).square().mean() / num_passes).backward()
             wire.phase = "finish"
             mode.finish_gradients()
             wire.phase = "step"
@@ -142,10 +140,29 @@ def test_zero2_moves_each_gradient_and_value_once(gloo: ProcessPool, shape: tupl
         )
 
 
+@pytest.mark.parametrize("shape", [(3,), (2, 2)], ids=str)
+def test_fsdp_brings_each_matrix_to_one_owner_and_back(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
+    num_shards, numel, own = shape[-1], 0, [0, 0]
+    for name, weight in Stack().named_parameters():
+        if "blocks" in name and weight.ndim > 1:
+            sizes = [each.numel() for each in weight.chunk(num_shards)]
+            numel, own = numel + weight.numel(), [own[0] + min(sizes), own[1] + max(sizes)]
+    inside = between = 0
+    for rank, sent in enumerate(gloo.run(_run, "fsdp", shape, dedupe="always", world_size=math.prod(shape))):
+        for other, num_bytes in (item for each in _payload(sent, "step") for item in each.to.items()):
+            if rank // num_shards == other // num_shards:
+                inside += num_bytes
+            else:
+                between += num_bytes
+    # An owner has its own piece, one of the smallest to one of the largest. Replicas get each update once.
+    assert 8 * (numel - own[1]) <= inside <= 8 * (numel - own[0])
+    assert between == (4 * numel if len(shape) > 1 else 0)
+
+
 @pytest.mark.parametrize(("shape", "reshard"), [((3,), True), ((2, 2), False)], ids=str)
 def test_fsdp_reduces_in_the_last_micro_batch_only(gloo: ProcessPool, shape: tuple[int, ...], reshard: bool) -> None:
     options = {"reshard_after_backward": reshard, "accumulate": "whole"}
-    for sent in gloo.run(_run, "fsdp", shape, accumulate=4, options=options, world_size=math.prod(shape)):
+    for sent in gloo.run(_run, "fsdp", shape, num_passes=4, **options, world_size=math.prod(shape)):
         early = [each.operator for each in sent if each.phase in ("0", "1", "2")]
         assert set(early) == {ALL_GATHER}
         last = {each.operator for each in sent if each.phase == "3"}

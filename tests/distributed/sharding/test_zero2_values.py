@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_muon.compat.torch import default_store
 from lightning_muon.sharding.zero2 import Zero2Layout
 from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
@@ -120,7 +121,7 @@ def _wait_alone() -> None:
     """Rank 0 reads all values while no other rank asks for any."""
     run = Run()
     expected = run.step()
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     if dist.get_rank() == 0:
         run.training.mode.finish_parameters()
         store.set("rank 0 has read", "")

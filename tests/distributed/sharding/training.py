@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from lightning_muon import ParallelMuon
+from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.modes import make_mode
 from tests.matrix.row import Net, Row
@@ -37,14 +37,15 @@ def loss(net: nn.Module, step: int, rank: int) -> Tensor:
 class Training:
     mode: ShardingMode
     net: Net
-    optimizer: ParallelMuon
+    optimizer: ParallelMuon | FlexDeMo
 
     @classmethod
     def start(cls, name: str, mesh: DeviceMesh, **options: Any) -> Training:
-        net = model()
-        mode = make_mode(name, mesh, ModeOptions(**options))
+        """With a mode of this name, or with ``"flexdemo"`` over the first axis of the mesh."""
+        net, is_flexdemo = model(), name == "flexdemo"
+        mode = make_mode("fsdp" if is_flexdemo else name, mesh, ModeOptions(decoupled_nodes=is_flexdemo, **options))
         mode.prepare(net)
-        optimizer = optimizer_for(net)
+        optimizer = FlexDeMo(net, lr=0.02, base="muon") if is_flexdemo else optimizer_for(net)
         mode.attach(net, [optimizer])
         return cls(mode, net, optimizer)
 

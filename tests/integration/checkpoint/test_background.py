@@ -6,9 +6,9 @@ import os
 import resource
 import shutil
 import signal
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_muon.checkpoint import saving
 from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
@@ -28,30 +29,21 @@ from lightning_muon.comm.groups import own_gloo_group_of_all
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
-from tests.integration.checkpoint.test_staging import _is_killed
+from tests.integration.checkpoint.test_staging import is_killed
 from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
-class _Gate:
-    """Lets the thread of rank 0 wait before it writes what completes a checkpoint, until a training says so."""
+def _gate() -> threading.Event:
+    """Lets the thread of a save wait before it opens the first file, until a training sets the event."""
+    is_open = threading.Event()
 
-    def __init__(self) -> None:
-        self.is_open = threading.Event()
+    def wait(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and "w" in str(arguments[1]) and threading.current_thread().name == THREAD:
+            assert is_open.wait(20), "the training did not go on"
 
-    @contextmanager
-    def shut(self) -> Iterator[None]:
-        def waiting(write: Any) -> Any:
-            def run(*arguments: Any) -> None:
-                if threading.current_thread() is not threading.main_thread():
-                    assert self.is_open.wait(20), "the training did not go on"
-                write(*arguments)
-
-            return run
-
-        names = ("write_manifest", "write_file")
-        with mock.patch.multiple(saving, **{name: waiting(getattr(saving, name)) for name in names}):
-            yield
+    sys.addaudithook(wait)
+    return is_open
 
 
 def _names(path: Path) -> list[str]:
@@ -60,7 +52,7 @@ def _names(path: Path) -> list[str]:
 
 def _fit(directory: str, is_async: bool, whole: bool) -> Any:
     """Save in the middle of an epoch; the training takes two steps, and begins an epoch, before the commit."""
-    pl, gate = training.load(), _Gate()
+    pl, gate = training.load(), _gate()
     strategy = training.strategy_class()(async_save=is_async, save_distributed_checkpoint=not whole)
     seen: list[Any] = []
 
@@ -74,32 +66,24 @@ def _fit(directory: str, is_async: bool, whole: bool) -> Any:
                 strategy.remove_checkpoint(Path(directory) / "old.ckpt")
             if trainer.global_step == 6:
                 seen.append([name for name in _names(Path(directory)) if not name.startswith(".")])
-                gate.is_open.set()
+                gate.set()
 
     pl.seed_everything(0, verbose=False)
     model = training.language_model(pl)
     loader = torch.utils.data.DataLoader(
         training.dataset(), batch_size=4, num_workers=1, multiprocessing_context="fork"
     )
-    with gate.shut():
-        fitter = training.trainer(pl, strategy=strategy, callbacks=[Saves()], max_epochs=2)
-        fitter.fit(model, loader)
+    training.trainer(pl, strategy=strategy, callbacks=[Saves()], max_epochs=2).fit(model, loader)
     return seen, model.losses
 
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if isinstance(value, dict):
-        return {name: item for key, inner in value.items() for name, item in _flat(inner, f"{path}.{key}").items()}
-    if isinstance(value, list | tuple):
-        return {name: item for key, inner in enumerate(value) for name, item in _flat(inner, f"{path}.{key}").items()}
-    return {path: value}
-
-
 def _content(path: Path) -> dict[str, Any]:
+    """All leaves by their keys."""
     if path.is_file():
-        return _flat(torch.load(path, weights_only=False))
-    shards = load_whole(path)
-    return _flat(shards | torch.load(path / "meta.pt", weights_only=False))
+        found = torch.load(path, weights_only=False)
+    else:
+        found = load_whole(path) | torch.load(path / "meta.pt", weights_only=False)
+    return {keystr(key): leaf for key, leaf in tree_flatten_with_path(found)[0]}
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
@@ -115,7 +99,7 @@ def test_the_state_at_the_call_is_saved_while_steps_go_on(gloo: ProcessPool, tmp
         assert _names(directory) == ["saved.ckpt"] and damages(directory / "saved.ckpt") == []
         found[is_async] = _content(directory / "saved.ckpt")
     assert losses[True] == losses[False]
-    assert found[True].keys() == found[False].keys() and found[True][".global_step"] == 3
+    assert found[True].keys() == found[False].keys() and found[True]["['global_step']"] == 3
     for name, value in found[False].items():
         same = torch.equal(value, found[True][name]) if isinstance(value, Tensor) else value == found[True][name]
         assert same, name
@@ -160,28 +144,26 @@ def test_a_full_disk_ends_the_run_at_the_next_save(gloo: ProcessPool, tmp_path: 
 
 def _end(directory: str, is_signal: bool) -> None:
     """A rank fails, or is told to end, while a checkpoint is written."""
-    pl, gate = training.load(), _Gate()
+    pl, gate = training.load(), _gate()
 
     class Ends(pl.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             if trainer.global_step == 2:
                 trainer.save_checkpoint(Path(directory) / "saved.ckpt")
                 # After an exception the other rank would end its process before the save has ended.
-                threading.Timer(2.0 if is_signal else 7.0, gate.is_open.set).start()
+                threading.Timer(2.0 if is_signal else 7.0, gate.set).start()
             if trainer.global_step == 3 and trainer.global_rank == 1:
-                assert trainer.strategy._session.saves._thread.is_alive()
+                assert any(thread.name == THREAD for thread in threading.enumerate())
                 if not is_signal:
                     raise ValueError("the user's")
                 os.kill(os.getpid(), signal.SIGTERM)
 
     strategy = training.strategy_class()(async_save=True)
-    with gate.shut():
-        options = {"max_steps": 5000, "max_epochs": -1}
-        fitter = training.trainer(pl, strategy=strategy, callbacks=[Ends()], **options)
-        try:
-            fitter.fit(training.language_model(pl), training.loader())
-        except SystemExit as error:
-            raise RuntimeError(f"exit code {error.code}") from error
+    fitter = training.trainer(pl, strategy=strategy, callbacks=[Ends()], max_steps=5000, max_epochs=-1)
+    try:
+        fitter.fit(training.language_model(pl), training.loader())
+    except SystemExit as error:
+        raise RuntimeError(f"exit code {error.code}") from error
 
 
 @pytest.mark.parametrize("is_signal", [False, True], ids=["exception", "sigterm"])
@@ -211,14 +193,14 @@ def _rotate(directory: Path) -> None:
 
 
 def test_a_kill_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    is_killed, kill_at, states = True, 0, list[str]()
+    was_killed, kill_at, states = True, 0, list[str]()
     for name in ("old.ckpt", "last.ckpt"):
-        assert not _is_killed(tmp_path, partial(_save, tmp_path / "before" / name, None), 10_000)
-    while is_killed:
+        assert not is_killed(tmp_path, partial(_save, tmp_path / "before" / name, None), 10_000)
+    while was_killed:
         directory = tmp_path / str(kill_at)
         shutil.copytree(tmp_path / "before", directory)
         before = (directory / "last.ckpt" / "manifest.json").read_text()
-        is_killed = _is_killed(tmp_path, partial(_rotate, directory), kill_at)
+        was_killed = is_killed(tmp_path, partial(_rotate, directory), kill_at)
         place = last_written(directory / "last.ckpt")
         assert damages(place) == [], kill_at
         is_new = (place / "manifest.json").read_text() != before

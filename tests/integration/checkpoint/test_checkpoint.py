@@ -3,22 +3,18 @@
 import re
 import warnings
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, ParallelMuon
-from lightning_muon.checkpoint import saving
-from lightning_muon.checkpoint.saving import bytes_to_save
+from lightning_muon.checkpoint.saving import bytes_to_save, fits_one_file
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import EXACT, VOCABULARY, full_weights, loss_of
 from tests.support.processes import ProcessPool
@@ -41,51 +37,43 @@ class _Run:
         run_steps(self.fabric, self.model, self.optimizer, steps=steps, scheduler=self.state["scheduler"])
         self.state["step"] = until
 
-    def finish(self) -> tuple[dict[str, Tensor], dict[str, Tensor], float]:
-        """Whole weights (rank 0), what this rank holds of the optimizer's state, and the learning rate."""
-        names = {parameter: name for name, parameter in self.model.module.named_parameters()}
-        state = {
-            f"{names[parameter]}.{key}": (value.to_local() if isinstance(value, DTensor) else value).clone()
-            for parameter, entries in self.optimizer.state.items()
-            for key, value in entries.items()
-            if isinstance(value, Tensor)
-        }
-        result = weights(self.model), state, self.optimizer.param_groups[0]["lr"]
+    def finish(self) -> dict[str, Tensor]:
+        """Whole weights, on rank 0."""
+        result = weights(self.model)
         self.fabric.strategy.teardown()
         return result
 
 
-def _save(path: str, *, at: int = 2, until: int = 4, **options: Any) -> Any:
+def _save(path: str, **options: Any) -> dict[str, Tensor]:
     run = _Run(**options)
-    run.train(at)
+    run.train(2)
     run.fabric.save(path, run.state)
-    run.train(until)
     return run.finish()
 
 
 _NODES = FlexDeMoConfig(base="adamw", replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100)
 
 
-def _saved_by_size(path: str, **options: Any) -> tuple[int, list[bool]]:
+def _saved_by_size(path: str, **options: Any) -> int:
     run = _Run(save_distributed_checkpoint="auto", **options)
     run.train(1)
-    engine, are_directories = run.fabric.strategy._session.engines[0], list[bool]()
-    num_bytes = bytes_to_save(engine.module, engine.optimizers)
-    for most in (num_bytes, num_bytes + 1):
-        vars(engine).pop("saves_one_file", None)
-        with mock.patch.object(saving, "_MOST_OF_ONE_FILE", most):
-            run.fabric.save(f"{path}/{most}", run.state)
-        are_directories.append(Path(f"{path}/{most}").is_dir())
-    return num_bytes, are_directories
+    run.fabric.save(path, run.state)
+    result = bytes_to_save(run.model.module, [run.optimizer.optimizer])
+    run.fabric.strategy.teardown()
+    return result
+
+
+def _fit(columns: int) -> bool:
+    """Whether a model with 2**17 bytes in each column is small enough."""
+    return fits_one_file(nn.Linear(columns, 2**15, bias=False, device="meta"), [])
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding": "zero2"}, {"replicate_size": 3, "optimizer": _NODES}])
 def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    results = gloo.run(_saved_by_size, str(tmp_path), world_size=3, **options)
-    num_bytes, are_directories = results[0]
-    assert results == [results[0]] * 3 and are_directories == [True, False]
-    leaves = tree_leaves(torch.load(tmp_path / str(num_bytes + 1), weights_only=True))
-    assert num_bytes == sum(each.nbytes for each in leaves if isinstance(each, Tensor))
+    counted = gloo.run(_saved_by_size, f"{tmp_path}/saved", world_size=3, **options)
+    leaves = tree_leaves(torch.load(tmp_path / "saved", weights_only=True))
+    assert counted == [sum(each.nbytes for each in leaves if isinstance(each, Tensor))] * 3
+    assert gloo.run(_fit, 2**14 - 1, world_size=1) == [True] and gloo.run(_fit, 2**14, world_size=1) == [False]
 
 
 class _Wider(nn.Module):
@@ -145,11 +133,10 @@ def _parts(path: str, sharded: bool) -> list[str]:
         with pytest.raises(KeyError, match=message):
             run.fabric.load(path, asked, strict=strict)
     more = {"first.model": run.model, "optimizer": run.optimizer, "epoch": 5}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         assert run.fabric.load(path, more, strict=False) == {"step": 7, "note": "x"}
     assert more["epoch"] == 5
-    for name, weight in run.finish()[0].items():
+    for name, weight in run.finish().items():
         assert torch.equal(weight, (before if "head" in name else saved)[name]), name
     return [str(warning.message) for warning in caught if "has no" in str(warning.message)]
 
@@ -187,7 +174,7 @@ def _read_by_fabric(path: str, *, sharded: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("sharded", [True, False])
 def test_strategies_of_fabric_read_the_checkpoints(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
     path = str(tmp_path / "checkpoint")
-    expected = gloo.run(_save, path, until=2, world_size=2, save_distributed_checkpoint=sharded)[0][0]
+    expected = gloo.run(_save, path, world_size=2, save_distributed_checkpoint=sharded)[0]
     found = gloo.run(_read_by_fabric, path, sharded=sharded, world_size=2 if sharded else 1)[0]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -251,7 +238,7 @@ def _evaluated_after_loading(path: str) -> list[float]:
 
 def test_loaded_weights_are_those_of_the_next_forward(gloo: ProcessPool, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
-    saved = gloo.run(partial(_save, until=2), path, world_size=2)[0][0]
+    saved = gloo.run(_save, path, world_size=2)[0]
     torch.save(saved, f"{path}.raw")
     alone = network()
     alone.load_state_dict(saved)
@@ -271,8 +258,7 @@ def _load_without_rows(folder: str) -> list[Tensor]:
         before.fabric.strategy.teardown()
         run = _Run(seed=1, save_distributed_checkpoint=sharded, optimizer=replace(EXACT, normuon=True))
         run.train(1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             run.fabric.load(f"{folder}/{name}", run.state)
         said = [str(each.message) for each in caught if "second moments begin with zeros" in str(each.message)]
         assert len(said) == (dist.get_rank() == 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.manifest import SaveClock, _sealed, damages, describe, write_file, write_manifest
+from lightning_muon.checkpoint.manifest import CLOCK, damages, describe, write_file, write_manifest
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
+from tests.long.reliability import flip
 from tests.support.processes import ProcessPool
-
-_NUM_FLIPS, _NUM_CUTS = 100, 20
 
 
 def _content() -> dict[str, Tensor]:
@@ -47,49 +46,35 @@ def checkpoint(gloo: ProcessPool, tmp_path: Path, request: pytest.FixtureRequest
     return path
 
 
-def _files(path: Path) -> list[Path]:
-    return sorted(path.iterdir()) if path.is_dir() else [path]
-
-
-def _unnoticed(path: Path, changes: list[Callable[[bytes], bytes]]) -> list[int]:
-    """Numbers of the changes that leave a checkpoint as it was; each is made to one of its files alone."""
-    files, missed = _files(path), list[int]()
-    for number, change in enumerate(changes):
+def _unnoticed(path: Path, changes: Iterable[tuple[str, Callable[[bytes], bytes]]]) -> list[str]:
+    """Names of the changes that leave a checkpoint as it was; each is made to one of its files alone, in turn."""
+    files, missed = sorted(path.iterdir()) if path.is_dir() else [path], list[str]()
+    for number, (name, change) in enumerate(changes):
         file = files[number % len(files)]
         content = file.read_bytes()
         file.write_bytes(change(content))
         if file.read_bytes() != content and not damages(path):
-            missed.append(number)
+            missed.append(name)
         file.write_bytes(content)
     return missed
 
 
-def _flip(seed: int, content: bytes) -> bytes:
-    place, changed = random.Random(seed).randrange(len(content)), bytearray(content)
-    changed[place] ^= 1 << seed % 8
-    return bytes(changed)
-
-
-def test_every_flipped_bit_is_found(checkpoint: Path) -> None:
-    assert _unnoticed(checkpoint, [partial(_flip, seed) for seed in range(_NUM_FLIPS)]) == []
-    # The end of a file says what its hash is.
-    ends = [
-        lambda content, at=at: content[:-at] + bytes([content[-at] ^ 4]) + content[1 - at :] for at in range(2, 150)
-    ]
-    assert _unnoticed(checkpoint, ends) == []
-
-
-def test_every_cut_and_every_page_of_zeros_is_found(checkpoint: Path) -> None:
-    cuts = [lambda content, part=part: content[: len(content) * part // _NUM_CUTS] for part in range(_NUM_CUTS)]
-    zeros = [lambda content, at=at: content[: at * 64] + bytes(64) + content[at * 64 + 64 :] for at in range(20)]
-    assert _unnoticed(checkpoint, [*cuts, *zeros, lambda content: content + b"more"]) == []
+def test_every_changed_bit_cut_and_page_of_zeros_is_found(checkpoint: Path) -> None:
+    changes: list[tuple[str, Callable[[bytes], bytes]]] = [("more", lambda content: content + b"more")]
+    changes += [(f"bit {seed}", partial(flip, seed)) for seed in range(100)]
+    for at in range(2, 150):  # The end of a file says what its hash is.
+        changes.append((f"end {at}", lambda text, at=at: text[:-at] + bytes([text[-at] ^ 4]) + text[1 - at :]))
+    for part in range(20):
+        changes.append((f"cut {part}", lambda content, part=part: content[: len(content) * part // 20]))
+        changes.append((f"page {part}", lambda text, at=part: text[: at * 64] + bytes(64) + text[at * 64 + 64 :]))
+    assert _unnoticed(checkpoint, changes) == []
 
 
 def test_every_missing_or_foreign_file_is_found(gloo: ProcessPool, tmp_path: Path) -> None:
     path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
     gloo.run(_save, str(path), world_size=2)
     gloo.run(_save, str(other), step=2, world_size=2)
-    for file in _files(path):
+    for file in sorted(path.iterdir()):
         content = file.read_bytes()
         file.unlink()
         (line, *_) = damages(path) or [""]
@@ -100,7 +85,7 @@ def test_every_missing_or_foreign_file_is_found(gloo: ProcessPool, tmp_path: Pat
     assert damages(path) == []
     about = json.loads((path / "manifest.json").read_text())
     assert about["step"] == 1 and about["num_ranks"] == 2 and about["torch"] == torch.__version__
-    assert sorted(about["files"]) == sorted(file.name for file in _files(path) if file.name != "manifest.json")
+    assert sorted(about["files"]) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
 
 
 def _first_of(paths: list[str]) -> str:
@@ -115,15 +100,10 @@ def test_the_newest_intact_one_is_taken_on_all_ranks(gloo: ProcessPool, tmp_path
     assert set(gloo.run(_first_of, newest, world_size=2)) == {newest[0]}
     (Path(newest[0]) / "__1_0.distcp").unlink()
     assert set(gloo.run(_first_of, newest, world_size=3)) == {newest[1]}
-    Path(newest[1]).write_bytes(_flip(3, Path(newest[1]).read_bytes()))
+    Path(newest[1]).write_bytes(flip(3, Path(newest[1]).read_bytes()))
     assert set(gloo.run(_first_of, newest, world_size=1)) == {newest[2]}
-    gloo.expect_error_on_all_ranks(
-        _first_of,
-        newest[:2],
-        exception=DamagedCheckpointError,
-        match=r"__1_0.distcp is missing[\s\S]*step=2.ckpt is not as it was written",
-        world_size=2,
-    )
+    match = r"__1_0.distcp is missing[\s\S]*step=2.ckpt is not as it was written"
+    gloo.expect_error_on_all_ranks(_first_of, newest[:2], exception=DamagedCheckpointError, match=match, world_size=2)
 
 
 def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +112,7 @@ def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, caps
     main(["verify", str(tmp_path), str(tmp_path / "a.ckpt")])
     assert capsys.readouterr().out.count(": as it was written, step 1") == 3
     shard = tmp_path / "b.ckpt" / "__0_0.distcp"
-    shard.write_bytes(_flip(1, shard.read_bytes()))
+    shard.write_bytes(flip(1, shard.read_bytes()))
     with pytest.raises(SystemExit) as ended:
         main(["verify", str(tmp_path)])
     text = capsys.readouterr().out
@@ -158,62 +138,53 @@ _MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "time is text": lambda manifest: manifest.update(time="now"),
     "format is text": lambda manifest: manifest.update(format="1"),
 }
+# Of a checkpoint in one file.
+_FILES: dict[str, Callable[[bytes], bytes]] = {
+    "pickle": lambda content: b"\x80" + content[1:],
+    "stray end": lambda content: content[:500] + b"PK\5\6" + bytes(18),
+    # What is left is not taken for the file of another program.
+    "zeros": lambda content: bytes(len(content)),
+    "text": lambda _: b"hello",
+    "both pages": lambda content: bytes(4096) + content[4096:-4096] + bytes(4096),
+}
+_OTHERS = ("brackets", "index is cut", "index is empty", "only a shard", "empty directory")
 
 
-@pytest.mark.parametrize("kind", [*_MANIFESTS, "brackets", "index is cut", "index is empty", "pickle", "stray end"])
+@pytest.mark.parametrize("kind", [*_MANIFESTS, *_FILES, *_OTHERS])
 def test_what_cannot_be_read_is_named_and_passed_over(
     gloo: ProcessPool, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest, before = tmp_path / "newest.ckpt", tmp_path / "before.ckpt"
     write_file({}, before, {"step": 3})
-    gloo.run(_save, str(newest), whole=kind in ("pickle", "stray end"), world_size=1)
+    gloo.run(_save, str(newest), whole=kind in _FILES, world_size=1)
     manifest, index = newest / "manifest.json", newest / ".metadata"
     if kind in _MANIFESTS:
         about = json.loads(manifest.read_text())
         del about["sha256"]
         _MANIFESTS[kind](about)
-        manifest.write_text(json.dumps(_sealed(about)))
+        seal = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        manifest.write_text(json.dumps({**about, "sha256": seal}))
     elif kind == "brackets":
         manifest.write_text("[" * 100_000)
     elif kind.startswith("index"):
         manifest.unlink()
         index.write_bytes(index.read_bytes()[:50] if kind == "index is cut" else b"")
+    elif kind in _FILES:
+        newest.write_bytes(_FILES[kind](newest.read_bytes()))
     else:
-        content = newest.read_bytes()
-        newest.write_bytes(b"\x80" + content[1:] if kind == "pickle" else content[:500] + b"PK\5\6" + bytes(18))
+        for file in newest.iterdir():
+            file.unlink() if kind == "empty directory" or file.suffix != ".distcp" else None
     with pytest.warns(UserWarning, match=r"newest.ckpt is damaged[\s\S]*Going on from .*before.ckpt"):
-        assert first_intact(newest_first(tmp_path)) == before
+        assert first_intact([newest, before]) == before
     with pytest.raises(SystemExit):
         main(["verify", str(tmp_path)])
     assert "newest.ckpt: as it was written" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["zeros", "text", "both pages", "directory", "empty directory"])
-def test_what_is_left_of_a_checkpoint_is_not_taken_for_one_of_another_program(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "newest.ckpt"
-    write_file({"weights": torch.ones(9999)}, path, {"step": 4})
-    content = path.read_bytes()
-    if kind.endswith("directory"):
-        path.unlink()
-        path.mkdir()
-        (path / ("__0_0.distcp" if kind == "directory" else "..")).touch()
-    else:
-        page = bytes(4096)
-        pages = page + content[4096:-4096] + page
-        path.write_bytes({"zeros": bytes(len(content)), "text": b"hello", "both pages": pages}[kind])
-    write_file({}, tmp_path / "before.ckpt", {"step": 3})
-    with pytest.warns(UserWarning, match=r"newest.ckpt is damaged[\s\S]*Going on from .*before.ckpt"):
-        assert first_intact([path, tmp_path / "before.ckpt"]) == tmp_path / "before.ckpt"
-
-
-def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = SaveClock()
-    monkeypatch.setattr("lightning_muon.checkpoint.newest.CLOCK", clock)
-    write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": clock.now() + 7200})
+def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(tmp_path: Path) -> None:
+    write_file({}, tmp_path / "step=1.ckpt", {"step": 1, "time": CLOCK.now() + 7200})
     first_intact(newest_first(tmp_path))
-    write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": clock.now()})
+    write_file({}, tmp_path / "step=2.ckpt", {"step": 2, "time": CLOCK.now()})
     assert [path.name for path in newest_first(tmp_path)] == ["step=2.ckpt", "step=1.ckpt"]
 
 
@@ -253,35 +224,10 @@ def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> Non
     assert damages(tmp_path / "copied.pt") == [] and (describe(tmp_path / "copied.pt") or {})["step"] == 4
 
 
-def test_a_later_format_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_muon.checkpoint.manifest._FORMAT", 2)
-    write_manifest(tmp_path, {}, {})
-    monkeypatch.undo()
+def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
+    write_manifest(tmp_path, {}, {"format": 2})
     with pytest.raises(ValueError, match=r"manifest\.json was written by a later version .*, in format 2; this one"):
         describe(tmp_path)
-
-
-class _RunsWhenUnpickled:
-    def __init__(self, proof: Path) -> None:
-        self.proof = proof
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.proof,)
-
-
-def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, proof = tmp_path / "folder", tmp_path / "proof"
-    (folder / "from-a-stranger.ckpt").mkdir(parents=True)
-    written = pickle.dumps(_RunsWhenUnpickled(proof))
-    (folder / "from-a-stranger.ckpt" / ".metadata").write_bytes(written)
-    (folder / "file.ckpt").write_bytes(written)
-    with pytest.raises(SystemExit):
-        main(["verify", str(folder)])
-    text = capsys.readouterr().out
-    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
-    assert len(newest_first(folder)) == 2 and not proof.exists()
-    pickle.loads(written)
-    assert proof.exists()
 
 
 class _MakesFolder:
@@ -292,6 +238,19 @@ class _MakesFolder:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (self.folder,)
+
+
+def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, proof = tmp_path / "folder", tmp_path / "proof"
+    (folder / "from-a-stranger.ckpt").mkdir(parents=True)
+    written = pickle.dumps(_MakesFolder(proof))
+    (folder / "from-a-stranger.ckpt" / ".metadata").write_bytes(written)
+    (folder / "file.ckpt").write_bytes(written)
+    with pytest.raises(SystemExit):
+        main(["verify", str(folder)])
+    text = capsys.readouterr().out
+    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
+    assert len(newest_first(folder)) == 2 and not proof.exists()
 
 
 class _WithExtraState(torch.nn.Linear):

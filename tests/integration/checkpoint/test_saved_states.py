@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig
-from lightning_muon.removed import REMOVED, STATE_OF
 from tests.integration.training import (
     EXACT,
     full_weights,
@@ -132,63 +129,11 @@ def _texts(caught: list[warnings.WarningMessage], part: str) -> list[str]:
     return [str(each.message) for each in caught if part in str(each.message)]
 
 
-def _resume_with_muon(folder: str, is_sharded: bool) -> tuple[list[Tensor], list[Tensor], list[str], Any]:
-    """First moments of matrices that were saved, momenta that were loaded, the warnings, and the group."""
-    pl, states = load(), list[list[Tensor]]()
-    path, saves = f"{folder}/one.ckpt", {"save_distributed_checkpoint": is_sharded}
-
-    def note(model: Any, key: str) -> None:
-        state, blocks = fitter.optimizers[0].state, model.network.blocks
-        states.append([state[block.up.weight][key].full_tensor().clone() for block in blocks])
-
-    def adamw(network: nn.Module) -> Any:
-        return torch.optim.AdamW(network.parameters(), lr=0.25, eps=1e-5)
-
-    model = language_model(pl, configure=adamw)
-    fitter = trainer(pl, strategy=strategy_class()(optimizer="keep", **saves), max_steps=2)
-    type(model).on_train_end = lambda self: note(self, "exp_avg")
-    fitter.fit(model, loader())
-    fitter.save_checkpoint(path)
-    model = language_model(pl, configure=adamw)
-    fitter = trainer(pl, strategy=strategy_class()(optimizer=EXACT, **saves), max_steps=3)
-    type(model).on_train_start = lambda self: note(self, "momentum_buffer")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
-    return *states, _texts(caught, "first moments"), fitter.optimizers[0].param_groups[0]  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("is_sharded", [True, False])
-def test_the_first_moments_of_adamw_become_momenta(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
-    (saved, found, texts, group), (*_, others, _) = gloo.run(_resume_with_muon, str(tmp_path), is_sharded, world_size=2)
-    assert saved[0].count_nonzero() and all(map(torch.equal, saved, found))
-    assert (group["lr"], group["eps"], group["adamw_eps"], group["muon_lr_factor"]) == (0.25, 1e-7, 1e-5, 3.0)
-    assert len(texts) == 1 and "4 matrices (network.blocks.0.up.weight, ...) moved from AdamW to Muon" in texts[0]
-    assert others == []
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
-    [
-        (partial(torch.optim.Adam, weight_decay=0.1), "torch.optim.Adam with weight_decay=0.1, .* set weight_decay of"),
-        (partial(torch.optim.SGD, lr=0.1, momentum=0.9), "of an optimizer that is not known, with .*'dampening'"),
-    ],
-)
-def test_other_states_are_refused_on_all_ranks(gloo: ProcessPool, tmp_path: Path, make: Any, match: str) -> None:
-    path = tmp_path / "one.ckpt"
-    _before(_adamw, str(path))
-    matrices, rest = _parts(_Network())
-    state = make([{"params": matrices}, {"params": rest}]).state_dict()
-    torch.save(torch.load(path) | {"optimizer_states": [state]}, path)
-    gloo.expect_error_on_all_ranks(_after, _adamw, str(path), exception=RuntimeError, match=match, world_size=2)
-
-
 def _resume_with_other_routes(folder: str, is_sharded: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Two matrices of blocks swap Muon and AdamW: their states before, after, and the warnings."""
     pl = load()
     states: list[dict[str, Tensor]] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         for on_adamw in (0, 1):
             model = language_model(pl)
             config = MuonConfig(adamw_patterns=(f"*blocks.{on_adamw}.up.weight",))
@@ -219,9 +164,8 @@ def test_matrices_that_swap_their_algorithms_go_on(gloo: ProcessPool, tmp_path: 
     assert "network.blocks.0.up.weight" in texts[0] and "network.blocks.1.up.weight" in texts[1]
 
 
-_GONE = {"curvature": "nobody needed it; leave it out", "spin": "it gained nothing", "ns_coefficients='you'": "no gain"}
-# What version 0.1 has in param groups. Some are gone, whatever the table says today.
-_OF_VERSION_0_1 = {"hyperball": False, "muon_eq": "none", "muon_plus": "none", "spin": "none", "curvature": 3}
+# What version 0.1 has in param groups, of which some are gone.
+_OF_VERSION_0_1 = {"hyperball": True, "muon_eq": "none", "muon_plus": "none", "ns_coefficients": "you"}
 
 
 class _OldCallback:
@@ -233,43 +177,36 @@ class _OldCallback:
         return {"largest": 7.0}
 
 
-def _resume_without_options(folder: str, is_sharded: bool) -> list[tuple[dict[str, Tensor], list[str], set[str]]]:
-    """Two runs that are saved and go on, one with options that are gone: weights, warnings, keys of the group."""
-    pl, found = load(), list[tuple[dict[str, Tensor], list[str], set[str]]]()
+def _resume_without_options(folder: str, is_sharded: bool) -> list[tuple[dict[str, Tensor], list[str]]]:
+    """Two runs that are saved and go on, one with options that are gone: weights and warnings."""
+    pl, found = load(), list[tuple[dict[str, Tensor], list[str]]]()
     gone = type("Gone", (_OldCallback, pl.Callback), {})()
+    strategy: dict[str, Any] = {"optimizer": EXACT, "save_distributed_checkpoint": is_sharded}
     for is_old in (False, True):
         path = f"{folder}/{is_old}.ckpt"
-        strategy: dict[str, Any] = {"optimizer": EXACT, "save_distributed_checkpoint": is_sharded}
         fitter = trainer(pl, strategy=strategy_class()(**strategy), max_steps=2, callbacks=[gone] * is_old)
         fitter.fit(language_model(pl), loader())
         optimizer = fitter.optimizers[0]
         if is_old:
-            optimizer.param_groups[0].update(_OF_VERSION_0_1, ns_coefficients="you")
+            optimizer.param_groups[0].update(_OF_VERSION_0_1)
             for parameter, state in optimizer.state.items():
-                state["curvature_buffer"] = torch.ones_like(parameter)
+                state["initial_norm"] = torch.ones_like(parameter)
         fitter.save_checkpoint(path)
         model, fitter = language_model(pl), trainer(pl, strategy=strategy_class()(**strategy), max_steps=4)
-        with (
-            mock.patch.dict(REMOVED, _GONE),
-            mock.patch.dict(STATE_OF, curvature_buffer="curvature"),
-            warnings.catch_warnings(record=True) as caught,
-        ):
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             fitter.fit(model, loader(), ckpt_path=path, weights_only=False)
-            keys = {key for group in fitter.optimizers[0].param_groups for key in group if key in REMOVED}
-        keys |= {key for state in fitter.optimizers[0].state.values() for key in state if key == "curvature_buffer"}
-        found.append((full_weights(model), _texts(caught, "of version 0.1"), keys))
+        (group,), states = fitter.optimizers[0].param_groups, fitter.optimizers[0].state.values()
+        assert "hyperball" not in group and not any("initial_norm" in state for state in states)
+        found.append((full_weights(model), _texts(caught, "of version 0.1")))
     return found
 
 
 @pytest.mark.parametrize("is_sharded", [True, False])
 def test_a_checkpoint_with_options_that_are_gone(gloo: ProcessPool, tmp_path: Path, is_sharded: bool) -> None:
     """The rest of the state goes on as without them, and rank 0 says so once."""
-    found = gloo.run(_resume_without_options, str(tmp_path), is_sharded, world_size=2)
-    for (weights, texts, keys), rank in zip(found[0], ("new", "old"), strict=True):
-        assert max_difference(weights, found[0][0][0]) == 0.0
-        assert not keys and len(texts) == (rank == "old")
-    assert not found[1][1][1] and not found[1][1][2]
-    (text,) = found[0][1][1]
-    used = ("; curvature went in version 0.2: nobody needed it; leave it out", "; ns_coefficients='you' went in")
-    assert all(part in text for part in used) and not re.search("spin|hyperball|muon_", text)
+    (new, old), (_, of_rank_1) = gloo.run(_resume_without_options, str(tmp_path), is_sharded, world_size=2)
+    assert max_difference(old[0], new[0]) == 0.0
+    (text,) = old[1]
+    used = ("; hyperball went in version 0.2: it gained nothing", "; ns_coefficients='you' went in")
+    assert all(part in text for part in used) and "muon_" not in text
+    assert new[1] == of_rank_1[1] == []

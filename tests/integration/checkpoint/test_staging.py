@@ -8,11 +8,9 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.fabric
 import lightning.pytorch
@@ -22,10 +20,9 @@ import torch.distributed as dist
 from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
 import lightning_muon.accelerate
-from lightning_muon.checkpoint import staging
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.saving import write_shards
-from lightning_muon.checkpoint.staging import _REPLACED, _folder, discard, last_written, replacing
+from lightning_muon.checkpoint.staging import discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
 from tests.integration.training import trainer
 from tests.support.processes import ProcessPool
@@ -93,7 +90,7 @@ def test_files_of_others_stay_and_old_shards_go(gloo: ProcessPool, tmp_path: Pat
     assert _names(path) == [*_SHARDS, "hub", "manifest.json", "tokenizer.json"] and _read(path) == 2
 
 
-def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
+def _alone(store: str, action: Callable[[], None], kill_at: int, can_exchange: bool) -> None:
     """Run ``action`` as the only rank, and end like a killed process at the n-th change of the file system."""
     count = 0
 
@@ -101,6 +98,8 @@ def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
         nonlocal count
         writes = event == "open" and "w" in str(arguments[1])
         exchanges = event == "ctypes.dlsym" and arguments[1] == "renameat2"
+        if exchanges and not can_exchange:
+            raise OSError("no such function")
         if writes or exchanges or event in ("os.rename", "os.mkdir", "os.rmdir", "os.remove"):
             if count == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -112,11 +111,12 @@ def _alone(store: str, action: Callable[[], None], kill_at: int) -> None:
     os._exit(0)
 
 
-def _is_killed(tmp_path: Path, action: Callable[[], None], kill_at: int) -> bool:
-    """Whether a process of its own came to its ``kill_at``-th change."""
+def is_killed(tmp_path: Path, action: Callable[[], None], kill_at: int, *, can_exchange: bool = True) -> bool:
+    """Whether a process of its own came to its ``kill_at``-th change; its libc may lack the exchange of two names."""
     store = tmp_path / f"store{kill_at}"
     # Not os.fork(): a thread of this process may hold a lock, which the child would wait for.
-    child = multiprocessing.get_context("forkserver").Process(target=_alone, args=(str(store), action, kill_at))
+    arguments = (str(store), action, kill_at, can_exchange)
+    child = multiprocessing.get_context("forkserver").Process(target=_alone, args=arguments)
     child.start()
     child.join(60)
     if child.exitcode is None:
@@ -133,12 +133,8 @@ def _put(path: Path, value: int, *, whole: bool) -> None:
         file.write_text(str(value))
 
 
-def _write_one(path: Path, value: int, *, whole: bool, can_exchange: bool) -> None:
-    """One checkpoint, maybe on a file system that cannot exchange two names."""
-    with (
-        nullcontext() if can_exchange else mock.patch.object(staging, "_swap", return_value=False),
-        replacing(path, whole=whole) as draft,
-    ):
+def _write_one(path: Path, value: int, *, whole: bool) -> None:
+    with replacing(path, whole=whole) as draft:
         _put(draft, value, whole=whole)
 
 
@@ -154,9 +150,8 @@ def _value(path: Path) -> str:
 def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(
     tmp_path: Path, before: bool, whole: bool, can_exchange: bool
 ) -> None:
-    seen: list[str] = []
-    is_killed = True
-    while is_killed:
+    seen, was_killed = list[str](), True
+    while was_killed:
         kill_at = len(seen)
         directory = tmp_path / str(kill_at)
         directory.mkdir()
@@ -165,15 +160,15 @@ def test_a_process_killed_anywhere_leaves_all_of_one_checkpoint(
         has_notes = not before and not whole
         if has_notes:
             (path / "notes.txt").write_text("mine")
-        write = partial(_write_one, path, whole=whole, can_exchange=can_exchange)
-        is_killed = _is_killed(tmp_path, partial(write, 2), kill_at)
+        kill = partial(is_killed, tmp_path, can_exchange=can_exchange)
+        was_killed = kill(partial(_write_one, path, 2, whole=whole), kill_at)
         seen.append(_value(path))
         # A Trainer looks for the name before any strategy can tell it where to look.
         assert path.exists() or not can_exchange
         assert newest_first(directory) == [path]
         # Another process goes on, and may be killed too.
-        for again in (kill_at // 2, 10_000) if kill_at % 3 == 0 or not is_killed else ():
-            _is_killed(tmp_path, partial(write, 3), again)
+        for again in (kill_at // 2, 10_000) if kill_at % 3 == 0 or not was_killed else ():
+            kill(partial(_write_one, path, 3, whole=whole), again)
             assert _value(path) in ((seen[-1], "3") if again < 10_000 else ("3",))
             if has_notes:
                 kept = [*path.glob("notes.txt"), *directory.glob(".*/*/notes.txt")]
@@ -189,32 +184,23 @@ def test_a_checkpoint_is_removed_at_once(tmp_path: Path) -> None:
         path.mkdir()
         for name in _SHARDS:
             (path / name).write_text("")
-        is_killed = _is_killed(tmp_path, partial(discard, path), kill_at)
+        was_killed = is_killed(tmp_path, partial(discard, path), kill_at)
         assert not path.exists() or _names(path) == _SHARDS
         discard(path)
         assert not path.exists()
-        if not is_killed:
+        if not was_killed:
             return
     raise AssertionError("never ended")
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_what_killed_processes_have_left_is_no_obstacle(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
-    """They were killed when the new checkpoint was in its place, and the old one, of the other format, still there."""
-    path = tmp_path / "checkpoint"
-    gloo.run(_replace, str(path), 1, whole=whole, world_size=2)
-    left = _folder(_REPLACED, path) / path.name
-    left.mkdir(parents=True)
-    if not whole:
-        left.rmdir()
-        left.write_text("old")
-    # And in saves under other names, of which one may still be under way.
+def test_what_killed_processes_have_left_is_removed(gloo: ProcessPool, tmp_path: Path) -> None:
+    """Of saves under other names, too, unless they may still be under way."""
     for name, minutes in ((".unfinished-1", 16), (".replaced-1", 16), (".unfinished-2", 14)):
         (tmp_path / name / "checkpoint").mkdir(parents=True)
         for each in (tmp_path / name / "checkpoint", tmp_path / name):
             os.utime(each, times=2 * (time.time() - 60 * minutes,))
-    gloo.run(_replace, str(path), 2, whole=whole, world_size=2)
-    assert _read(path) == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]
+    gloo.run(_replace, str(tmp_path / "checkpoint"), 2, whole=True, world_size=2)
+    assert _read(tmp_path / "checkpoint") == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]
 
 
 def _use_a_url(by: str) -> None:

@@ -255,6 +255,30 @@ def test_frozen_and_tied_weights_and_the_width_of_attention() -> None:
     assert _sizes(*attention).layer.attention == 48
 
 
+def test_experts_divided_over_ranks_are_gathered_and_sent_less() -> None:
+    stacks = [ParameterShape(name=f"layers.{i}.experts", shape=(8, 8, 8), kind="stack") for i in range(2)]
+    whole = replace(JOB, model=replace(MODEL, parameters=tuple(stacks)), experts_per_token=2)
+    sizes, way = sizes_of(whole), Way(mode="fsdp", shard=8)
+    # Each token meets two of eight matrices.
+    assert (sizes.layer.products, sizes.layer.activations, sizes.layer.experts) == (2 * 64, 2 * 16, 512)
+    for expert_size, between in ((4, 0), (8, 4 / 7)):
+        job = replace(whole, expert_size=expert_size)
+        before, found = row_of(whole, sizes, way), row_of(job, sizes, way)
+        # The same shards, of which two layers at one time are gathered.
+        assert found.memory[:4] == before.memory[:4]
+        saved = 2 * 2 * 512 * (1 - 1 / expert_size)
+        assert before.memory.peak - found.memory.peak == pytest.approx(saved)
+        # 16 tokens of 8 elements go to two experts and back in each layer, and their gradients.
+        exchanged = 4 * 2 * 2 * 16 * 8 * 2 * (expert_size - 1) / expert_size
+        slower = COST.transfer_seconds(exchanged * (1 - between), exchanged * between)
+        assert found.seconds - before.seconds == pytest.approx(slower, rel=_ROUNDED)
+        assert {row.way.mode for row in best_rows(job)} == {"fsdp", "hsdp"} - ({"hsdp"} if expert_size == 8 else set())
+    # With an expert group as large as the shard group no expert travels, and nothing else is in this model.
+    quick = replace(job, cost=replace(COST, flops_per_second=1e15))
+    found = row_of(quick, sizes, way)
+    assert found.seconds - found.muon_seconds == pytest.approx(slower, rel=_ROUNDED)
+
+
 def test_what_fits_comes_first_and_passes_are_doubled_until_it_does() -> None:
     rows = best_rows(JOB)
     assert {row.way.mode for row in rows} == set(MODES)

@@ -1,12 +1,23 @@
-"""Where the ranks of an attempt of a launcher meet."""
+"""Where the ranks of an attempt of a launcher meet, and what NCCL is asked for before."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from lightning_muon import ParallelMuonStrategy
 from lightning_muon.integrations.strategy import store_of_attempt
+
+
+@pytest.mark.parametrize(("given", "asked"), [(None, "1"), ("0", "0")])
+def test_what_nccl_sends_goes_before_products(monkeypatch: pytest.MonkeyPatch, given: str | None, asked: str) -> None:
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY")
+    ParallelMuonStrategy()
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == asked
 
 
 def test_an_attempt_meets_in_a_store_without_old_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,13 @@ import time
 from collections import Counter
 from unittest import mock
 
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
 from lightning_muon.params.matrices import Matrix
 from lightning_muon.params.shapes import ParameterShape, read_shapes
-from tests.support.one_of_many import optimizer_of, rank_of, weights
+from tests.support.one_of_many import optimizer_of, rank_of, sharded, weights
 
 NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
 MODEL = [
@@ -49,3 +53,24 @@ def test_a_step_looks_at_the_pieces_of_the_calling_rank_only() -> None:
     held = NUM_LAYERS * (NUM_EXPERTS // NUM_RANKS + 1)
     assert len(calls) == held
     assert calls.total() <= 5 * held
+
+
+def test_owners_on_two_meshes_have_as_much_to_do_together() -> None:
+    """Two replicas of four ranks, of which pairs divide the experts: three of four ranks own the other matrices."""
+    with rank_of(8):
+        dense, experts = init_device_mesh("cpu", (2, 4)), init_device_mesh("cpu", (2, 2, 2))
+        found = [
+            (shape, nn.Parameter(sharded(shape, mesh, placements)))
+            for layer in range(3)
+            for shape, mesh, placements in (
+                (ParameterShape(name=f"{layer}.q", shape=(64, 64), kind="matrix"), dense, [Replicate(), Shard(0)]),
+                (
+                    ParameterShape(name=f"{layer}.experts", shape=(8, 64, 32), kind="stack"),
+                    experts,
+                    [Replicate(), Shard(1), Shard(0)],
+                ),
+            )
+        ]
+        groups = optimizer_of(found)._make_plan().plan.exchange_groups
+        loads = [sum(each) for each in zip(*(group.flops for group in groups), strict=True)]
+    assert len(groups) == 2 and max(loads) < 1.05 * sum(loads) / len(loads)

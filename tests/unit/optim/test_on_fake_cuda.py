@@ -65,6 +65,7 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
     assert not simulation.found
     assert _places(simulation) <= ALLOWED
     assert simulation.syncs.total() == simulation.num_steps
+    assert {stream.priority for stream in simulation.streams if stream.id.startswith("stream")} <= {-1}
 
 
 def test_without_a_check_nothing_is_waited_for() -> None:

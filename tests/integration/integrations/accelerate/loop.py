@@ -1,9 +1,15 @@
 """A program of Accelerate inside of the workers of the gloo pool."""
 
+import contextlib
+import io
+import runpy
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import accelerate
 from torch import Tensor
 
 import lightning_muon.accelerate
@@ -78,3 +84,16 @@ def run_steps(
 def own_rows(accelerator: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     rows = slice(accelerator.process_index, None, accelerator.num_processes)
     return batch[0][rows], batch[1][rows]
+
+
+def run_script(path: Path, arguments: list[str]) -> str:
+    """What a script prints that ``lightning-muon launch`` starts on all ranks of the pool's call."""
+    printed = io.StringIO()
+    with (
+        fsdp2_on_cpu(replicate_size=1, shard_size=2),
+        mock.patch.object(accelerate, "Accelerator", lightning_muon.accelerate.Accelerator),
+        mock.patch("sys.argv", [path.name, *arguments]),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()

@@ -1,6 +1,7 @@
 """States that are saved and loaded: the same training goes on, also on other ranks."""
 
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,8 @@ def _save_twice(directory: str) -> None:
 
 
 def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.expect_error_on_all_ranks(
-        _save_twice,
-        str(tmp_path),
-        match="has pytorch_model_fsdp_0, optimizer_0 already",
-        exception=FileExistsError,
-        world_size=2,
-    )
+    match = "has pytorch_model_fsdp_0, optimizer_0 already"
+    gloo.expect_error_on_all_ranks(_save_twice, str(tmp_path), match=match, exception=FileExistsError, world_size=2)
 
 
 def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
@@ -122,8 +118,7 @@ def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path:
 def _saved_in_a_window(directory: str) -> list[str]:
     with training_on_cpu() as (accelerator, model, optimizer):
         run_steps(accelerator, model, optimizer, steps=range(1))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             accelerator.save_state(directory)
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.arange(6).reshape(1, 6)).sum())
@@ -177,8 +172,6 @@ def test_all_ranks_fail_together(gloo: ProcessPool, tmp_path: Path, what: str, m
 
 def _stock(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
     """ParallelMuon in an Accelerator that knows nothing of it: weights of a run, and of one that is resumed."""
-    from accelerate import Accelerator
-
     with fsdp2_on_cpu():
         accelerator = Accelerator()
         model = network()
@@ -199,49 +192,38 @@ def test_a_stock_accelerator_saves_and_loads_a_parallel_muon(gloo: ProcessPool, 
     assert too_much == 0, "state of the parameters before sharding is kept"
 
 
-def _ours(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    with accelerator_on_cpu(optimizer="keep", variables=variables) as accelerator:
-        return _train_or_load(accelerator, directory, saves=saves)
-
-
-def _stock_one(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    with fsdp2_on_cpu(**variables):
-        return _train_or_load(Accelerator(gradient_accumulation_steps=2), directory, saves=saves)
-
-
-def _muon(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    with accelerator_on_cpu(variables=variables) as accelerator:
-        return _train_or_load(accelerator, directory, saves=saves)
-
-
-def _stock_ddp(directory: str, variables: dict[str, str], *, saves: bool) -> tuple[dict[str, Tensor], Any]:
-    with ddp_on_cpu(**variables):
-        return _train_or_load(Accelerator(gradient_accumulation_steps=2), directory, saves=saves)
-
-
-def _train_or_load(accelerator: Any, directory: str, *, saves: bool) -> tuple[dict[str, Tensor], Any]:
+def _train_or_load(
+    kind: str, directory: str, variables: dict[str, str], *, saves: bool
+) -> tuple[dict[str, Tensor], Any]:
     """Weights, and one first moment, or momentum."""
-    model: Any = network(tied=True)
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    if saves:
-        run_steps(accelerator, model, optimizer, steps=range(1))
-        accelerator.save_state(directory)
-    else:
-        accelerator.load_state(directory)
-    model = accelerator.unwrap_model(model)
-    state = optimizer.state[model.blocks[0].up.weight]
-    return full_weights(model), gathered(state.get("exp_avg", state.get("momentum_buffer")))
+    with ExitStack() as stack:
+        if kind.startswith("stock"):
+            stack.enter_context((ddp_on_cpu if kind == "stock ddp" else fsdp2_on_cpu)(**variables))
+            accelerator: Any = Accelerator(gradient_accumulation_steps=2)
+        else:
+            choice = {"optimizer": "keep"} if kind == "kept" else {}
+            accelerator = stack.enter_context(accelerator_on_cpu(variables=variables, **choice))
+        model: Any = network(tied=True)
+        model, optimizer = accelerator.prepare(model, adamw(model))
+        if saves:
+            run_steps(accelerator, model, optimizer, steps=range(1))
+            accelerator.save_state(directory)
+        else:
+            accelerator.load_state(directory)
+        model = accelerator.unwrap_model(model)
+        state = optimizer.state[model.blocks[0].up.weight]
+        return full_weights(model), gathered(state.get("exp_avg", state.get("momentum_buffer")))
 
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}])
 @pytest.mark.parametrize(
-    ("writer", "reader"), [(_ours, _stock_one), (_stock_one, _ours), (_stock_one, _muon), (_stock_ddp, _muon)]
+    ("writer", "reader"), [("kept", "stock"), ("stock", "kept"), ("stock", "muon"), ("stock ddp", "muon")]
 )
 def test_accelerate_and_we_read_what_the_other_wrote(
-    gloo: ProcessPool, tmp_path: Path, writer: Any, reader: Any, variables: dict[str, str]
+    gloo: ProcessPool, tmp_path: Path, writer: str, reader: str, variables: dict[str, str]
 ) -> None:
-    written = gloo.run(writer, str(tmp_path), variables, saves=True, world_size=2)[0]
-    read = gloo.run(reader, str(tmp_path), variables, saves=False, world_size=2)[0]
+    written = gloo.run(_train_or_load, writer, str(tmp_path), variables, saves=True, world_size=2)[0]
+    read = gloo.run(_train_or_load, reader, str(tmp_path), variables, saves=False, world_size=2)[0]
     assert max_difference(written[0], network(tied=True).state_dict()) > 1e-3
     assert max_difference(read[0], written[0]) == 0.0
     assert torch.equal(read[1], written[1])

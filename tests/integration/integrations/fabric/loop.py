@@ -74,6 +74,19 @@ def own_rows(fabric: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]
     return batch[0][rows], batch[1][rows]
 
 
+def backward(
+    fabric: Any, model: Any, step: int, loss: Callable[..., Tensor] | None = None, *, accumulate: int = 2
+) -> Tensor:
+    """The micro-batches of a step; the last loss."""
+    found = torch.zeros(())
+    for index in range(accumulate):
+        tokens, targets = own_rows(fabric, micro_batch(step, index))
+        with fabric.no_backward_sync(model, enabled=index < accumulate - 1):
+            found = (loss(tokens, targets) if loss else loss_of(model(tokens), targets)) / accumulate
+            fabric.backward(found)
+    return found
+
+
 def run_steps(
     fabric: Any,
     model: Any,
@@ -87,10 +100,7 @@ def run_steps(
     """The loop that the documentation of Fabric shows."""
     for step in steps:
         optimizer.zero_grad()
-        for index in range(accumulate):
-            tokens, targets = own_rows(fabric, micro_batch(step, index))
-            with fabric.no_backward_sync(model, enabled=index < accumulate - 1):
-                fabric.backward(loss_of(model(tokens), targets) / accumulate)
+        backward(fabric, model, step, accumulate=accumulate)
         if clip is not None:
             clip()
         optimizer.step()

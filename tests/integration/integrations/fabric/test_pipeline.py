@@ -1,4 +1,4 @@
-"""A loop of Fabric that calls ``forward_backward``: the weights, losses and answers of one process."""
+"""A causal language model in the stages of a pipeline of Fabric; tests/matrix has the loops that train one."""
 
 from __future__ import annotations
 
@@ -6,47 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from lightning_muon import forward_backward, full_state_dict
+from lightning_muon import full_state_dict
 from tests.distributed.pipeline.models import batch_of, causal_lm
 from tests.integration.integrations.fabric import loop
+from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
 
-_NUM_ROWS, _ROWS = 32, 8
 
-
-def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], Tensor, Tensor]:
-    """Whole weights, losses of this data rank, the logits of a call, and what is generated."""
+def _answers(**options: Any) -> tuple[dict[str, Tensor], float, Tensor, Tensor]:
+    """Whole weights, the loss and the logits of a call, and what is generated."""
     fabric = loop.launch(**options)
-    net = causal_lm(kind, tied=True)
-    model, optimizer = fabric.setup(net, loop.adamw(net))
+    net = causal_lm("llama", tied=True)
+    model, _ = fabric.setup(net, loop.adamw(net))
     model.mark_forward_method("generate")
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    # As many labels in each row: a mean over the ranks is then that over all labels.
-    batch = batch_of(_NUM_ROWS, 5, seed=3, is_uneven=False)
-    samples: Any = [{key: value[row] for key, value in batch.items()} for row in range(_NUM_ROWS)]
-    num_data_ranks = dist.get_world_size() // options.get("pipeline_size", 1)
-    loader = fabric.setup_dataloaders(DataLoader(samples, batch_size=_ROWS // num_data_ranks))
-    losses: list[float] = []
-    for each in loader:
-        if "pipeline_size" in options:
-            loss = forward_backward(model, each)
-        else:
-            loss = model(**each).loss
-            fabric.backward(loss)
-        losses.append(loss.item())
-        fabric.clip_gradients(model, optimizer, max_norm=0.3)
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    batch = batch_of(32, 5, seed=3, is_uneven=False)
     model.eval()
     with torch.no_grad():
         called = model(**batch)
         texts = model.generate(batch["input_ids"][:2], max_new_tokens=3, do_sample=False)
-    losses.append(called.loss.item())
     weights = full_state_dict(model)
     part = full_state_dict(net.base_model)
     assert part.keys() == {name.partition(".")[2] for name in weights if name.startswith(net.base_model_prefix)}
@@ -56,51 +35,17 @@ def _train(kind: str, **options: Any) -> tuple[dict[str, Tensor], list[float], T
         for incomplete in (model, net.base_model):
             with pytest.raises(ValueError, match=r"state_dict would lack .* call lightning_muon\.full_state_dict"):
                 incomplete.state_dict()
-    result = {name: value.detach().clone() for name, value in weights.items()}, losses, called.logits, texts
+    weights = {name: value.detach().clone() for name, value in weights.items()}
     fabric.strategy.teardown()
-    return result
+    return weights, called.loss.item(), called.logits, texts
 
 
 @pytest.mark.parametrize("options", [{}, {"sharding": "none", "pipeline_schedule": "zb_v"}])
-def test_a_loop_trains_as_one_process(gloo: ProcessPool, options: dict[str, Any]) -> None:
-    expected, losses, logits, texts = gloo.run(_train, "llama", world_size=1)[0]
-    results = gloo.run(_train, "llama", pipeline_size=2, world_size=2, **options)
-    assert [bool(weights) for weights, *_ in results] == [True, False]
-    assert results[0][0].keys() == expected.keys()
-    for name, value in results[0][0].items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=5e-6)
+def test_a_pipeline_answers_as_one_process(gloo: ProcessPool, options: dict[str, Any]) -> None:
+    expected, loss, logits, texts = gloo.run(_answers, world_size=1)[0]
+    results = gloo.run(_answers, pipeline_size=2, world_size=2, **options)
+    assert max_difference(results[0][0], expected) == 0.0 and not results[1][0]
     for _, own, called, generated in results:
+        assert own == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(called, logits, rtol=1e-4, atol=1e-5)
         assert torch.equal(generated, texts)
-        assert own[-1] == pytest.approx(losses[-1], rel=1e-5)
-    means = torch.tensor([own for _, own, *_ in results]).mean(0)
-    assert means.tolist() == pytest.approx(losses, rel=1e-5)
-
-
-def _misuse(what: str) -> None:
-    is_alone = what == "no pipeline"
-    fabric = loop.launch(**({} if is_alone else {"pipeline_size": 2}))
-    net = causal_lm("llama")
-    model, optimizer = fabric.setup(net, loop.adamw(net))
-    try:
-        with fabric.no_backward_sync(model, enabled=what == "no_backward_sync"):
-            loss = forward_backward(model, batch_of(8, 5, seed=0))
-        if what == "backward":
-            fabric.backward(loss)
-        optimizer.step()
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    finally:
-        fabric.strategy.teardown()
-
-
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("no pipeline", "is no stage of a pipeline; set it up with pipeline_size of 2 or more"),
-        ("backward", "does not require grad"),
-        ("no_backward_sync", "optimizer.step after micro-batches that were all inside of no_backward_sync"),
-    ],
-)
-def test_what_a_loop_cannot_mean_is_an_error_on_all_ranks(gloo: ProcessPool, what: str, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_misuse, what, match=match, exception=RuntimeError, world_size=2)

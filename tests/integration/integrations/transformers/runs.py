@@ -1,20 +1,25 @@
-"""A small Llama, its data, Trainers inside the workers of the gloo pool, and the same training written out."""
+"""A small Llama, its data, and Trainers inside the workers of the gloo pool."""
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import accelerate
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+import transformers
+import yaml
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import lightning_muon.hf
-from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from tests.reference.muon import ReferenceMuon
+from lightning_muon.cli.launch import replace_accelerator
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
+from tests.support.worker import free_port
 
 Samples = list[dict[str, Tensor]]
 VOCABULARY, LENGTH, GLOBAL_BATCH = 37, 9, 8
@@ -67,6 +72,20 @@ def accelerator_of(parallel: str, **variables: str) -> AbstractContextManager[No
     return fsdp2_on_cpu(**replicas, **({"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"} | variables))
 
 
+@contextmanager
+def launched(directory: str, options: dict[str, Any]) -> Generator[None]:
+    """As in a script that ``lightning-muon launch`` starts with these options."""
+    path = Path(directory, f"options{dist.get_rank()}-{free_port()}.yaml")
+    path.write_text(yaml.safe_dump(options))
+    with ExitStack() as stack:
+        for module in (accelerate, accelerate.accelerator, transformers.trainer):
+            stack.enter_context(mock.patch.object(module, "Accelerator", module.Accelerator))
+        stack.enter_context(mock.patch.object(transformers.Trainer, "save_model", transformers.Trainer.save_model))
+        stack.enter_context(mock.patch.dict(os.environ, {"LIGHTNING_MUON_CONFIG": str(path)}))
+        replace_accelerator()
+        yield
+
+
 def trainer(
     directory: str,
     model: nn.Module,
@@ -115,46 +134,3 @@ def logged(run: Trainer, key: str) -> list[float]:
 def linear(warmup: int, num_steps: int) -> Callable[[int], float]:
     """The default schedule of a Trainer: step -> factor of the learning rate."""
     return lambda step: step / warmup if step < warmup else (num_steps - step) / (num_steps - warmup)
-
-
-def written_out(
-    *,
-    num_steps: int = NUM_STEPS,
-    schedule: Callable[[int], float] | None = None,
-    max_norm: float = 0.0,
-    tied: bool = False,
-    has_muon: bool = True,
-    data: Samples | None = None,
-    kv_heads: int = 1,
-) -> dict[str, Tensor]:
-    """Weights after the training of :func:`trainer`, in one process: whole batches, whole matrices, no framework."""
-    model, data, schedule = causal_lm(tied=tied, kv_heads=kv_heads), data or samples(), schedule or linear(0, num_steps)
-    named = dict(model.named_parameters())
-    matrices = {name: p.detach() for name, p in named.items() if has_muon and "proj" in name}
-    muon = ReferenceMuon(matrices, lr=LR, muon_lr_factor=MEASURED_MUON_LR_FACTOR, weight_decay=WEIGHT_DECAY)
-    rest = {name: p for name, p in named.items() if name not in matrices}
-    groups = [
-        {"params": [p for name, p in rest.items() if "norm" not in name], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for name, p in rest.items() if "norm" in name], "weight_decay": 0.0},
-    ]
-    adamw = torch.optim.AdamW(groups, lr=LR)
-    for step in range(num_steps):
-        window = data[step * GLOBAL_BATCH % len(data) :][:GLOBAL_BATCH]
-        _backward(model, window)
-        if max_norm:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for group in adamw.param_groups:
-            group["lr"] = muon.lr = LR * schedule(step)
-        with torch.no_grad():
-            muon.step({name: named[name].grad for name in matrices})
-            for name, matrix in muon.matrices.items():
-                named[name].copy_(matrix)
-        adamw.step()
-        model.zero_grad()
-    return whole_weights(model)
-
-
-def _backward(model: nn.Module, window: Sequence[dict[str, Tensor]]) -> None:
-    tokens, labels = (torch.stack([sample[key] for sample in window]) for key in ("input_ids", "labels"))
-    logits = model(tokens).logits[:, :-1]
-    F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten()).backward()

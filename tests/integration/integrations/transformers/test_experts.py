@@ -28,6 +28,7 @@ pytestmark = [
     ),
 ]
 NORM = 0.3
+MODES = ("fsdp", "zero2", "ddp")
 _EXCHANGE = {"ep_implementation": "all_to_all"}  # How tokens get to their experts.
 
 
@@ -50,9 +51,35 @@ def _model() -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
-def _alone() -> dict[str, Tensor]:
+def _experts_of(sample: int) -> tuple[int, int]:
+    """Experts 2 and 3 are idle in the first step, 3 then has one row in eight, 0 ends idle, and 2 never has a token."""
+    step, row = divmod(sample, runs.GLOBAL_BATCH)
+    return (1, 3) if step == 3 else (0, 3) if step and row == 2 else (0, 1)
+
+
+def _force_routes(model: nn.Module) -> None:
+    """Let each row say which two experts take its tokens, on any rank."""
+    samples = {tuple(each["input_ids"].tolist()): index for index, each in enumerate(runs.samples())}
+    chosen = list[Tensor]()
+
+    def read(_: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        tokens = args[0] if args else kwargs["input_ids"]
+        experts = torch.tensor([_experts_of(samples[tuple(row)]) for row in tokens.tolist()])
+        chosen[:] = [experts.repeat_interleave(tokens.shape[1], 0)]
+
+    def route(_: nn.Module, __: object, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return output[0], output[0].softmax(-1).gather(1, chosen[0]), chosen[0]
+
+    model.register_forward_pre_hook(read, with_kwargs=True)
+    for layer in model.get_submodule("model.layers").children():
+        layer.get_submodule("mlp.gate").register_forward_hook(route)
+
+
+def _alone(*, forced: bool = False) -> dict[str, Tensor]:
     """Weights of one process without any framework."""
     model, data, schedule = _model(), runs.samples(), runs.linear(0, runs.NUM_STEPS)
+    if forced:
+        _force_routes(model)
     named = dict(model.named_parameters())
     groups = [
         {"params": [(name, p) for name, p in named.items() if "norm" not in name], "weight_decay": runs.WEIGHT_DECAY},
@@ -75,15 +102,19 @@ def _alone() -> dict[str, Tensor]:
     return runs.whole_weights(model)
 
 
-def _train(directory: str, sizes: dict[str, Any], resume: str = "") -> dict[str, Tensor]:
+def _train(directory: str, sizes: dict[str, Any], resume: str = "", *, forced: bool = False) -> dict[str, Tensor]:
     """Weights after four steps; saved after two, or begun there."""
     with runs.accelerator_of("fsdp", ACCELERATE_USE_FSDP="false"):
         config = transformers.DistributedConfig(**sizes)
         model = Qwen3MoeForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
+        if forced:
+            _force_routes(model)
         ranks = sizes.get("tp_size", 1)
         options = {"max_grad_norm": NORM, "ranks_per_sample": ranks, "save_strategy": "steps", "save_steps": 2}
         run = runs.trainer(directory, model, kind=lightning_muon.hf.Trainer, **options)
         run.train(resume_from_checkpoint=resume or None)
+        held = [p.to_local().numel() / p.numel() for name, p in run.model.named_parameters() if ".experts." in name]
+        assert {1 / (sizes["fsdp_size"])} == set(held)  # As lightning-muon plan counts them, with any ep_size.
         return runs.whole_weights(run.model)
 
 
@@ -102,7 +133,13 @@ def test_experts_train_like_one_process_and_go_on_on_other_ranks(gloo: ProcessPo
 
 
 def _fit(
-    directory: str, sizes: dict[str, Any] | None, *, epochs: int = 2, resume: str | None = None
+    directory: str,
+    sizes: dict[str, Any] | None,
+    *,
+    epochs: int = 2,
+    resume: str | None = None,
+    sharding: Any = "fsdp",
+    forced: bool = False,
 ) -> dict[str, Tensor]:
     """The same with a Trainer of Lightning, two steps an epoch; saved at the end."""
     pl = training.load()
@@ -112,6 +149,8 @@ def _fit(
             if not hasattr(self, "net"):
                 config = None if sizes is None else transformers.DistributedConfig(**sizes)
                 self.net = Qwen3MoeForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
+                if forced:
+                    _force_routes(self.net)
 
         def training_step(self, batch: Tensor, _: int) -> Tensor:
             return F.cross_entropy(self.net(batch).logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
@@ -121,7 +160,7 @@ def _fit(
 
     tokens = torch.stack([sample["input_ids"] for sample in runs.samples(16)])
     size = int(os.environ["WORLD_SIZE"])
-    strategy = ParallelMuonStrategy(optimizer=training.EXACT, sharding="none" if size == 1 else "fsdp")
+    strategy = ParallelMuonStrategy(optimizer=training.EXACT, sharding=sharding)
     trainer = training.trainer(pl, strategy=strategy, max_epochs=epochs, gradient_clip_val=NORM)
     module = Module()
     trainer.fit(module, DataLoader(tokens, batch_size=8 // size), ckpt_path=resume)
@@ -131,8 +170,20 @@ def _fit(
 
 def test_lightning_trains_experts_like_one_process_and_goes_on(gloo: ProcessPool, tmp_path: Path) -> None:
     _model().save_pretrained(tmp_path / "model")
-    expected = gloo.run(_fit, str(tmp_path), None, world_size=1)[0]
+    expected = gloo.run(_fit, str(tmp_path), None, sharding="none", world_size=1)[0]
     gloo.run(_fit, str(tmp_path), {"fsdp_size": 4, "ep_size": 2, **_EXCHANGE}, epochs=1, world_size=4)
     for sizes in ({"fsdp_size": 4, "ep_size": 4}, {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2}):
         found = gloo.run(_fit, str(tmp_path), {**sizes, **_EXCHANGE}, resume=f"{tmp_path}/saved", world_size=4)[0]
         assert max_difference(found, expected) < 3e-6, sizes  # Four steps at a high rate.
+
+
+def test_experts_without_tokens_on_a_rank_or_anywhere(gloo: ProcessPool, tmp_path: Path) -> None:
+    _model().save_pretrained(tmp_path / "model")
+    expected = _alone(forced=True)
+    for sizes in ({"fsdp_size": 4, "ep_size": 2}, {"fsdp_size": 4, "ep_size": 4}, {"fsdp_size": 4}):
+        found = gloo.run(_train, str(tmp_path), sizes | _EXCHANGE, forced=True, world_size=4)[0]
+        assert max_difference(found, expected) < 1e-6, sizes
+    expected = gloo.run(_fit, str(tmp_path), None, sharding="none", forced=True, world_size=1)[0]
+    for sizes, sharding in (({"fsdp_size": 4, "ep_size": 4, **_EXCHANGE}, "fsdp"), *((None, mode) for mode in MODES)):
+        found = gloo.run(_fit, str(tmp_path), sizes, sharding=sharding, forced=True, world_size=4)[0]
+        assert max_difference(found, expected) < 3e-6, (sizes, sharding)
