@@ -4,12 +4,15 @@
     python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
     python -m benchmarks.loss --program CNN --grid --only muon --weight-decay 0.01 --rates 3e-4 1e-3 --factors 2 3
     python -m benchmarks.loss --program t5 --tune adamw muon
+    python -m benchmarks.loss --program t5 gpt falling_CNN --nodes 2 --tune adamw
 
-Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. Programs:
+Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. With --nodes 2
+a batch is divided between two processes: AdamW with DDP beside FlexDeMo of two nodes, whose options --only then names.
+Programs:
 
 - gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out.
 - t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; also ROUGE-L.
-- CNN: with batch norms, on scanned digits, for which scikit-learn is needed.
+- CNN: with batch norms, on scanned digits, for which scikit-learn is needed; falling_CNN with a rate that falls.
 
 --tune gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning
 rate of all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not
@@ -17,7 +20,8 @@ named takes the factor of "muon", or --factor and --lr. --grid instead runs all 
 
 Each run leaves a file in --out (step, held-out loss, ROUGE-L, seconds per step) and is not run again as long as that is
 there. Ends with Markdown tables: the mean final loss and the standard deviation over the seeds, the first step at which
-the loss is AdamW's final one, seconds per step over AdamW's.
+the loss is AdamW's final one, what nodes send as a part of the sums of float32 gradients that DDP and HSDP send, and
+seconds per step over AdamW's.
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ import argparse
 import csv
 import hashlib
 import json
+import logging
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -42,11 +48,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from typing_extensions import override
 
 from benchmarks.tables import ROOT, markdown, origin, parser_of
-from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon import NonFiniteGradientError, ParallelMuon, ParallelMuonFabricStrategy
+from lightning_muon.engine.options import Options
 
 # Options of ParallelMuon; None is torch's AdamW.
 CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
@@ -77,6 +85,13 @@ class Run:
     name: str = "adamw"
     options: dict[str, Any] | None = None
     seed: int = 0
+    nodes: int = 1
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """What a file of Lightning says of it."""
+        kind = "MuonConfig" if self.nodes == 1 else "FlexDeMoConfig"
+        return {"class_path": f"lightning_muon.{kind}", "init_args": self.options}
 
     def path(self, folder: Path) -> Path:
         """Where its losses are."""
@@ -106,12 +121,17 @@ class Supervised:
         """Losses at several steps."""
         torch.manual_seed(run.seed)
         settings, steps = run.settings, run.settings["steps"] or self.steps
-        model = self.model(settings)
+        module, strategy = self.model(settings), "auto"
         common: dict[str, Any] = {"lr": run.lr, "betas": self.betas, "weight_decay": settings["weight_decay"]}
-        if run.options is None:
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), **common)
-        else:
-            optimizer = ParallelMuon(model, **common | run.options)
+        given: torch.optim.Optimizer = torch.optim.AdamW(module.parameters(), **common)
+        if run.options is not None and run.nodes == 1:
+            given = ParallelMuon(module, **common | run.options)
+        elif run.options is not None:
+            config = Options.from_mapping({"optimizer": run.optimizer}).optimizer
+            strategy = ParallelMuonFabricStrategy(optimizer=config, replicate_size=run.nodes)
+        fabric = Fabric(accelerator="cpu", devices=run.nodes, strategy=strategy)
+        fabric.launch()
+        model, optimizer = fabric.setup(module, given)
         rate = partial(falling, steps=steps) if self.falls else lambda step: 1.0
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
         batches = self.batches(settings, torch.Generator().manual_seed(self.data_seed + run.seed))
@@ -122,10 +142,11 @@ class Supervised:
                 rows.append((step, self.held_out_loss(model, settings), math.nan, median(seconds)))
             if step == steps:
                 break
-            batch, started = next(batches), time.perf_counter()
-            self.loss(model, batch).backward()
+            batch = tuple(each.chunk(run.nodes)[fabric.global_rank] for each in next(batches))
+            started = time.perf_counter()
+            fabric.backward(self.loss(model, batch))
             if self.falls:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
             try:
                 optimizer.step()
             except NonFiniteGradientError:
@@ -265,13 +286,14 @@ class Recipe:
         """Validation loss and ROUGE-L after each epoch, of steps of 32 rows."""
         started, place, steps = time.perf_counter(), run.path(folder).with_suffix("").resolve(), self.steps
         place.mkdir(parents=True, exist_ok=True)
-        strategy = {"replicate_size": 1, "shard_size": 1, "optimizer": run.options}
+        strategy = {"replicate_size": run.nodes, "shard_size": 1, "optimizer": run.optimizer}
         muon = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": strategy}
         epochs = math.ceil((run.settings["steps"] or steps) / STEPS_OF_EPOCH)
-        trainer = {"devices": 1, "strategy": "auto" if run.options is None else muon, "max_epochs": epochs}
+        trainer = {"devices": run.nodes, "max_epochs": epochs}
+        trainer |= {"strategy": "auto" if run.options is None else muon}
         trainer |= {"enable_progress_bar": False, "enable_checkpointing": False, "callbacks": None}
         rates = {"lr": run.lr, "embedding_lr_scale": run.settings["embedding_lr"] / run.lr}
-        rows = {"batch_size": 32, "cache_dir": str(ROOT / "outputs/cache")}
+        rows = {"batch_size": 32 // run.nodes, "cache_dir": str(ROOT / "outputs/cache")}
         changed = {
             "seed_everything": run.seed,
             "trainer": trainer,
@@ -281,10 +303,7 @@ class Recipe:
         (place / "changed.json").write_text(json.dumps(changed))
         words = ["--config", "recipes/t5_summarization/demo.yaml", "--config", str(place / "changed.json")]
         words += ["--trainer.logger.init_args.save_dir", str(place)]
-        command = [sys.executable, "-m", "lightning_muon", "fit", *words]
-        with (place / "output.txt").open("w") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+        start(["lightning_muon", "fit", *words], place)
         seconds = (time.perf_counter() - started) / (epochs * STEPS_OF_EPOCH)  # Validations are in it.
         with max(place.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime).open(newline="") as file:
             found = [row for row in csv.DictReader(file) if row.get("val_loss")]
@@ -311,21 +330,47 @@ PROGRAMS: dict[str, Supervised | Recipe] = {
         steps=300,
     ),
 }
+PROGRAMS["falling_CNN"] = replace(PROGRAMS["CNN"], falls=True)
 _SETTINGS = ("text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
 _SETTINGS += ("weight_decay", "init_std", "embedding_lr")
 
 
+def start(words: Sequence[str], place: Path) -> None:
+    """Run a module of Python with these arguments; Lightning starts further ranks. What they say is kept in a file."""
+    command, environment = [sys.executable, "-m", *words], os.environ | {"OMP_NUM_THREADS": "1"}
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "output.txt").open("w") as log:
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
+
+
+def train(run: Run, folder: Path) -> None:
+    """Train, and leave the file."""
+    torch.set_num_threads(1)
+    path, rows = run.path(folder), PROGRAMS[run.program].train(run, folder)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        with path.with_suffix(".part").open("w", newline="") as file:
+            csv.writer(file).writerows(rows)
+        path.with_suffix(".part").replace(path)
+
+
 def train_all(runs: Sequence[Run], folder: Path) -> None:
     """Train those that have no file yet."""
-    torch.set_num_threads(1)
     for run in runs:
         path = run.path(folder)
         if not path.exists():
-            rows = PROGRAMS[run.program].train(run, folder)
-            with path.with_suffix(".part").open("w", newline="") as file:
-                csv.writer(file).writerows(rows)
-            path.with_suffix(".part").replace(path)
+            if run.nodes > 1 and isinstance(PROGRAMS[run.program], Supervised):
+                words = ["--train", json.dumps(asdict(run)), "--out", str(folder.resolve())]
+                start(["benchmarks.loss", *words], path.with_suffix(""))
+            else:
+                train(run, folder)
             print(f"{path.stem} {run.options or ''}: {curve(run, folder)[-1][1]:.4f}", flush=True)
+
+
+def sent(run: Run, folder: Path) -> str:
+    """What goes between nodes, as a part of the sums of float32 gradients; from the log of FlexDeMo."""
+    log = run.path(folder).with_suffix("") / "output.txt"
+    found = re.findall(r"(1/[\d.]+) of an all-reduce", log.read_text()) if log.exists() else []
+    return found[-1] if found else "-"
 
 
 def curve(run: Run, folder: Path) -> Rows:
@@ -347,7 +392,7 @@ def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]
     if "adamw" in arguments.tune:
         lr = best([replace(runs["adamw"], lr=each) for each in arguments.rates]).lr
         runs = {name: replace(run, lr=lr) for name, run in runs.items()}
-    factors = {"muon": arguments.factor}
+    factors: dict[str, Any] = {"muon": arguments.factor if arguments.nodes == 1 else "auto"}
     for name in arguments.tune:
         if name in runs and (options := runs[name].options) is not None:
             grid = [replace(runs[name], options=options | {"muon_lr_factor": each}) for each in arguments.factors]
@@ -382,22 +427,25 @@ def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
         goal = mean(finals[base])
         reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
-        rows.append([run.name, f"{run.lr:g}", "-" if run.options is None else f"{run.options['muon_lr_factor']:g}"])
-        rows[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{mean(reached):.0f}".replace("inf", "-")]
+        rows.append([run.name, f"{run.lr:g}", "-" if run.options is None else str(run.options["muon_lr_factor"])])
+        rows[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{100 * (mean(finals[name]) / goal - 1):+.1f} %"]
+        rows[-1] += [f"{mean(reached):.0f}".replace("inf", "-"), sent(replace(run, seed=seeds[0]), folder)]
         other = mean(each[-1][2] for each in curves[name])
         rows[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
-    heads = ["configuration", "lr", "factor", "loss", "steps to AdamW's", "time of a step", "ROUGE-L"]
+    heads = ["configuration", "lr", "factor", "loss", "against AdamW", "steps to AdamW's", "bytes"]
+    heads += ["time of a step", "ROUGE-L"]
     return markdown(heads, rows)
 
 
-def configurations(only: list[str] | None) -> dict[str, dict[str, Any] | None]:
+def configurations(only: list[str] | None, nodes: int) -> dict[str, dict[str, Any] | None]:
     """What the command line names, AdamW always."""
     chosen: dict[str, dict[str, Any] | None] = {"adamw": None}
-    for entry in only or CONFIGURATIONS:
+    known = CONFIGURATIONS if nodes == 1 else chosen | {"flexdemo": {}}
+    for entry in only or known:
         name, _, given = entry.partition("=")
-        if not given and name not in CONFIGURATIONS:
-            raise SystemExit(f"no configuration {name!r}; there are {', '.join(CONFIGURATIONS)}, or NAME=JSON")
-        chosen[name] = json.loads(given) if given else CONFIGURATIONS[name]
+        if not given and name not in known:
+            raise SystemExit(f"no configuration {name!r}; there are {', '.join(known)}, or NAME=JSON")
+        chosen[name] = json.loads(given) if given else known[name]
     return chosen
 
 
@@ -416,6 +464,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", metavar="CONFIGURATION", help="names, or NAME=JSON of options")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("losses"))
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--train", type=json.loads, help=argparse.SUPPRESS)  # One node of a run.
     return parser.parse_args()
 
 
@@ -423,10 +473,14 @@ def main() -> None:
     """Run what the command line names and --out does not have yet."""
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    chosen = configurations(arguments.only)
+    if arguments.train:
+        logging.basicConfig(level="INFO")
+        train(Run(**arguments.train), arguments.out)
+        return
+    chosen = configurations(arguments.only, arguments.nodes)
     for program in arguments.program:
         settings = {name: getattr(arguments, name) for name in _SETTINGS}
-        common = {"program": program, "lr": arguments.lr, "settings": settings}
+        common = {"program": program, "lr": arguments.lr, "settings": settings, "nodes": arguments.nodes}
         runs = {name: Run(name=name, options=options, **common) for name, options in chosen.items()}
         runs = on_grid(runs, arguments) if arguments.grid else tuned(runs, arguments)
         wanted = [replace(run, seed=seed) for seed in arguments.seeds for run in runs.values()]

@@ -119,11 +119,13 @@ def fsdp(
     return Contender(net=net, optimizer=make(net, lr))
 
 
-def flexdemo(mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, top_k: int, **options: Any) -> Contender:
-    """Chunks of 64; ``top_k=0``: no replication."""
-    replicator = lightning_muon.DCTTopK(chunk_size=64, top_k=top_k) if top_k else lightning_muon.NoReplication()
-    make = partial(lightning_muon.FlexDeMo, mesh=mesh, replicator=replicator, **options)
-    return fsdp(make, mesh, lr, job, in_node=True)
+def flexdemo(
+    mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, top_k: int | None = None, **options: Any
+) -> Contender:
+    """Chunks of 64 x 64; ``top_k=0``: no replication, ``None``: the default."""
+    if top_k is not None:
+        options["replicator"] = lightning_muon.DCTTopK(top_k=top_k) if top_k else lightning_muon.NoReplication()
+    return fsdp(partial(lightning_muon.FlexDeMo, mesh=mesh, **options), mesh, lr, job, in_node=True)
 
 
 def adamw(net: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -132,12 +134,13 @@ def adamw(net: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 CONTENDERS: dict[str, Maker] = {
     "no exchange: FSDP2 + AdamW": partial(fsdp, adamw, in_node=True),
-    "no exchange: FlexDeMo sgd, NoReplication": partial(flexdemo, top_k=0),
+    "no exchange: FlexDeMo sgd, NoReplication": partial(flexdemo, top_k=0, base="sgd"),
     BASELINE: partial(fsdp, adamw),
     "HSDP + AdamW, gradients reduced in bf16": partial(fsdp, adamw, reduce_dtype=torch.bfloat16),
     "HSDP + ParallelMuon": partial(fsdp, partial(lightning_muon.ParallelMuon, weight_decay=0.0)),
-    "FlexDeMo sgd, k=32": partial(flexdemo, top_k=32),
-    "FlexDeMo sgd, k=8": partial(flexdemo, top_k=8),
+    "FlexDeMo": flexdemo,
+    "FlexDeMo sgd, k=32": partial(flexdemo, top_k=32, base="sgd"),
+    "FlexDeMo sgd, k=8": partial(flexdemo, top_k=8, base="sgd"),
     "FlexDeMo adamw, k=32": partial(flexdemo, top_k=32, base="adamw"),
     "FlexDeMo muon, k=32": partial(flexdemo, top_k=32, base="muon"),
 }

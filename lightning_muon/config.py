@@ -188,8 +188,9 @@ class OptimizerConfig:
         adjust_lr_fn: Factor on the learning rate of a matrix: ``"original"`` ``sqrt(max(1, outputs / inputs))``,
             ``"match_rms_adamw"`` ``0.2 * sqrt(max(rows, cols))``, ``"spectral_mup"`` ``sqrt(outputs / inputs)``.
         muon_lr_factor: Matrices on Muon have the learning rate ``lr * muon_lr_factor``, in their weight decay too, so
-            that schedulers act on both. ``"auto"``: 3 for a ParallelMuon that takes the place of an AdamW or that the
-            package makes for a program (as measured in docs/performance.md), 1 for one that a program makes itself.
+            that schedulers act on both. ``"auto"``: 3 for a ParallelMuon, and 6 for a FlexDeMo, that takes the place of
+            an AdamW or that the package makes for a program (as measured in docs/performance.md), 1 for one that a
+            program makes itself.
         betas: Decay rates of AdamW, for the parameters that are no matrices.
         adamw_eps: Denominator term of AdamW.
         adamw_patterns: Shell patterns of qualified names that AdamW takes whatever their type.
@@ -245,6 +246,16 @@ class OptimizerConfig:
             _check_fused(key, getattr(self, key))
         check_flag("error_if_nonfinite", self.error_if_nonfinite)
         check_whole("max_skipped_steps", self.max_skipped_steps, at_least=0)
+
+    @property
+    def measured_lr_factor(self) -> float:
+        """``muon_lr_factor`` that is best where the learning rate was chosen for AdamW."""
+        return MEASURED_MUON_LR_FACTOR
+
+    @property
+    def lr_factor_over_adamw(self) -> float:
+        """The one that counts there."""
+        return self.measured_lr_factor if self.muon_lr_factor == "auto" else self.muon_lr_factor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ ROOMS: Mapping[tuple[str, str], str] = {
     (PERFORMANCE, "Python"): "params schedule optim",
     (PERFORMANCE, "Gradients"): "comm sharding optim",
     (PERFORMANCE, "Slow links"): "comm sharding optim flexdemo",
+    (PERFORMANCE, "Losses with FlexDeMo"): "flexdemo optim",
     (PERFORMANCE, "With earlier code"): "flexdemo",
     (PERFORMANCE, "Pipelines"): "schedule/pipeline pipeline engine",
     (PERFORMANCE, "Prediction"): "schedule optim",

@@ -205,7 +205,7 @@ def waiting(device: Device) -> Iterator[Row]:
         "zero2": {"name": "zero2"},
         "ddp": {"name": "ddp"},
         "FlexDeMo": nodes | {"nodes": FlexDeMoConfig(check_every=0)},
-        "FlexDeMo, base Muon": nodes | {"nodes": FlexDeMoConfig(base="muon", check_every=0)},
+        "FlexDeMo, signs": nodes | {"nodes": FlexDeMoConfig(base="sgd", check_every=0)},
     }
     for label, settings in modes.items():
         with one_rank_of_mode(device=device.name, **settings) as rank:

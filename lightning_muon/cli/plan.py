@@ -177,7 +177,7 @@ def _job(arguments: Namespace, setting: Setting, planned: PlannedModel) -> Job:
         length=arguments.length or _LENGTH,
         memory_bytes=memory * GIB,
         precision=precision,
-        flexdemo=planned.flexdemo or FlexDeMoConfig(base="muon"),
+        flexdemo=planned.flexdemo or FlexDeMoConfig(),
         expert_size=ranks,
         experts_per_token=arguments.experts_per_token or 0,
     )

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
 from lightning_muon.compat.transformers import pretrained_parts
-from lightning_muon.config import MEASURED_MUON_LR_FACTOR, MuonConfig
-from lightning_muon.flexdemo.config import MUON_RATE, SIGN_SGD, FlexDeMoConfig
+from lightning_muon.config import MuonConfig
+from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import as_saved
@@ -230,16 +230,15 @@ def convert_optimizer(
             f"{name} has optimizer state already, which cannot be taken over; return it before its first step"
         )
 
-    if isinstance(config, FlexDeMoConfig):
-        advice = f" ({MUON_RATE}; see docs/flexdemo.md)" if config.base == "muon" else ""
-        summary = f"{name} -> FlexDeMo(base={config.base!r}), same learning rates and weight decay{advice}"
-    elif type(optimizer) is torch.optim.Muon:
-        summary = "torch.optim.Muon -> ParallelMuon, same hyper-parameters"
+    new = f"FlexDeMo(base={config.base!r})" if isinstance(config, FlexDeMoConfig) else kind.__name__
+    if type(optimizer) is torch.optim.Muon:
+        summary = f"torch.optim.Muon -> {new}, same hyper-parameters"
+    elif isinstance(config, FlexDeMoConfig) and config.base != "muon":
+        summary = f"{name} -> {new}, same learning rates and weight decay"
     else:
-        factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
-        measured = "muon_lr_factor; measured in docs/performance.md"
+        factor, measured = config.lr_factor_over_adamw, "muon_lr_factor; measured in docs/performance.md"
         rate = "" if factor == 1 else f" with {factor:g} times its learning rate, in weight decay too ({measured})"
-        summary = f"{name} -> ParallelMuon for matrices{rate}, AdamW for the rest"
+        summary = f"{name} -> {new} for matrices{rate}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
     found = (_other_updates(name, config), _tables_on_muon(converted), _without_effect(config, converted, name))

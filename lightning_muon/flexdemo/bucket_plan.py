@@ -17,6 +17,8 @@ from lightning_muon.flexdemo.replicators import Full, Replicator
 
 VALUE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ALIGNMENT = 8
+# Dtypes of indices, and the most elements of a block for which they do.
+_INDICES = {torch.uint8: 1 << 8, torch.uint16: 1 << 16, torch.int32: 1 << 31}
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class MessagePart:
     @property
     def index_dtype(self) -> torch.dtype:
         """Dtype in which the indices of elements of a block are sent."""
-        return torch.uint16 if self.block_numel <= 1 << 16 else torch.int32
+        return next(dtype for dtype, most in _INDICES.items() if self.block_numel <= most)
 
 
 @dataclass(frozen=True)

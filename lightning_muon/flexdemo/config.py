@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
+
+from typing_extensions import override
 
 from lightning_muon.config import (
     NOT_OF_OPTIMIZERS,
@@ -20,12 +22,11 @@ from lightning_muon.config import (
 )
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, Replicator, check_replicator
 
-# Rates: docs/performance.md, loss at equal steps.
-MUON_RATE = "best were 16 times the lr of AdamW"
+# Rates: docs/performance.md, slow links. The first is that of matrices with base="muon" over AdamW's.
+MEASURED_FLEXDEMO_LR_FACTOR = 6.0
 SIGN_SGD = (
     "each step changes each weight by lr, whatever the size of its gradient. Best were 1 to 2 times the lr of AdamW; "
-    "one chosen for SGD is far too large (sign=False takes it). base='adamw' has the moments of AdamW, base='muon' "
-    f"orthogonalizes matrices ({MUON_RATE}); see docs/flexdemo.md"
+    "one chosen for SGD is far too large (sign=False takes it); see docs/flexdemo.md"
 )
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
@@ -49,10 +50,11 @@ class FlexDeMoConfig(OptimizerConfig):
     only where the nodes then train by themselves. ``wire_dtype`` is that of what travels inside a node.
 
     Args:
-        base: What applies the merged update: ``"sgd"``, ``"adamw"`` (its moments follow the update), or ``"muon"``
-            (Newton-Schulz for matrices, without a second momentum; AdamW for the rest). Where nodes train by
-            themselves (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
-        replicator: Chooses what the nodes send each other; see :mod:`lightning_muon.flexdemo.replicators`.
+        base: What applies the merged update: ``"muon"`` (Newton-Schulz for matrices, without a second momentum; AdamW
+            for the rest), ``"adamw"`` (its moments follow the update), or ``"sgd"``. Where nodes train by themselves
+            (``DiLoCo``, ``NoReplication``) it is the optimizer inside of each node, with all of its state.
+        replicator: Chooses what the nodes send each other; see :mod:`lightning_muon.flexdemo.replicators`. ``"auto"``
+            becomes ``DCTTopK(strips=True, top_k=4)``.
         decay: Factor on the residual, the part of the momentum that was not sent, in each step.
         sign: Apply the sign of the merged update. ``"auto"``: with ``base="sgd"``, as in DeMo.
         merge: A coefficient is divided by the number of the nodes that sent it (``"contributors"``, as in DeMo), or
@@ -63,8 +65,8 @@ class FlexDeMoConfig(OptimizerConfig):
         bucket_bytes: Size of a bucket: parameters (4 bytes for each element) that travel in one message.
     """
 
-    base: Base = "sgd"
-    replicator: Replicator | LocalSteps = field(default_factory=DCTTopK)
+    base: Base = "muon"
+    replicator: Replicator | LocalSteps | Literal["auto"] = "auto"
     decay: float = 0.999
     sign: bool | Literal["auto"] = "auto"
     merge: Merge = "contributors"
@@ -85,6 +87,8 @@ class FlexDeMoConfig(OptimizerConfig):
         check_number("decay", self.decay)
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
+        if self.replicator == "auto":  # Not the default itself, whose options Lightning's files would add to theirs.
+            object.__setattr__(self, "replicator", DCTTopK(strips=True, top_k=4))
         if not isinstance(self.replicator, Replicator | LocalSteps):
             raise TypeError(f"replicator must be a Replicator, such as DCTTopK(top_k=8), got {self.replicator!r}")
         without_meaning: dict[str, str] = {}
@@ -102,6 +106,11 @@ class FlexDeMoConfig(OptimizerConfig):
         for key, reason in without_meaning.items():
             if getattr(self, key) != getattr(type(self), key):
                 raise ValueError(f"{key}={getattr(self, key)!r} {reason}")
+
+    @property
+    @override
+    def measured_lr_factor(self) -> float:
+        return MEASURED_FLEXDEMO_LR_FACTOR if self.base == "muon" else 1.0
 
     @property
     def has_inner_momentum(self) -> bool:
@@ -126,7 +135,7 @@ class FlexDeMoOptions(OptimizerOptions, total=False):
     """The fields of :class:`FlexDeMoConfig` that FlexDeMo takes as ``**options``, for editors."""
 
     base: Base
-    replicator: Replicator | LocalSteps
+    replicator: Replicator | LocalSteps | Literal["auto"]
     decay: float
     sign: bool | Literal["auto"]
     merge: Merge

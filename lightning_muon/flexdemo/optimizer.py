@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
-from lightning_muon.flexdemo.config import ELSEWHERE, MUON_RATE, SIGN_SGD, FlexDeMoConfig, FlexDeMoOptions
+from lightning_muon.flexdemo.config import ELSEWHERE, SIGN_SGD, FlexDeMoConfig, FlexDeMoOptions
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
@@ -35,7 +35,7 @@ _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 @takes_options(FlexDeMoConfig, ELSEWHERE)
 class FlexDeMo(PlannedOptimizer):
-    """SGD, AdamW or Muon on momenta of which the nodes send each other only a few components.
+    """Muon, AdamW or SGD on momenta of which the nodes send each other only a few components.
 
     Every rank keeps for its shard a residual, the part of the momentum that was not sent yet. With the gradient ``g``,
     the mean over the ranks of one node, a step computes ``residual <- decay * residual + g``. The replicator chooses
@@ -50,7 +50,7 @@ class FlexDeMo(PlannedOptimizer):
     Example::
 
         model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-        optimizer = FlexDeMo(model, lr=1e-3, base="sgd", replicator=DCTTopK(top_k=8))
+        optimizer = FlexDeMo(model, lr=1e-3, base="adamw", replicator=DCTTopK(top_k=8))
         model(torch.randn(8, 32)).sum().backward()
         optimizer.step()
 
@@ -173,14 +173,16 @@ class FlexDeMo(PlannedOptimizer):
     def summary(self) -> str:
         """Text: what applies the updates, what nodes send each other, and the table of parameters."""
         config = self.config
+        nodes, sent = self._sync.num_nodes, self.sent_bytes_per_step
+        summed = 8 * (nodes - 1) * sum(local_tensor(each).numel() for each in self._trained().trainable) / nodes
         head = (
-            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {self._sync.num_nodes} nodes, "
-            f"{self.sent_bytes_per_step:,} bytes to other nodes per rank and step"
+            f"FlexDeMo: base {config.base}, {config.replicator}, {config.value_format}, {nodes} nodes, {sent:,} bytes "
+            "to other nodes per rank and step"
         )
-        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
+        head += f", 1/{summed / sent:.1f} of an all-reduce of float32 gradients" if sent else ""
         if config.base != "sgd":
-            rate = f"\nMuon of the merged updates with lr {rates}: {MUON_RATE}; see docs/flexdemo.md"
-            return f"{head}{rate if config.base == 'muon' else ''}\n{super().summary()}"
+            return f"{head}\n{super().summary()}"
+        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
         return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +196,7 @@ class FlexDeMo(PlannedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state as torch does; it may be that of another number of nodes (see docs/flexdemo.md)."""
         sync, self._planned = self._sync, None
-        sync.check_saved(state_dict["state"].values())
+        sync.check_saved(state_dict["state"].values(), state_dict["param_groups"])
         state_dict = understood(state_dict)
         # Loaded below: torch would round these to the dtype of the parameter.
         extra = {*sync.loads, *sync.per_node, SECOND_MOMENT}

@@ -137,10 +137,10 @@ class InterNodeSync(StateCompletion):
         copies = {key: local_tensor(value).to(parameter.device, copy=True) for key, value in own.items()}
         return {key: self.layout.of_all_nodes(parameter, copy) for key, copy in copies.items()}
 
-    def check_saved(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Raise if the states are of a checkpoint that was made with another way of synchronizing. Local."""
-        all_marks = {"residual", "node_weights", "anchor"}
-        marks = all_marks & {key for state in states for key in state}
+    def check_saved(self, states: Iterable[Mapping[str, Any]], groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise if they are of a checkpoint with another way of synchronizing, or with ``base="sgd"``. Local."""
+        all_marks, saved = {"residual", "node_weights", "anchor"}, {key for state in states for key in state}
+        marks = all_marks & saved
         if marks == {"anchor"}:
             raise ValueError(
                 "the state has no node_weights, which flatten_optimizer_state_dict=True of "
@@ -152,6 +152,13 @@ class InterNodeSync(StateCompletion):
             raise ValueError(
                 f"the state was saved with {saved_with}, the replicator is {self.config.replicator} now; "
                 "go on with the replicator of before, or load only the weights of the model"
+            )
+        is_of_sgd = not saved & {*MOMENTS} and all(group.get("algorithm") == "adamw" for group in groups)
+        if marks and is_of_sgd and self.config.base != "sgd":
+            raise ValueError(
+                "the state was saved with base='sgd', the default of earlier versions, and base is "
+                f"{self.config.base!r} now. Go on with FlexDeMoConfig(base='sgd', replicator=DCTTopK(top_k=32)), which "
+                "is what defaults were, or load only the weights of the model"
             )
 
     def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:

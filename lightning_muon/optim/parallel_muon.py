@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Self, Unpack
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.config import (
-    MEASURED_MUON_LR_FACTOR,
-    NOT_OF_OPTIMIZERS,
-    Algorithm,
-    MuonConfig,
-    MuonOptions,
-    OptimizerConfig,
-    takes_options,
-)
+from lightning_muon.config import NOT_OF_OPTIMIZERS, Algorithm, MuonConfig, MuonOptions, takes_options
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
@@ -66,9 +58,3 @@ class ParallelMuon(PlannedOptimizer):
             options["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
         config = MuonConfig(lr=lr, weight_decay=weight_decay, momentum=momentum, **options)  # type: ignore[arg-type]
         super().__init__(params, config, mesh=mesh, algorithm=algorithm)
-
-    @classmethod
-    def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
-        """An optimizer with these options, whose learning rate was chosen for AdamW; ``overrides`` win."""
-        factor = MEASURED_MUON_LR_FACTOR if config.muon_lr_factor == "auto" else config.muon_lr_factor
-        return super().from_config(params, config, **({"muon_lr_factor": factor} | overrides))

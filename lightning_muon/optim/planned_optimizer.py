@@ -95,8 +95,9 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     @classmethod
     def from_config(cls, params: Any, config: OptimizerConfig, **overrides: Any) -> Self:
-        """An optimizer with the options of ``config``; ``overrides`` are further arguments of the constructor."""
-        return cls(params, **(vars(config) | overrides))
+        """An optimizer with these options, whose learning rate was chosen for AdamW; ``overrides`` win."""
+        options: dict[str, Any] = vars(config) | {"muon_lr_factor": config.lr_factor_over_adamw}
+        return cls(params, **(options | overrides))
 
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""

@@ -33,7 +33,7 @@ from recipes.t5_summarization.model import T5Summarizer
 
 RESULTS = "results.jsonl"
 LOSSES = ("train_loss", "val_loss")  # Of the last epoch, nats per token.
-_PAPER: dict[str, Any] = {"decay": 0.999, "merge": "contributors", "value_format": "bf16"}
+_PAPER: dict[str, Any] = {"decay": 0.999, "merge": "contributors", "value_format": "bf16", "muon_lr_factor": 1.0}
 
 
 def sparse(top_k: int, *, strips: bool = False, base: Any = "sgd", **options: Any) -> FlexDeMoConfig:

@@ -201,11 +201,12 @@ def trainings(size: int) -> Iterator[tuple[str, Callable[[], str]]]:
                 continue  # Refused: an AdamW that is kept reads whole gradients.
             yield f"{mode} {name}", lambda mesh=mesh, optimizer=optimizer: train(optimizer=optimizer, **mesh)
     nodes = {"replicate_size": 2, "shard_size": 2} if size == 4 else {"replicate_size": size, "shard_size": 1}
-    configs = {"dct signs": FlexDeMoConfig(replicator=REPLICATORS["dct"], dense_below=8)}
+    configs = {"dct signs": FlexDeMoConfig(base="sgd", replicator=REPLICATORS["dct"], dense_below=8)}
     for name, each in REPLICATORS.items():
-        configs[name] = FlexDeMoConfig(replicator=each, sign=False, dense_below=8)
+        configs[name] = FlexDeMoConfig(base="sgd", replicator=each, sign=False, dense_below=8)
+    options: dict[str, Any] = {"replicator": REPLICATORS["dct"], "dense_below": 8, "fused": FUSED}
     for base in ("adamw", "muon"):
-        configs[f"dct {base}"] = FlexDeMoConfig(base=base, replicator=REPLICATORS["dct"], dense_below=8, fused=FUSED)
+        configs[f"dct {base}"] = FlexDeMoConfig(base=base, muon_lr_factor=1.0, **options)
     for name, config in configs.items():
         yield f"flexdemo {name}", lambda config=config: train(optimizer=config, **nodes)
     if size in (2, 4):

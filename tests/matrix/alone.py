@@ -226,6 +226,7 @@ class _FlexDeMo:
         rules: dict[str, Any] = {key: getattr(config, key) for key in keys} | {"sign": config.takes_sign, "lr": LR}
         rules |= {"num_nodes": row.num_nodes, "ranks_per_node": row.num_data_ranks // row.num_nodes}
         rules |= {"weight_decay": WEIGHT_DECAY, "betas": BETAS, "eps": EPS}
+        rules |= {"muon_lr_factor": config.lr_factor_over_adamw if row.program == "AdamW" else 1.0}
         if config.orthogonalize != "newton_schulz":
             rules["orthogonalization"] = ORTHOGONALIZATIONS[config.orthogonalize]
         choice = choice_of(config.replicator)

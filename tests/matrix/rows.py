@@ -117,7 +117,8 @@ def _frameworks() -> None:
              **mixed | {"accumulate": 2})  # fmt: skip
         _add(f"{name}, bf16-mixed, zero2", plain, 2, options=zero2, **mixed)
         _add(f"{name}, bf16-mixed, SGD", name, 2, optimizer="keep", program="SGD", **mixed)
-        _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=MEAN | {"base": "muon"}, **mixed)
+        at_rate: dict[str, Any] = MEAN | {"base": "muon", "muon_lr_factor": 1.0}
+        _add(f"{name}, bf16-mixed, nodes", name, 4, options=HSDP, optimizer=at_rate, **mixed)
         for kind, of_kind in (("fsdp", {}), ("ddp", ddp)) if name != "accelerate" else ():
             _add(f"{name}, bf16-true, {kind}", name, 2, options={**of_kind, "save_distributed_checkpoint": True},
                  **mixed | {"precision": "bf16-true"})  # fmt: skip
@@ -282,7 +283,7 @@ def _tensors() -> None:
 def _nodes() -> None:
     """FlexDeMo on tensors and models: replicators, bases, merges, gradients that some nodes lack."""
     squares = DCTTopK(chunk_size=8, top_k=5)
-    base = {"value_format": "fp32", "sign": False, "dense_below": 16}
+    base = {"base": "sgd", "value_format": "fp32", "sign": False, "dense_below": 16}
     muon = {"base": "muon", "nesterov": True}
     missing = {1: ("odd", "bias", "scalar"), 2: ("odd", "tall")}
     unused = {-1: ("odd", "bias")}
@@ -316,7 +317,7 @@ def _nodes() -> None:
         sizes = {"replicate_size": nodes, **given.pop("options", {})}
         _add(f"nodes, {name}, {ranks} ranks, {nodes} nodes", "tensors", ranks, options=sizes, shapes=shapes,
              optimizer={"replicator": squares, **base, **options}, **{"tolerance": 1e-5, **given})  # fmt: skip
-    local = {"sign": False, "bucket_bytes": 3000}
+    local = {"base": "sgd", "sign": False, "bucket_bytes": 3000}
     own = DiLoCo(period=3, outer_lr=0.9, outer_momentum=0.8)
     other = DiLoCo(period=2, nesterov=False, outer_lr=0.5, outer_momentum=0.6)
     mean = DiLoCo(period=2, nesterov=False, outer_lr=1.0, outer_momentum=0.0)

@@ -30,6 +30,7 @@ class Rules:
     base: Literal["sgd", "adamw", "muon"] = "sgd"
     sign: bool = False
     lr: float = 0.01
+    muon_lr_factor: float = 1.0
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)  # Of AdamW.
     eps: float = 1e-8
@@ -75,6 +76,7 @@ class ReferenceFlexDeMo:
         self._muon = ReferenceMuon(
             whole,
             lr=rules.lr,
+            muon_lr_factor=rules.muon_lr_factor,
             weight_decay=rules.weight_decay,
             momentum=0.0,
             nesterov=False,

@@ -142,7 +142,7 @@ def run_flexdemo(
         mesh = _mesh_of(size, replicas)
         found = _weights(shapes, mesh["shard"])
         groups = _groups_of(found)
-        if options.get("base") != "muon":
+        if options.get("base", "muon") != "muon":
             groups = [{"params": group["params"]} for group in groups]
         optimizer = FlexDeMo(groups, mesh=mesh, check_every=0, **options)
         backward = _Backward(found)

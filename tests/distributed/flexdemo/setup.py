@@ -41,7 +41,7 @@ class Ranks:
         self.mesh = init_device_mesh("cpu", case.mesh_shape, mesh_dim_names=("replicate", "shard"))
         self.node, self.shards = self.mesh.get_local_rank("replicate"), self.mesh["shard"]
         self.parameters = {name: nn.Parameter(self.place(weight)) for name, weight in case.weights().items()}
-        options = {"lr": 0.01, "mesh": self.mesh} | dict(case.options)
+        options = {"lr": 0.01, "base": "sgd", "mesh": self.mesh} | dict(case.options)
         self.optimizer = FlexDeMo(self.parameters.items(), **options)
 
     def place(self, tensor: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ from tests.support.processes import ProcessPool
 from tests.support.tensors import wholes
 
 STOP, END = 3, 5
-SPARSE: dict[str, Any] = {"dense_below": 16, "bucket_bytes": 700, "replicator": DCTTopK(chunk_size=8, top_k=5)}
+REPLICATOR = DCTTopK(chunk_size=8, top_k=5)
+SPARSE: dict[str, Any] = {"base": "sgd", "dense_below": 16, "bucket_bytes": 700, "replicator": REPLICATOR}
 
 
 class Run(Ranks):

@@ -23,7 +23,7 @@ SHAPES = {
         {"name": "norm", "shape": [32], "kind": "elementwise"},
     ],
 }
-LOSS = "--width 32 --layers 1 --context 16 --batch 2 --steps 3 --evaluations 3 --megabytes 0.05 --seeds 0 1 --only muon"
+TINY = "--width 32 --layers 1 --context 16 --batch 2 --steps 3 --evaluations 3 --megabytes 0.05 --seeds 0 1"
 # Name, arguments, and a part of what it prints.
 COMMANDS = [
     ("optimizer_step", "--meshes 2 --shapes tiny --rounds 1", "| 2 | floor: Newton-Schulz alone, reference |"),
@@ -31,7 +31,7 @@ COMMANDS = [
     ("pipeline", "--ranks 2 --microbatches 2 --milliseconds 1 --rounds 1 --steps 1 --schedules zb_h1", "| zb_h1 |"),
     (
         "loss",
-        f"--text TMP/words.txt {LOSS} --tune adamw muon --rates 1e-3 1e-2 --factors 1 3 --out TMP",
+        f"--text TMP/words.txt {TINY} --only muon --tune adamw muon --rates 1e-3 1e-2 --factors 1 3 --out TMP",
         "",
     ),
     ("plan_accuracy", "--ranks 2 --rounds 1 --steps 1 --shapes TMP/tiny.json --out TMP", "| overlapped |"),
@@ -40,6 +40,7 @@ COMMANDS = [
 SLOW = "--ranks-per-node 1 --rates 1gbit --loss-steps 0 --steps 2 --layers 1 --contenders sgd"
 PROCESSES = [
     ("slow_network", SLOW, "| FlexDeMo sgd, k=8 |"),
+    ("loss", f"{TINY} --nodes 2 --out TMP", "| flexdemo | 0.004 | auto |"),
     ("gpu", "--device cpu --small --out TMP", "| trainer | zero2, same bits after a resume | True | kept |"),
 ]
 

@@ -98,7 +98,7 @@ def test_flexdemo_is_recommended_only_by_a_config_that_has_one(
     slow = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": [1e9, 1e6]}
     (tmp_path / "slow.json").write_text(json.dumps(slow))
     words = ("--cost", str(tmp_path / "slow.json"), "--ranks", "4", "--node-ranks", "2", "--length", "512")
-    text = shown("--shapes", "t5-base", *words)
+    text = shown("--shapes", "t5-base", *words, "--rows", "512")
     assert re.search(r"\nflexdemo is [\d.]+ times as fast, and another optimizer .*: ParallelMuonStrategy\(", text)
     assert "flexdemo" not in text.partition("recommended: ")[2]
     init_args = "{base: muon, replicator: {class_path: lightning_muon.DCTTopK, init_args: {top_k: 4}}}"
@@ -106,7 +106,7 @@ def test_flexdemo_is_recommended_only_by_a_config_that_has_one(
     path = config(strategy, "devices: 2, num_nodes: 2", 4096)
     text = shown(*path, *words, "--rows", "4096")
     assert "recommended: flexdemo" in text and "pipeline is left out: Net cannot be cut into stages" in text
-    assert "optimizer=FlexDeMoConfig(base='muon', replicator=DCTTopK(chunk_size=64, top_k=4" in text
+    assert "optimizer=FlexDeMoConfig(replicator=DCTTopK(chunk_size=64, top_k=4" in text
     # A step without --ranks is that of one node.
     assert "Net (config.yaml) on 1 x 2 = 2 ranks" in shown(*path)
     path = config(strategy.replace("base: muon", "base: adamw"), "devices: 2, num_nodes: 2")

@@ -28,6 +28,7 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     tell,
 )
+from lightning_muon.flexdemo.config import MEASURED_FLEXDEMO_LR_FACTOR
 
 
 @pytest.fixture
@@ -209,14 +210,17 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(model: nn.Sequential, base: 
     assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
     assert ("AdamW now runs as sign SGD" in conversion.warning) == (base == "sgd")
     assert any(route.algorithm == "muon" for route in new.routes) == (base == "muon")
+    factor = MEASURED_FLEXDEMO_LR_FACTOR if base == "muon" else 1.0
+    assert _groups(new, "muon_lr_factor") == [(factor,), (factor,)]
+    assert (f"with {factor:g} times its learning rate" in conversion.summary) == (base == "muon")
 
 
 def test_flexdemo_takes_rates_of_sgd_and_warns_of_signs(model: nn.Sequential) -> None:
     old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
-    conversion = convert_optimizer(old, model, FlexDeMoConfig())
+    conversion = convert_optimizer(old, model, FlexDeMoConfig(base="sgd"))
     assert _groups(conversion.optimizer, "lr", "muon_lr_factor") == [(0.5, 1.0), (0.1, 1.0)]
     assert "sign=False takes it" in conversion.warning
-    assert convert_optimizer(old, model, FlexDeMoConfig(sign=False)).warning == ""
+    assert convert_optimizer(old, model, FlexDeMoConfig(base="sgd", sign=False)).warning == ""
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,7 @@ def test_a_config_that_nothing_uses_is_named(model: nn.Module, kind: Any, config
 
 
 @pytest.mark.parametrize(
-    ("choice", "kinds"), [("auto", [ParallelMuon, torch.optim.AdamW]), (FlexDeMoConfig(base="muon"), [FlexDeMo] * 2)]
+    ("choice", "kinds"), [("auto", [ParallelMuon, torch.optim.AdamW]), (FlexDeMoConfig(), [FlexDeMo] * 2)]
 )
 def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choice: Any, kinds: list[Any]) -> None:
     muon, adamw = torch.optim.Muon([model[1].weight]), torch.optim.AdamW(model[0].parameters())
@@ -275,7 +279,11 @@ def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choi
     ("config", "said"),
     [
         ("auto", "AdamW -> ParallelMuon for matrices with 3 times its learning rate"),
-        (FlexDeMoConfig(base="muon"), "AdamW -> FlexDeMo(base='muon'), .* (best were 16 times the lr of AdamW"),
+        (
+            FlexDeMoConfig(),
+            "AdamW -> FlexDeMo(base='muon') for matrices with .* times its learning rate, in weight decay",
+        ),
+        (FlexDeMoConfig(base="adamw"), "AdamW -> FlexDeMo(base='adamw'), same learning rates"),
     ],
 )
 def test_what_replaces_adamw_is_told_once_with_its_rate(

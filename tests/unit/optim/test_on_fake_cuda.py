@@ -38,12 +38,10 @@ SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "zero2, replicas": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, clip=True),
     "ddp, clip": lambda: run_zero2(SMALL, NUM_RANKS, replicas=2, sharding="ddp", clip=True),
     "FlexDeMo sgd": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd"),
-    "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=8, base="muon"),
-    "FlexDeMo sums, unfinished": lambda: run_flexdemo(
-        SMALL, NUM_RANKS, replicas=4, base="muon", replicator=Full(), completed=False
-    ),
-    "FlexDeMo strides": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=4, replicator=Striding(rate=0.25)),
-    "DiLoCo": lambda: run_flexdemo(SMALL, NUM_RANKS, replicator=DiLoCo(period=2), steps=4),
+    "FlexDeMo muon": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=8),
+    "FlexDeMo sums, unfinished": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=4, replicator=Full(), completed=False),
+    "FlexDeMo strides": lambda: run_flexdemo(SMALL, NUM_RANKS, replicas=4, base="sgd", replicator=Striding(rate=0.25)),
+    "DiLoCo": lambda: run_flexdemo(SMALL, NUM_RANKS, base="sgd", replicator=DiLoCo(period=2), steps=4),
 }
 SMALL = shapes_of("small")
 

@@ -111,11 +111,12 @@ _GROUP_KEYS = {
     "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
     "weight_decay": "weight_decay must be finite and >= 0, got -2",
 }
-_NODES = [(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), {}, "momentum=0.9 would be a second one"),
-          (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), {}, "weight_decay=0.5 is added to the gradient"),
-          (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), {}, "maximize"),
+_SGD = {"base": "sgd"}
+_NODES = [(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), _SGD, "momentum=0.9 would be a second one"),
+          (lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.5), _SGD, "weight_decay=0.5 is added to the gradient"),
+          (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), _SGD, "maximize"),
           (lambda p: torch.optim.SGD(p, lr=0.1), {"base": "adamw"}, r"set FlexDeMoConfig\(base='sgd'\)"),
-          (lambda p: torch.optim.Muon(p), {}, r"base='sgd'; set FlexDeMoConfig\(base='muon'\)"),
+          (lambda p: torch.optim.Muon(p), _SGD, r"base='sgd'; set FlexDeMoConfig\(base='muon'\)"),
           (lambda p: torch.optim.Adam(p, weight_decay=0.1), {}, "in FlexDeMo it is not; use AdamW"),
           (lambda p: torch.optim.AdamW(p, amsgrad=True), {}, "amsgrad=True is not supported by FlexDeMo"),
           (lambda p: torch.optim.Adagrad(p), {}, "the Adagrad .*: AdamW, Adam, SGD, Muon"),
@@ -185,7 +186,7 @@ MODELS = {
         _convert_without_matrices,
         [
             ("auto", "(?s)0.weight.*optimizer='keep'"),
-            (FlexDeMoConfig(base="muon"), "(?s)0.weight.*base='adamw'"),
+            (FlexDeMoConfig(), "(?s)0.weight.*base='adamw'"),
         ],
     ),
     "another layout": Table(
