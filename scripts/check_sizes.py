@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_114, 151),
-    "tests/**/*.py": (30_223, 254),
-    "benchmarks/**/*.py": (3_455, 16),
-    "recipes/**/*.*": (3_200, 38),
-    "docs/**/*.md": (3_416, 22),
+    "lightning_muon/**/*.py": (26_405, 153),
+    "tests/**/*.py": (27_772, 242),
+    "benchmarks/**/*.py": (3_536, 16),
+    "recipes/**/*.*": (3_234, 39),
+    "docs/**/*.md": (3_504, 22),
     "README.md": (180, 1),
 }
 
