@@ -578,9 +578,9 @@ class Zero2(Ddp):
     @override
     def close(self) -> None:
         super().close()
-        self._mains.close()
         closing, self._zero2_layout, self.layout = self._zero2_layout, None, Layout()
         if closing is not None:
+            self._mains.close()
             # Waits for values on their way; raises if they do not arrive, because other ranks are gone.
             closing.close()
 
