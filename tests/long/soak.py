@@ -144,7 +144,7 @@ def train(folder: str, mode: str, num_steps: int, kill: Kill | None) -> tuple[in
     data = TensorDataset(tokens, (3 * tokens + 1) % 23)
     trainer.fit(model, DataLoader(data, batch_size=4, shuffle=True))
     digest = hashlib.sha256()
-    states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
+    states = [value for state in trainer.optimizers[0].state.values() for _, value in sorted(state.items())]
     for tensor in (*model.parameters(), *(value for value in states if isinstance(value, Tensor))):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         digest.update(local.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
