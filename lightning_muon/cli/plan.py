@@ -126,6 +126,8 @@ def _fit(arguments: Namespace, console: Console, setting: Setting, planned: Plan
         except ValueError as error:
             rows = [row for row in rows if row.way.mode != "pipeline"]
             notes.append(f"pipeline is left out: {str(error).partition(chr(10))[0]}")
+    if not rows:
+        raise ValueError("; ".join(notes))
     may_be_best = [row for row in rows if row.fits and (planned.flexdemo or row.way.mode != "flexdemo")]
     best = may_be_best[0] if may_be_best else None
     batch = f"{job.rows} rows of {job.length} tokens, {job.precision}"

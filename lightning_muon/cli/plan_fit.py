@@ -303,9 +303,7 @@ def _memory(job: Job, sizes: Sizes, way: Way, step: _StepCost, *, on_their_way: 
         gathered, accumulated = used * every.numel, summed * every.trained
     elif way.is_fsdp:  # Gathered are the root and two layers.
         gathered = used * (root.numel + min(2, sizes.layers) * job.gathered(layer))
-        # Sums of shards, but where FSDP2 would round them; see `accumulate` of the options.
-        is_whole = summed > own and way.mode != "hsdp"
-        accumulated = summed * every.trained / (1 if is_whole else shards) if way.passes > 1 else 0.0
+        accumulated = summed * every.trained / shards if way.passes > 1 else 0.0  # Sums of shards.
         # Gradients of the root stay whole until the end, and are packed to be summed.
         whole, sent = used * root.trained, used * root.numel + summed * root.trained
     else:

@@ -301,7 +301,7 @@ def _tables_on_muon(converted: PlannedOptimizer) -> str:
     return (
         f"torch.optim.Muon has {len(named)} parameters that are better with AdamW: {', '.join(named[:3])}"
         f"{', ...' if len(named) > 3 else ''}. Move them to a second optimizer (torch.optim.AdamW), name them in "
-        "MuonConfig(adamw_patterns=...), or return one AdamW of all parameters, whose matrices alone go to Muon."
+        "adamw_patterns, or return one AdamW of all parameters, whose matrices alone go to Muon."
     )
 
 

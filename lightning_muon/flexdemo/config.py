@@ -110,6 +110,8 @@ class FlexDeMoConfig(OptimizerConfig):
     @property
     @override
     def measured_lr_factor(self) -> float:
+        if self.has_inner_momentum:  # Nodes that train by themselves, each with a whole ParallelMuon.
+            return super().measured_lr_factor
         return MEASURED_FLEXDEMO_LR_FACTOR if self.base == "muon" else 1.0
 
     @property

@@ -39,7 +39,7 @@ COMPARED = (
 # Those that say how the update is made, which no scheduler changes.
 _FAMILY = (
     *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "orthogonalize", "adjust_lr_fn"),
-    *("cautious_weight_decay", "normuon", "normuon_beta2"),
+    *("muon_lr_factor", "cautious_weight_decay", "normuon", "normuon_beta2"),
 )
 # Those of which a loaded state cannot decide: which entries a state has, and code.
 _OF_PROGRAM = ("normuon", "orthogonalize")

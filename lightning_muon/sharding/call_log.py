@@ -112,6 +112,7 @@ class CallLog(Guard):
         # at least one of them, before it communicates. gloo ends a process that gets a message of another size.
         self.on_new_order: Callable[[], None] = lambda: None
         self.news = ""  # The last such call in this step that another one has preceded in earlier steps.
+        self.sums_replicas = True  # Whether backward passes reduce gradients between replicas.
         self._numbers: dict[FSDPModule, int] = {}
         self._names: list[tuple[str, str]] = []  # Name and class name of each unit, in order of numbers.
         self._places: dict[FSDPModule, tuple[nn.Module, str]] = {}  # One sharded parameter of each unit.
@@ -146,7 +147,7 @@ class CallLog(Guard):
             return
         if unit not in self._is_counted or self._is_sharded(unit):
             self._is_counted.add(unit)
-            self._add(2 * self._numbers[unit] + 1, crosses=True)
+            self._add(2 * self._numbers[unit] + 1, crosses=self.sums_replicas)
 
     @override
     def clips(self) -> None:

@@ -138,6 +138,8 @@ class Fsdp(ShardingMode):
 
     def _set_last_backward(self, is_last: bool) -> None:
         """Choose, before the forward pass, whether the next backward pass finishes the gradients; local."""
+        if self.call_log is not None:
+            self.call_log.sums_replicas = is_last
         for unit in fsdp_modules(self._module):
             if self._sums_shards and not rounds_sums_of_shards(unit):
                 unit.set_requires_all_reduce(is_last, recurse=False)

@@ -32,26 +32,29 @@ class MainWeights:
     """Float32 copies of a module's 16-bit weights, of which each rank has the parts that it updates.
 
     The weights of the module are their roundings; a copy follows what the program writes there. The copies stay when a
-    training ends, so that the module can be saved, and trained again on the same mesh.
+    training ends, so that the module can be saved, and trained again on the same ranks.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._parts: dict[Tensor, Tensor] = {}  # Equal keys on all ranks.
         self._layout, self._own = Layout(), cast(Callable[..., Tensor], local_tensor)
         self._hooks = ExitStack()
-        for child in (each for each in module.modules() if any(map(has_main, each.parameters(recurse=False)))):
-            self._hooks.enter_context(child.register_state_dict_post_hook(ModuleHook(self._save, "nothing")))
-            self._hooks.enter_context(child.register_load_state_dict_pre_hook(ModuleHook(self._load, "nothing")))
 
     @classmethod
     def of(cls, module: nn.Module, mesh: DeviceMesh) -> MainWeights:
-        """Those that an earlier training on the mesh has left, or new ones; local."""
-        known = _KNOWN.get(module)
-        if known is None or known._mesh is not mesh or not known._parts:
-            if known is not None:
-                known._hooks.close()
-            known = _KNOWN[module] = cls(module, mesh)
+        """Those that an earlier training on these ranks has left, or new ones; local."""
+        known = _KNOWN.pop(module, None)
+        if known is not None:
+            known._hooks.close()
+        if known is None or known._mesh != mesh:
+            known = cls(mesh)
+        _KNOWN[module] = known
+        held = set(module.parameters())  # Modules may have been replaced since.
+        known._parts = {weight: part for weight, part in known._parts.items() if weight in held}
+        for child in (each for each in module.modules() if any(map(has_main, each.parameters(recurse=False)))):
+            known._hooks.enter_context(child.register_state_dict_post_hook(ModuleHook(known._save, "nothing")))
+            known._hooks.enter_context(child.register_load_state_dict_pre_hook(ModuleHook(known._load, "nothing")))
         return known
 
     def divide(self, layout: Layout, own: Callable[..., Tensor]) -> None:

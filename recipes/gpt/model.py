@@ -105,13 +105,14 @@ class GPT(LightningModule):
 
     def configure_model(self) -> None:
         """Let transformers divide the experts over the ranks; it does so while it loads weights."""
-        if self.hparams.ep_size == 1 or hasattr(self.gpt.config, "distributed_config"):
+        trainer = self._trainer  # Without one, as in load_from_checkpoint, all experts are here.
+        if trainer is None or self.hparams.ep_size == 1 or hasattr(self.gpt.config, "distributed_config"):
             return
-        folder = Path(self.trainer.default_root_dir, "outputs", "first-weights")
-        if self.trainer.is_global_zero:
-            self.gpt.save_pretrained(folder)
-        self.trainer.strategy.barrier()
-        sizes = {"fsdp_size": self.trainer.world_size, "ep_size": self.hparams.ep_size}
+        folder = Path(trainer.default_root_dir, "outputs", "first-weights")
+        if trainer.is_global_zero:
+            self.gpt.save_pretrained(folder)  # Which all nodes must see.
+        trainer.strategy.barrier()
+        sizes = {"fsdp_size": trainer.world_size, "ep_size": self.hparams.ep_size}
         divided = DistributedConfig(**sizes, ep_implementation="all_to_all")
         self.gpt = type(self.gpt).from_pretrained(folder, distributed_config=divided).train()
 

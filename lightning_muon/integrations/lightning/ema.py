@@ -61,6 +61,11 @@ class EMAWeightsCallback:
         options = strategy.options
         if options.pipeline_size > 1:
             raise ValueError(f"EMAWeights does not go with pipeline_size={options.pipeline_size}; remove one of them")
+        if options.sharding == "zero2" and trainer.precision == "bf16-true":
+            raise ValueError(
+                "EMAWeights averages the weights that all ranks have, which sharding='zero2' with precision='bf16-true'"
+                " rounds in each step; use precision='bf16-mixed', or sharding='fsdp'"
+            )
         if options.has_nodes and isinstance(options.config.replicator, LocalSteps):
             raise ValueError("EMAWeights does not go with DiLoCo, whose nodes have weights of their own; remove it")
 

@@ -18,6 +18,7 @@ from tests.distributed.sharding.test_traffic import ALL_GATHER, ALL_REDUCE, Wire
 from tests.distributed.sharding.training import mesh_of, optimizer_for
 from tests.matrix.row import Row
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 from tests.support.tensors import wholes as whole_tensors
 
 REDUCE_SCATTER = "_reduce_scatter_base_"
@@ -136,3 +137,18 @@ def test_one_optimizer_drops_what_is_its_own(gloo: ProcessPool) -> None:
         if parameter.grad is not None:
             expected = parameter.grad if name.startswith("blocks.0.") else kept[name]
             torch.testing.assert_close(dropped[name], expected, rtol=0, atol=1e-6, msg=name)
+
+
+def _uneven() -> dict[str, Tensor]:
+    """Replicas whose accumulated batches have other numbers of micro-batches."""
+    training = Training((2, 1), "sharded")
+    for number in (*range(1 + dist.get_rank()), PASSES - 1):
+        training.run(number)
+    training.mode.finish_gradients()
+    training.optimizer.step()
+    return weights_of(training.net)
+
+
+def test_replicas_may_accumulate_different_numbers(gloo: ProcessPool) -> None:
+    first, second = gloo.run(_uneven, world_size=2)
+    assert all(torch.equal(first[name], second[name]) for name in first)

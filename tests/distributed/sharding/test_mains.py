@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_muon import full_state_dict
 from lightning_muon.checkpoint.loading import Checkpoint
@@ -128,7 +128,7 @@ def _copied() -> None:
 
 
 def _trained_again() -> None:
-    """The module goes on where it was, also where parts now lie elsewhere; frozen weights may thaw."""
+    """The module goes on where it was, also where parts now lie elsewhere; it may thaw, and have another layer."""
     training = _start()
     training.step(0)
     before = _mains(training)
@@ -136,11 +136,16 @@ def _trained_again() -> None:
     assert all(torch.equal(value, before[name]) for name, value in _mains(training).items()), "saved after the end"
     assert all(each.grad_dtype == each.dtype for each in training.net.parameters())
     training.net.requires_grad_(True)
-    again = Training.start("zero2", training.mode.mesh, net=training.net)
-    assert all(torch.equal(value, before[name]) for name, value in _mains(again).items())
+    torch.manual_seed(0)
+    training.net.tail.qkv = nn.Linear(7, 21, bias=False, dtype=BFLOAT)
+    again = Training.start("zero2", mesh_of((dist.get_world_size(),)), net=training.net)
+    others = {name: value for name, value in _mains(again).items() if name != "tail.qkv.weight"}
+    assert all(torch.equal(value, before[name]) for name, value in others.items())
     again.step(1)
     assert _agree(again)
-    assert not torch.equal(before["tail.frozen.weight"], _mains(again)["tail.frozen.weight"])
+    after = _mains(again)
+    assert not torch.equal(before["tail.frozen.weight"], after["tail.frozen.weight"])
+    assert not torch.equal(after["tail.qkv.weight"], after["tail.qkv.weight"].to(BFLOAT).float())
 
 
 def _thawed() -> None:
