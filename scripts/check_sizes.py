@@ -20,7 +20,7 @@ MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
     "lightning_muon/**/*.py": (26_418, 153),
-    "tests/**/*.py": (27_770, 242),
+    "tests/**/*.py": (27_772, 242),
     "benchmarks/**/*.py": (3_536, 16),
     "recipes/**/*.*": (3_235, 39),
     "docs/**/*.md": (3_507, 22),

@@ -83,6 +83,8 @@ def _frameworks() -> None:
         ("accelerate", "accelerate compiled", "accelerate ddp, prepared apart"),
     ):
         zero2, ddp = {"sharding": "zero2"}, {"sharding": "ddp"}
+        # Clipped gradients do not tell by what they were divided.
+        _add(f"{name}, tokens, not clipped", name, 2, options=loss, accumulate=2, has_tokens=True)
         # Accelerate steps a scheduler once for each process.
         others = both | {"has_rates": name != "accelerate"}
         plain = f"{name} ddp" if name == "accelerate" else name
