@@ -22,7 +22,7 @@ from lightning_muon.config import (
 )
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, Replicator, check_replicator
 
-# Rates: docs/performance.md, slow links. The first is that of matrices with base="muon" over AdamW's.
+# Of matrices with base="muon" over AdamW's rate; docs/performance.md, losses with FlexDeMo.
 MEASURED_FLEXDEMO_LR_FACTOR = 6.0
 SIGN_SGD = (
     "each step changes each weight by lr, whatever the size of its gradient. Best were 1 to 2 times the lr of AdamW; "
