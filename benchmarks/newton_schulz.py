@@ -9,8 +9,6 @@ method the table has its time beside that of torch, and in brackets its FLOPs, h
 the rate of the default, in textbook FLOPs (``NewtonSchulz.flops``; what is computed by half counts in full, so it may
 exceed 1), beside that of the product of two square matrices with the short side. Matrices that the optimizer does not
 batch are measured alone: eight take eight times as long.
-
-Then how far singular values of at least 0.01 of the norm are from 1, for sides of at most 512.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ SHAPES = {
 }
 PRESETS = {"jordan 5": steps_of("jordan", 5), "polar_express 5": steps_of("polar_express", 5), "fast 3": FAST}
 DEFAULT = "jordan 5, plain"
-_MOST_FOR_ERROR = 512
 
 Ways = Mapping[str, NewtonSchulz]
 
@@ -52,7 +49,6 @@ class Found:
     of_product: float
     of_torch: dict[str, float]  # Way -> its time, of that of torch's products.
     flops: dict[str, float]  # The same of FLOPs.
-    errors: dict[str, float]  # The largest one of a singular value.
 
 
 def main() -> None:
@@ -70,12 +66,6 @@ def main() -> None:
         rows.append([text, name, f"{each.gflops_per_second:.0f}", f"{each.of_product:.2f}"])
         rows[-1] += [f"{each.of_torch[way]:.2f} ({each.flops[way]:.2f})" for way in names]
     print(markdown(["shape", "dtype", "GFLOP/s", "of a product", *names], rows))
-    largest = {
-        name: [max(each.errors[way] for (_, its), each in found.items() if its == name) for way in names]
-        for name in arguments.dtypes
-    }
-    print("\nLargest error of a singular value, any shape:\n")
-    print(markdown(["dtype", *names], [(name, *(f"{error:.3f}" for error in of)) for name, of in largest.items()]))
     print(origin(__spec__.name))
 
 
@@ -114,26 +104,12 @@ def measure(matrix: Tensor, dtype: torch.dtype, seconds: float) -> Found:
     share = 1.0 if as_batch and len(members) > 1 else share_of_full_product(short, matrix.device.type)
     flops_of_torch = ways[DEFAULT].flops(rows, cols)
     rate = len(members) * flops_of_torch / best[DEFAULT]
-    # Of large matrices a part: their singular values would take longer than all else.
-    part = members[0][: _MOST_FOR_ERROR * max(1, rows // cols), : _MOST_FOR_ERROR * max(1, cols // rows)]
     return Found(
         gflops_per_second=rate / 1e9,
         of_product=rate / (2 * short**3 / best["product"]),
         of_torch={name: best[name] / best["torch"] for name in ways},
         flops={name: halved_flops(way, rows, cols, share) / flops_of_torch for name, way in ways.items()},
-        errors=errors_of(ways, part),
     )
-
-
-def errors_of(ways: Ways, matrix: Tensor) -> dict[str, float]:
-    """How far the singular values are from 1 after each of the ways, at most."""
-    left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
-    is_large = singular >= 0.01 * matrix.norm()
-    updates = {name: way.orthogonalize(matrix, eps=MuonConfig.eps).float() for name, way in ways.items()}
-    return {
-        name: ((left.mT @ update @ right.mT).diagonal()[is_large] - 1).abs().max().item()
-        for name, update in updates.items()
-    }
 
 
 def halved_flops(way: NewtonSchulz, rows: int, cols: int, share: float) -> float:

@@ -1,14 +1,12 @@
-"""Training steps over a slow link: time, traffic and loss for every way to keep two nodes together; needs root.
+"""Training steps over a slow link: time and traffic for every way to keep two nodes together; needs root.
 
     python -m benchmarks.slow_network --ranks-per-node 1 2 --rates unlimited 1gbit 100mbit 10mbit
 
 Two network namespaces are the nodes, a veth pair is the link, and a token bucket of the kernel (``tbf``) at both ends
 limits each direction to the rate; it adds no delay. torchrun starts the ranks, one thread each, which train a T5 of 10
-million parameters from random weights on generated text. One contender at a time: HSDP (FSDP2 on a 2-D mesh) with AdamW
+million parameters from random weights on random words. One contender at a time: HSDP (FSDP2 on a 2-D mesh) with AdamW
 and with ParallelMuon, FlexDeMo (FSDP2 within the node), and *no exchange*, nodes that do not talk to each other.
 
-- *loss*: of held-out text after ``--loss-steps`` steps without limit, for the best of ``--lrs``, which is named. The
-  data are the same for all contenders, but not for other numbers of ranks.
 - *s per step*: median of the steps after ``--warmup`` ones, slowest rank; in parentheses how many times faster than
   HSDP + AdamW. Steps are measured for about ``--seconds``, at least 2 and at most ``--steps``.
 - *MB sent*: bytes that leave a node in a step, from the counters of its device, so with headers and acknowledgements;
@@ -21,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -52,12 +49,10 @@ from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 NUM_NODES = 2
-NUM_HELD_OUT = 8
 BASELINE = "HSDP + AdamW"
-# With 4 layers 10.0 million parameters; no dropout, so that contenders differ in nothing but how they train.
-MODEL = {"vocab_size": 10240, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_heads": 8, "dropout_rate": 0.0}
-NUM_WORDS = 512  # Of the vocabulary, those that occur.
-REPETITION = 0.75
+# With 4 layers 10.0 million parameters.
+MODEL: dict[str, Any] = {"vocab_size": 10240, "d_model": 256, "d_kv": 32, "d_ff": 1024, "num_heads": 8}
+LR = 1e-3
 
 
 @dataclass(kw_only=True)
@@ -74,38 +69,22 @@ class Contender:
 
 
 def new_net(num_layers: int) -> nn.Module:
-    """Equal on all ranks. The embedding of T5 is drawn ten times as large as the rest; short runs would not move it."""
+    """Equal on all ranks."""
     torch.manual_seed(0)
-    net = T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, num_layers=num_layers, **MODEL))
-    with torch.no_grad():
-        net.get_input_embeddings().weight.mul_(0.1)
-    return net
+    return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, num_layers=num_layers, **MODEL))
 
 
-def make_batch(generator: torch.Generator, samples: int, *, source: int = 16, target: int = 16) -> dict[str, Tensor]:
-    """A walk over words, the target being how the source goes on.
-
-    Words are drawn with probabilities 1 / rank; with probability :data:`REPETITION` a word is followed by its
-    successor, which is fixed. What there is to learn: which words occur, how often, and what follows them.
-    """
-    frequencies = 1 / torch.arange(1, NUM_WORDS + 1)
-    successors = torch.randperm(NUM_WORDS, generator=torch.Generator().manual_seed(0))
-    drawn = torch.multinomial(frequencies, samples * (source + target), True, generator=generator)
-    walk = drawn.view(samples, -1)
-    follows = torch.rand(walk.shape, generator=generator) < REPETITION
-    for place in range(1, source + target):
-        walk[:, place] = torch.where(follows[:, place], successors[walk[:, place - 1]], walk[:, place])
-    words = walk + 2  # 0 is padding, 1 the end.
-    return {"input_ids": words[:, :source].contiguous(), "labels": words[:, source:].contiguous()}
+def batch_of(rows: int) -> dict[str, Tensor]:
+    words = torch.randint(2, MODEL["vocab_size"], (2, rows, 16))  # 0 is padding, 1 the end.
+    return {"input_ids": words[0], "labels": words[1]}
 
 
-Maker = Callable[[DeviceMesh, float, argparse.Namespace], Contender]
+Maker = Callable[[DeviceMesh, argparse.Namespace], Contender]
 
 
 def fsdp(
     make: Callable[..., torch.optim.Optimizer],
     mesh: DeviceMesh,
-    lr: float,
     job: argparse.Namespace,
     *,
     in_node: bool = False,
@@ -116,16 +95,14 @@ def fsdp(
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for unit in [*(module for module in net.modules() if isinstance(module, T5Block)), net]:
         fully_shard(unit, mesh=on, mp_policy=policy)
-    return Contender(net=net, optimizer=make(net, lr))
+    return Contender(net=net, optimizer=make(net, LR))
 
 
-def flexdemo(
-    mesh: DeviceMesh, lr: float, job: argparse.Namespace, *, top_k: int | None = None, **options: Any
-) -> Contender:
+def flexdemo(mesh: DeviceMesh, job: argparse.Namespace, *, top_k: int | None = None, **options: Any) -> Contender:
     """Chunks of 64 x 64; ``top_k=0``: no replication, ``None``: the default."""
     if top_k is not None:
         options["replicator"] = lightning_muon.DCTTopK(top_k=top_k) if top_k else lightning_muon.NoReplication()
-    return fsdp(partial(lightning_muon.FlexDeMo, mesh=mesh, **options), mesh, lr, job, in_node=True)
+    return fsdp(partial(lightning_muon.FlexDeMo, mesh=mesh, **options), mesh, job, in_node=True)
 
 
 def adamw(net: nn.Module, lr: float) -> torch.optim.Optimizer:
@@ -161,7 +138,7 @@ def main() -> None:
         for name in names:
             rows[name] = run(name, ranks_per_node, arguments.timeout)
             print(f"2 x {ranks_per_node}, {name}: {rows[name]}", file=sys.stderr, flush=True)
-        print(f"\n2 nodes x {ranks_per_node}\n\n{table(rows, arguments.rates, arguments.loss_steps)}", flush=True)
+        print(f"\n2 nodes x {ranks_per_node}\n\n{table(rows, arguments.rates)}", flush=True)
     print(origin(__spec__.name))
 
 
@@ -211,9 +188,8 @@ def parse_rate(text: str) -> float | None:
     return float(number) * UNITS[unit]
 
 
-def table(rows: Mapping[str, Mapping[str, Any]], rates: Sequence[str], loss_steps: int) -> str:
+def table(rows: Mapping[str, Mapping[str, Any]], rates: Sequence[str]) -> str:
     heads = ["contender", *(f"s per step, {rate}" for rate in rates), "MB sent"]
-    heads += [f"loss after {loss_steps} steps", "lr"] if loss_steps else []
     cells: list[list[str]] = []
     base = [each["seconds"] for each in rows.get(BASELINE, {}).get("rates", [])]
     for name, row in rows.items():
@@ -224,7 +200,6 @@ def table(rows: Mapping[str, Mapping[str, Any]], rates: Sequence[str], loss_step
         ratios = [f" ({old / new:.1f}x)" for old, new in zip(base, seconds, strict=True)] if base else [""] * len(rates)
         times = [f"{value:.3f}{ratio}" for value, ratio in zip(seconds, ratios, strict=True)]
         cells.append([name, *times, f"{max(each['sent'] for each in row['rates']) / 1e6:.2f}"])
-        cells[-1] += [f"{row['loss']:.3f}", f"{row['lr']:g}"] if loss_steps else []
     return markdown(heads, cells)
 
 
@@ -235,8 +210,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--ranks-per-node", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "100mbit", "10mbit"])
     parser.add_argument("--contenders", nargs="+", default=[""], help="parts of their names; default: all")
-    parser.add_argument("--lrs", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="to try for the loss")
-    parser.add_argument("--loss-steps", type=int, default=60, help="0: no loss, and the first of --lrs for the times")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     for rate in arguments.rates:
@@ -254,36 +227,12 @@ def work(arguments: argparse.Namespace) -> None:
     dist.init_process_group("gloo", timeout=timedelta(minutes=20))
     shape = NUM_NODES, dist.get_world_size() // NUM_NODES
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    result = measure(CONTENDERS[name], mesh, arguments)
+    contender = CONTENDERS[name](mesh, arguments)
+    result = {"rates": [measure_rate(contender, arguments, rate) for rate in map(parse_rate, arguments.rates)]}
     if dist.get_rank() == 0:
         Path(result_file).write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def measure(make: Maker, mesh: DeviceMesh, job: argparse.Namespace) -> dict[str, Any]:
-    """Loss for each learning rate, then seconds and bytes for each rate with the best one.
-
-    Collective over all ranks; every rank must call it.
-    """
-    losses = [loss_after(make(mesh, lr, job), job) for lr in job.lrs] if job.loss_steps else []
-    finite = [loss if math.isfinite(loss) else math.inf for loss in losses]
-    best = finite.index(min(finite)) if finite else 0
-    contender = make(mesh, job.lrs[best], job)
-    rows = [measure_rate(contender, job, rate) for rate in map(parse_rate, job.rates)]
-    return {"lr": job.lrs[best], "loss": losses[best] if losses else None, "losses": losses, "rates": rows}
-
-
-def loss_after(contender: Contender, job: argparse.Namespace) -> float:
-    """Mean loss of held-out batches after the steps of a trial; without a limit of the rate."""
-    set_rate_of_node(None)
-    for batch in batches(job, seed=1, count=job.loss_steps):
-        contender.step(batch)
-    contender.optimizer.zero_grad()
-    with torch.no_grad():
-        loss = sum(contender.net(**batch).loss for batch in batches(job, seed=2, count=NUM_HELD_OUT)) / NUM_HELD_OUT
-    dist.all_reduce(loss)
-    return (loss / dist.get_world_size()).item()
 
 
 def measure_rate(contender: Contender, job: argparse.Namespace, rate: float | None) -> dict[str, float]:
@@ -309,17 +258,11 @@ def counted() -> int:
 
 def time_steps(contender: Contender, job: argparse.Namespace, count: int) -> list[float]:
     seconds = []
-    for batch in batches(job, seed=3, count=count):
-        started = time.perf_counter()
+    for _ in range(count):
+        batch, started = batch_of(job.batch), time.perf_counter()
         contender.step(batch)
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def batches(job: argparse.Namespace, *, seed: int, count: int) -> list[dict[str, torch.Tensor]]:
-    """Others on each rank, the same for all contenders."""
-    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-    return [make_batch(generator, job.batch) for _ in range(count)]
 
 
 def set_rate_of_node(rate: float | None) -> None:

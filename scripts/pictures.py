@@ -2,7 +2,7 @@
 
 - ``singular-values.svg``: what AdamW and Muon make of the same momentum, that of a small network which AdamW trains.
 - ``step.svg``: an optimizer step on the parameters of T5-small on two ranks, by ``benchmarks/plan_accuracy.py``.
-- ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: training steps over two stages, by ``benchmarks/pipeline.py``.
+- ``pipeline-1f1b.svg``, ``pipeline-zb_h1.svg``: a training step over two stages, as the simulator has it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from torch import Tensor, nn
 from lightning_muon import MuonConfig
 from lightning_muon.math.coefficients import steps_of
 from lightning_muon.math.newton_schulz import orthogonalize
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.pipeline import Pipeline, StageCosts, add_reduce_grad, build_program, make_order
+from lightning_muon.schedule.simulate import simulate
 from scripts.source_files import ROOT
 
 NUM_STEPS = 200
@@ -72,11 +75,6 @@ def draw_singular_values(path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def run(module: str, *words: str) -> None:
-    """Run a benchmark."""
-    subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *words], cwd=ROOT, check=True)
-
-
 def main() -> None:
     """Make all pictures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,10 +83,16 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_singular_values(out / "singular-values.svg")
     with tempfile.TemporaryDirectory() as folder:
-        run("plan_accuracy", *f"--shapes t5-small --ranks 2 --rounds 1 --out {folder}".split())
+        words = f"-m benchmarks.plan_accuracy --shapes t5-small --ranks 2 --rounds 1 --out {folder}"
+        subprocess.run([sys.executable, *words.split()], cwd=ROOT, check=True)
         shutil.copyfile(Path(folder, "timeline.svg"), out / "step.svg")
-    words = "--compute real --schedules 1f1b zb_h1 --microbatches 6"
-    run("pipeline", *words.split(), "--draw", str(out.resolve()))
+    passes = dict.fromkeys(("forward", "backward_input", "backward_weight"), 0.01)
+    costs = StageCosts(**passes, communication=0.0005, reduce_grad=0.005)
+    pipeline = Pipeline(num_ranks=2, num_microbatches=6, costs=costs)
+    for name in ("1f1b", "zb_h1"):
+        program = add_reduce_grad(build_program(make_order(name, pipeline), pipeline))
+        timeline = simulate(program, pipeline.costs)
+        draw_timelines({name: timeline}, out / f"pipeline-{name}.svg", title=f"{name} on 2 ranks, 6 micro-batches")
 
 
 if __name__ == "__main__":

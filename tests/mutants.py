@@ -82,9 +82,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "schedule/pipeline/lower.py": [
         (
-            "an optimizer step that waits for its first gradients only",
-            "deps = tuple(op.name for op in sums)",
-            "deps = tuple(op.name for op in sums[:1])",
+            "forwards hold no memory",
+            "memory=int(holds)",
+            "memory=0",
         ),
     ],
     "schedule/pipeline/checks.py": [

@@ -28,7 +28,6 @@ from benchmarks.gpu.steps import backward_on_stream, one_rank_of, one_rank_of_mo
 from lightning_muon import Components, FlexDeMoConfig, ParallelMuon
 from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
-from lightning_muon.math import symmetric
 from lightning_muon.math.dct import add_sparse_inverse_dct_
 from lightning_muon.optim.graphs import NewtonSchulzGraphs
 from lightning_muon.schedule.program import OpKind
@@ -154,28 +153,6 @@ def _as_it_runs(device: Device, matrices: Tensor) -> Callable[[], Tensor]:
         return partial(way.orthogonalize, matrices, eps=1e-7)
     graph.matrices.copy_(matrices)
     return graph.replay
-
-
-def choices(device: Device) -> Iterator[Row]:
-    """How Newton-Schulz should run: a batch over one by one, and panels of symmetric products over whole ones."""
-    for side in [64] if device.is_small else [128, 256, 512, 768, 1024, 1536, 2048]:
-        stack = torch.randn(8, side, side, device=device.name, dtype=torch.bfloat16)
-        alone, together = (_seconds_of(device, matrices) for matrices in (stack[:1], stack))
-        yield Row(f"8 of {side} x {side}, as a batch", f"{together / (8 * alone):.2f} of the time of one by one")
-    for rows, cols in [(64, 96)] if device.is_small else [(2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192)]:
-        x = torch.randn(1, rows, cols, device=device.name, dtype=torch.bfloat16)
-        whole = _seconds_of(device, x, least=rows + 1)
-        for height in (512, 1024, 2048, 4096):
-            if height < rows:
-                share = _seconds_of(device, x, least=rows, height=height) / whole
-                yield Row(f"{rows} x {cols}, panels of {height} rows", f"{share:.2f} of the time of whole products")
-
-
-def _seconds_of(device: Device, matrices: Tensor, *, least: int = 1 << 30, height: int = 1) -> float:
-    """Seconds of Newton-Schulz of a batch, cut into panels of ``height`` from ``least`` rows on."""
-    of_device = {"_LEAST_PANELED": {device.name: least}, "_PANEL_ROWS": {device.name: height}}
-    with mock.patch.multiple(symmetric, **of_device):
-        return device.seconds(_as_it_runs(device, matrices))
 
 
 def merging(device: Device) -> Iterator[Row]:
@@ -359,7 +336,6 @@ def trainer(device: Device) -> Iterator[Row]:
 PARTS = {
     "environment": Part(environment, 60),
     "newton_schulz": Part(newton_schulz, 100),
-    "choices": Part(choices, 60),
     "merging": Part(merging, 40),
     "waiting": Part(waiting, 60),
     "two_ranks": Part(two_ranks, 80),

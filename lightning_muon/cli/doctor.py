@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import resource
-import shutil
 import socket
 import sys
 import time
@@ -32,8 +30,6 @@ _PACKAGES = ("torch", "triton", "lightning", "pytorch-lightning", "accelerate", 
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "MASTER_PORT", "CUDA_DEVICE_MAX_CONNECTIONS")
 _SETTINGS += ("TORCH_NCCL_HIGH_PRIORITY",)
 _MIB = 64  # Of the tensor that is exchanged.
-# Ranks need descriptors for their connections, DataLoader workers and files; the default of Linux is 1024.
-_LEAST_DESCRIPTORS, _LEAST_SHARED_BYTES = 1024, 2**30
 Rows = list[tuple[str, str]]
 
 
@@ -46,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print what was found; exits with 1 if something is broken."""
     broken, notes, links = list[str](), list[str](), list[tuple[Any, ...]]()
-    rows = [*_packages(broken, notes), *_devices(notes), *_network(broken, notes)]
+    rows = [*_packages(broken, notes), *_devices(notes), *_network(broken)]
     if "RANK" not in os.environ:
         notes.append("no exchange was tried: torchrun --nproc-per-node N -m lightning_muon doctor lets N ranks try one")
     else:
@@ -112,31 +108,18 @@ def _devices(notes: list[str]) -> Rows:
             "CUDA_DEVICE_MAX_CONNECTIONS=1 lets all streams of a card share one queue: gathers and transfers wait "
             "for products in place of running behind them; unset it"
         )
-    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").total < _LEAST_SHARED_BYTES:
-        notes.append("/dev/shm is small: DataLoader workers and NCCL share memory there; set --shm-size of a container")
-    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if descriptors < _LEAST_DESCRIPTORS:
-        notes.append(f"{descriptors} open files per process are few: raise it with ulimit -n")
     return rows
 
 
-def _network(broken: list[str], notes: list[str]) -> Rows:
+def _network(broken: list[str]) -> Rows:
     """Backends of torch.distributed, network interfaces, and the address by which other hosts reach this one."""
     if torch.cuda.is_available() and not dist.is_nccl_available():
         broken.append("there is CUDA, but no NCCL: ranks on cards cannot talk; install a torch with NCCL")
-    host, address = socket.gethostname(), "no address"
+    host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
-    except OSError as error:
-        notes.append(
-            f"the name of this host, {host}, has no address ({error}); gloo needs one: add it to /etc/hosts, or set "
-            "GLOO_SOCKET_IFNAME to an interface"
-        )
-    if address.startswith("127."):
-        notes.append(
-            f"{host} means {address}, which other hosts cannot reach; for several nodes set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME to the interface between them"
-        )
+    except OSError:
+        address = "no address, which gloo needs: set GLOO_SOCKET_IFNAME to an interface"
     interfaces = ", ".join(name for _, name in socket.if_nameindex())
     rows = [("backends", "gloo, nccl" if dist.is_nccl_available() else "gloo"), ("interfaces", interfaces)]
     return [*rows, ("host", f"{host}, {address}"), *((key, os.environ[key]) for key in _SETTINGS if key in os.environ)]

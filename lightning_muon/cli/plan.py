@@ -109,7 +109,7 @@ def _step(arguments: Namespace, console: Console, setting: Setting, planned: Pla
         f"{config.ns_steps} Newton-Schulz steps, {setting.wire_itemsize} bytes per element on the wire, buckets of "
         f"{config.bucket_bytes / 2**20:g} MiB per rank, look-ahead {config.look_ahead}"
     )
-    for heading, body in report(setting, mesh, steps):
+    for heading, body in report(setting.model, steps):
         console.print(f"\n{heading}\n{'=' * len(heading)}", style="bold")
         console.print(*body, sep="\n")
 

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -42,8 +41,7 @@ from lightning_muon.schedule.simulate import Timeline, simulate
 
 IN_REPLICAS, ON_ALL = "owners in each replica", "owners on all ranks"
 _MIB = 2**20
-_LEGEND = """load: FLOPs of the busiest rank; bound: the mean, the most expensive matrix, or what cannot leave its rank.
-idle: share of the step in which a rank does not compute. hidden: share of the transfers that run meanwhile.
+_LEGEND = """idle: share of the step in which ranks do not compute. hidden: share of the transfers that run meanwhile.
 buffers: most bytes of what travels, without the memory in which Newton-Schulz works."""
 
 
@@ -80,16 +78,6 @@ class SimulatedStep:
     plan: ExchangeGroup
     timeline: Timeline
     itemsize: int
-
-    @cached_property
-    def bound(self) -> float:
-        """Least possible FLOPs of the busiest rank."""
-        resident: Counter[int] = Counter()
-        for matrix in self.plan.matrices:
-            if matrix.sole_holder is not None:
-                resident[matrix.sole_holder] += matrix.flops
-        flops = [matrix.flops for matrix in self.plan.matrices]
-        return max(sum(flops) / len(self.plan.flops), *flops, *resident.values())
 
     def moved(self) -> Iterator[tuple[str, str, int, int]]:
         """Direction, axis, and bytes of the busiest rank and of all, where there are any."""
@@ -154,11 +142,9 @@ def exchange_groups(setting: Setting, mesh: Mesh, dedupe: Dedupe, *, of_all_rank
     )
 
 
-def report(
-    setting: Setting, mesh: Mesh, steps: Mapping[str, SimulatedStep]
-) -> Iterator[tuple[str, list[RenderableType]]]:
+def report(model: ModelShapes, steps: Mapping[str, SimulatedStep]) -> Iterator[tuple[str, list[RenderableType]]]:
     """Title and content of each section."""
-    rows = [(each, each.shape, each.frozen) for each in setting.model.parameters]
+    rows = [(each, each.shape, each.frozen) for each in model.parameters]
     header, *lines = routing_rows(rows)
     yield "Parameters", [table(dict.fromkeys(header, ""), lines), "", *routing_totals(rows)]
     name, last = list(steps.items())[-1]
@@ -170,7 +156,19 @@ def report(
     ]
     columns = {"way": "", "direction": "", "axis": "", "busiest MiB": ",.1f", "mean MiB": ",.1f"}
     yield "Bytes on the wire, one step", [table(columns, moved) if moved else "Nothing travels."]
-    yield "Predicted timeline of the step, without forward and backward", _timelines(setting, mesh, steps)
+    columns = {"way": "", "step ms": ",.2f", "idle": ".1%", "hidden": ".1%", "buffers MiB": ",.0f", "buckets": "d"}
+    timelines = [
+        (
+            name,
+            1e3 * step.timeline.makespan,
+            step.timeline.idle,
+            step.timeline.hidden,
+            step.timeline.peak_bytes / _MIB,
+            len(step.plan.buckets),
+        )
+        for name, step in steps.items()
+    ]
+    yield "Predicted timeline of the step, without forward and backward", [table(columns, timelines), _LEGEND]
 
 
 def _owners(step: SimulatedStep) -> RenderableType:
@@ -183,29 +181,3 @@ def _owners(step: SimulatedStep) -> RenderableType:
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
         rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))
     return table({"rank": "", "matrices": "d", "TFLOP": ".3f", "/ mean": ".3f", "shapes": ""}, rows)
-
-
-def _timelines(setting: Setting, mesh: Mesh, steps: Mapping[str, SimulatedStep]) -> list[RenderableType]:
-    columns = {"way": "", "step ms": ",.2f", "load / bound": ".3f", "own nothing": "d", "idle": ".1%", "hidden": ".1%"}
-    rows = [
-        (
-            name,
-            1e3 * step.timeline.makespan,
-            max(step.plan.flops) / step.bound,
-            sum(not load for load in step.plan.flops),
-            step.timeline.idle,
-            step.timeline.hidden,
-            step.timeline.peak_bytes / _MIB,
-            len(step.plan.buckets),
-        )
-        for name, step in steps.items()
-    ]
-    lines: list[RenderableType] = [table(columns | {"buffers MiB": ",.0f", "buckets": "d"}, rows), _LEGEND]
-    if any(row[3] for row in rows):
-        lines.append("Ranks that own nothing: divide weights that are several matrices (fused= of the optimizer).")
-    if mesh.replicate > 1:
-        groups = exchange_groups(setting, mesh, setting.config.dedupe)
-        sizes = [(any(group.replica_of), len(group.matrices)) for group in groups]
-        shared, every = sum(number for is_shared, number in sizes if is_shared), sum(number for _, number in sizes)
-        lines.append(f"dedupe={setting.config.dedupe!r}: {shared} of {every} matrices have one owner for all replicas.")
-    return lines

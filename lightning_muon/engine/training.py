@@ -426,7 +426,7 @@ class TrainingEngine:
 
     def _compare_last_batch(self) -> None:
         if self.pipeline is not None:
-            self.pipeline.compare_last_batch()
+            self.pipeline.context.batches.compare_last()
 
     @property
     def divides_weights(self) -> bool:

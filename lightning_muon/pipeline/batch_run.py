@@ -28,17 +28,17 @@ from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 _Key = tuple[int, int]  # Stage and micro-batch.
 
 
-@dataclass(frozen=True)
+@dataclass
 class Context:
     """What all batches of a rank have in common."""
 
     stages: Stages
     links: Links
     batches: BatchComparison
-    forward_context: Callable[[], AbstractContextManager[None]]  # Around each forward: autocast.
-    output_dtype: torch.dtype | None  # Of the model's output, also for its loss; as computed if None.
     # Reduces the gradients of modules over all data ranks, for losses of this number.
     reduce: Callable[[Sequence[nn.Module], Tensor], None]
+    forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
+    output_dtype: torch.dtype | None = None  # Of the model's output, also for its loss; as computed if None.
 
 
 @dataclass
@@ -78,7 +78,6 @@ class BatchRun:
             PipelineKind.GRADIENT: self._send_or_receive_gradient,
             PipelineKind.LOSS: self._send_or_receive_loss,
             PipelineKind.UNSHARD: self._unshard,
-            PipelineKind.RESHARD: lambda op: None,  # The sum of the gradients frees the weights.
             PipelineKind.REDUCE_GRAD: self._reduce,
             PipelineKind.TIED: self._sum_tied,
         }

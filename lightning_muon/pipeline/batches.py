@@ -28,10 +28,8 @@ class BatchComparison:
     Shapes, and contents in host memory, are compared before the ranks send each other anything. A comparison of
     contents on another device would make the host wait for it; they are compared with the next batch, and those of the
     last one by :meth:`compare_last`.
-
-    Args:
-        group: The ranks of the pipeline. Collective over it to construct.
-        check: Raises if the facts of a batch, combined over all ranks, are wrong.
+    ``check`` raises if the facts of a batch, combined over all ranks, are wrong. Collective over ``group``, the ranks
+    of the pipeline, to construct.
     """
 
     def __init__(self, group: AxisGroup, check: Callable[[Sequence[bool]], None] = lambda facts: None) -> None:

@@ -24,13 +24,7 @@ class Size(NamedTuple):
 
 
 class Link:
-    """Messages to and from one other rank, in the order in which both list them.
-
-    Args:
-        group: The ranks of the pipeline.
-        peer: The other rank, by its number in the group.
-        device: Device of the messages.
-    """
+    """Messages to and from ``peer``, another rank by its number in the group, in the order in which both list them."""
 
     def __init__(self, group: dist.ProcessGroup, peer: int, device: torch.device) -> None:
         self._group, self._peer, self._device = group, peer, device
@@ -82,12 +76,7 @@ class Link:
 
 
 class Links:
-    """The links of this rank to the others of a pipeline.
-
-    Args:
-        group: The ranks of the pipeline.
-        device: Device of the messages.
-    """
+    """The links of this rank to the others of a pipeline."""
 
     def __init__(self, group: AxisGroup, device: torch.device) -> None:
         self._group, self._device = group.group, device

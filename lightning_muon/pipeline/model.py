@@ -33,7 +33,7 @@ class CausalLM(PPPlanModel):
 
     def probe(self) -> dict[str, Tensor]:
         """See the base class; with labels."""
-        inputs = self._tokens()
+        inputs = super().probe()
         return inputs | {"labels": inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, _IGNORED)}
 
     def split(self, batch: Any) -> tuple[Any, Any]:
@@ -99,7 +99,7 @@ def _inputs_and_labels(given: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 def find_staged_model(module: nn.Module) -> StagedModel:
     """Find how ``module`` is cut: by its methods, or as the model that it is or holds; local.
 
-    That model may be a causal language model of transformers, an ``nn.Sequential``, or one with a ``_pp_plan``.
+    That model may be one of transformers with one stack of layers, or an ``nn.Sequential``.
 
     Raises:
         ValueError: If it is none of them; the message shows the methods to write.
@@ -118,7 +118,6 @@ def find_staged_model(module: nn.Module) -> StagedModel:
             model = CausalLM(root)
         else:
             model = PPPlanModel(root)
-            model.example = getattr(module, "example_input_array", None)  # Lightning's name for it.
     except LookupError as error:
         names = ", ".join(name for name, child in module.named_children() if child in holders)
         held = f"it holds {names}, and does not say in which order they run" if len(holders) > 1 else error.args[0]
@@ -134,9 +133,7 @@ def find_staged_model(module: nn.Module) -> StagedModel:
 
 
 def _is_known(module: Any) -> bool:
-    return isinstance(module, nn.Sequential) or bool(
-        getattr(module, "base_model_prefix", None) or getattr(module, "_pp_plan", None)
-    )
+    return isinstance(module, nn.Sequential) or bool(getattr(module, "base_model_prefix", None))
 
 
 def _is_causal_lm(root: Any) -> bool:

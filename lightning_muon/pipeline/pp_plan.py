@@ -1,4 +1,4 @@
-"""Models whose own forward runs on every stage, with the modules of other stages left out."""
+"""Models of transformers, whose own forward runs on every stage, with the modules of other stages left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PROBE_LENGTH = 8  # Tokens: more than the window of a short convolution.
 
 
 class PPPlanModel(StagedModel):
-    """A model whose forward passes one tensor from part to part; ``_pp_plan`` or its children give the parts.
+    """A model of transformers, cut where its ``_pp_plan`` says, or at its children.
 
     Every stage runs that forward, with all inputs. Modules of other stages return their input; the first module of the
     stage gets what the stage has received, and the input of the first module of the next stage is sent there. So masks,
@@ -29,7 +29,6 @@ class PPPlanModel(StagedModel):
     """
 
     is_known = False  # Whether tests have shown that this holds for its kind.
-    example: Any = None  # Inputs of its forward, if the user gives some.
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -40,13 +39,8 @@ class PPPlanModel(StagedModel):
         self._result: Any = None  # Class of the result of its forward, and the name of the output in it.
         self._output = ""
 
-    def probe(self) -> Any:
-        """Inputs of a small forward: :attr:`example`, or tokens for a model of transformers, or else ``None``."""
-        is_of_transformers = hasattr(self.root, "base_model_prefix") and hasattr(self.root.config, "vocab_size")
-        return self._tokens() if self.example is None and is_of_transformers else self.example
-
-    def _tokens(self) -> dict[str, Tensor]:
-        """Two rows of tokens, one with padding."""
+    def probe(self) -> dict[str, Tensor]:
+        """Inputs of a small forward: two rows of tokens, one with padding."""
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.root.config.vocab_size, (2, _PROBE_LENGTH), generator=generator)
         mask = torch.ones_like(tokens)
@@ -57,16 +51,12 @@ class PPPlanModel(StagedModel):
     def run(self, parts: Sequence[Part], carry: Carry, inputs: Any) -> Carry:
         """See the base class."""
         args, kwargs = arguments_in(inputs)
-        if hasattr(self.root, "base_model_prefix"):
-            kwargs |= {"use_cache": False, "return_dict": True}
+        kwargs |= {"use_cache": False, "return_dict": True}
         with _stage_of_forward(self.parts, parts, carry) as passed_on:
             result = self._forward(*args, **kwargs)
-        output = result
-        if isinstance(result, Mapping):
-            self._result, self._output = type(result), next(iter(result))
-            output = result[self._output]
+        self._result, self._output = type(result), next(iter(result))
         if parts[-1] is self.parts[-1]:
-            return output
+            return result[self._output]
         if not passed_on:
             raise RuntimeError(
                 f"the forward of {type(self.root).__name__} does not come to the part after {parts[-1].name}"
@@ -81,7 +71,7 @@ class PPPlanModel(StagedModel):
 
     def result_of_call(self, output: Carry, target: Any) -> Any:
         """See the base class."""
-        return output if self._result is None else self._result(**{self._output: output})
+        return self._result(**{self._output: output})
 
 
 def arguments_in(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,14 +137,12 @@ def _planned_places(root: Any) -> list[list[_Place]]:
     """The places of each part: by the ``_pp_plan`` of a model, or the children of its base model."""
     kind = f"a {type(root).__name__}"
     prefix = getattr(root, "base_model_prefix", None)
+    if prefix is None or hasattr(root, "peft_config"):  # A PeftModel answers for the model inside.
+        raise LookupError(f"{kind} is no model of transformers alone, and not the forward of nn.Sequential")
     base = getattr(root, prefix, root) if prefix else root
     above = "" if base is root else f"{prefix}."
     names = sorted(getattr(root, "_pp_plan", None) or (), key=lambda name: not name.startswith(above))
     if len(names) < 2:  # The plan of transformers has the head first, and often nothing else.
-        if prefix is None or hasattr(root, "peft_config"):  # A PeftModel answers for the model inside.
-            raise LookupError(
-                f"{kind} is no model of transformers, has no _pp_plan, and not the forward of nn.Sequential"
-            )
         # Dropout belongs to one stage, too; modules with buffers only (rotary) are on all stages.
         names = [
             f"{path}{name}"
@@ -165,12 +153,7 @@ def _planned_places(root: Any) -> list[list[_Place]]:
     parts: list[list[_Place]] = [[]]
     for name in names:
         path, _, child = name.rpartition(".")
-        try:
-            parent, module = root.get_submodule(path), root.get_submodule(name)
-        except AttributeError as error:
-            raise LookupError(
-                f"the _pp_plan of {kind} has {name}, which the model has not; models of PEFT need pipeline_parts"
-            ) from error
+        parent, module = root.get_submodule(path), root.get_submodule(name)
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             parts += [*([(module, number)] for number, _ in module.named_children()), []]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -55,17 +55,11 @@ GIVE_ALL = (
 class PipelineRuntime:
     """Holds the stages of this rank, trains them, and answers calls of the model.
 
-    The constructor removes the parts of other ranks from ``module``, in place; other names stay. Parameters
-    that parts of several stages share become copies, whose gradients are summed. An engine calls, for each training,
-    :meth:`mode_options`, :meth:`take_calls` when the stages are sharded, and :meth:`attach`; then :meth:`train` for
-    each batch. Methods are collective over the pipeline, with the same batch, unless they are local.
-
-    Args:
-        module: The module that holds the model, and nothing else that trains.
-        model: How it is cut.
-        stages: The parts of each stage.
-        options: Options.
-        mesh: All ranks, by (pipeline, replicate, shard).
+    The constructor removes the parts of other ranks from ``module``, in place; other names stay. ``mesh`` has all
+    ranks, by (pipeline, replicate, shard). Parameters that parts of several stages share become copies, whose gradients
+    are summed. An engine calls, for each training, :meth:`mode_options`, :meth:`take_calls` when the stages are
+    sharded, and :meth:`attach`; then :meth:`train` for each batch. Methods are collective over the pipeline, with the
+    same batch, unless they are local.
     """
 
     _mode: ShardingMode
@@ -107,12 +101,14 @@ class PipelineRuntime:
             device=mesh_device(mesh),
             tied=list(zip(map(tuple, tied), places_of_rank, strict=True)),
         )
-        self._links = Links(group, self.stages.device)
-        self._batches = BatchComparison(group, self._require_equal_copies)
+        self.context = Context(
+            stages=self.stages,
+            links=Links(group, self.stages.device),
+            batches=BatchComparison(group, self._require_equal_copies),
+            reduce=self._reduce,
+        )
         self._programs = cache(self._make_program)
         self._are_trained: list[bool] = []  # Whether parameters of this rank were trained in the last batch.
-        self.forward_context: Callable[[], AbstractContextManager[None]] = nullcontext  # Around each forward: autocast.
-        self._output_dtype: torch.dtype | None = None
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._tokens: TokenCount | None = None
         self._is_nonfinite: Tensor | None = None  # Whether any stage has found a NaN or an Inf in this batch.
@@ -123,13 +119,13 @@ class PipelineRuntime:
 
     def begin(self) -> None:
         """Forget the batches of another training; local, on all ranks."""
-        self._links.forget_sizes()  # Parameters may have been frozen or unfrozen since.
-        self._batches.forget()
+        self.context.links.forget_sizes()  # Parameters may have been frozen or unfrozen since.
+        self.context.batches.forget()
 
     def mode_options(self, options: ModeOptions) -> ModeOptions:
         """``options`` for a mode that shards the stages; local."""
         policy = options.mp_policy
-        self._output_dtype = policy and policy.output_dtype
+        self.context.output_dtype = policy and policy.output_dtype
         return replace(
             options,
             # Parts send each other tensors in the dtype of their computation.
@@ -235,7 +231,7 @@ class PipelineRuntime:
         """Return :meth:`BatchRun.result` of a batch."""
 
         def cut() -> tuple[Any, list[Any]]:
-            self._links.require_finished()
+            self.context.links.require_finished()
             self._require_no_gradients()
             both = self.stages.model.split(batch)
             return both, self._split(both)
@@ -245,23 +241,12 @@ class PipelineRuntime:
         has_changed, self._are_trained = are_trained != self._are_trained, are_trained
         copies = [[getattr(*place).requires_grad for place in own.values()] for _, own in self.stages.tied]
         trained, frozen = [any(each) for each in copies], [not all(each) for each in copies]
-        pieces = self._batches.begin(cut, [has_changed, *trained, *frozen])
+        pieces = self.context.batches.begin(cut, [has_changed, *trained, *frozen])
         # The seed comes from the generator that checkpoints save: a resumed run continues with the same numbers.
-        run = BatchRun(self._context, pieces, is_training=True, seed=int(torch.randint(2**62, ())))
+        run = BatchRun(self.context, pieces, is_training=True, seed=int(torch.randint(2**62, ())))
         with torch.autocast(self.stages.device.type, enabled=False):  # Each forward enters its own.
             run.run(self._programs(len(pieces), True))
         return run.result()
-
-    @property
-    def _context(self) -> Context:
-        return Context(
-            stages=self.stages,
-            links=self._links,
-            batches=self._batches,
-            forward_context=self.forward_context,
-            output_dtype=self._output_dtype,
-            reduce=self._reduce,
-        )
 
     def _reduce(self, modules: Sequence[nn.Module], num_losses: Tensor) -> None:
         """Reduce the gradients of the sum of this rank's losses over all data ranks."""
@@ -296,10 +281,6 @@ class PipelineRuntime:
         if self._is_nonfinite is not None:
             self._skip_step_if(self._is_nonfinite | norm.isfinite().logical_not())
 
-    def compare_last_batch(self) -> None:
-        """Raise on all ranks if contents of the last batch, on a device, differ."""
-        self._batches.compare_last()
-
     def _require_equal_copies(self, facts: Sequence[bool]) -> None:
         """Raise, alike on all ranks, if one copy of a parameter is frozen and another one trained."""
         trained, frozen = facts[1 : 1 + len(tied := self.stages.tied)], facts[1 + len(tied) :]
@@ -326,12 +307,12 @@ class PipelineRuntime:
             )
 
         def cut() -> tuple[Any, tuple[list[Any], Any]]:
-            self._links.require_finished()
+            self.context.links.require_finished()
             inputs, target = model.inputs_of_call(args, kwargs)
             return (inputs, target), (self._split((inputs, None)), target)
 
-        pieces, target = self._batches.begin(cut)
-        run = BatchRun(self._context, pieces, is_training=False)
+        pieces, target = self.context.batches.begin(cut)
+        run = BatchRun(self.context, pieces, is_training=False)
         run.run(self._programs(len(pieces), False))
         outputs = [run.outputs.get(index) for index in range(len(pieces))]
         return model.result_of_call(self._share(outputs), target)
@@ -373,12 +354,9 @@ _PLACES: WeakKeyDictionary[nn.Module, tuple[weakref.ref[nn.Module], str]] = Weak
 
 
 def cut_once(module: nn.Module, options: PipelineOptions, mesh: DeviceMesh) -> PipelineRuntime:
-    """Cut a module once, and return its runtime, which it keeps for later trainings. Collective over ``mesh``.
+    """Cut a module, or a LightningModule, once, and return its runtime, which it keeps for later trainings.
 
-    Args:
-        module: The model, or a LightningModule; loses the parts of other ranks.
-        options: How to cut it.
-        mesh: All ranks, by (pipeline, replicate, shard).
+    It loses the parts of other ranks. Collective over ``mesh``, all ranks by (pipeline, replicate, shard).
 
     Raises:
         ValueError: If it cannot be cut in this way, or was cut in another one before.

@@ -40,7 +40,6 @@ _STYLES = {
     PipelineKind.ACTIVATION: Style("a", "activation", "#A58ADB"),
     PipelineKind.GRADIENT: Style("g", "gradient", "#CC79A7"),
     PipelineKind.REDUCE_GRAD: Style("R", "reduce gradients", "#D55E00"),
-    PipelineKind.OPTIMIZER: Style("O", "optimizer", "#E69F00"),
 }
 _OTHER = Style("", "other", "#D55E00")
 _MOST_ROWS = 16  # More ranks than this are summarized.

@@ -147,7 +147,8 @@ class TextData(LightningDataModule):
         """The folder of tokens and tokenizer, filled if it is not there yet."""
         options = self.hparams
         held_out = matching(options.validation_files)
-        files = [] if options.dataset_name else matching(options.text_files or [standard_library()], besides=held_out)
+        patterns = options.text_files or [f"{sysconfig.get_path('stdlib')}/*.py"]  # 5 MB of Python's library.
+        files = [] if options.dataset_name else matching(patterns, besides=held_out)
         parts = {"train": self._documents(files, options.dataset_split)}
         if held_out or options.validation_split:
             parts["validation"] = self._documents(held_out, options.validation_split)
@@ -162,7 +163,9 @@ class TextData(LightningDataModule):
 
         def write(folder: Path) -> None:
             texts = parts["train"].shuffle(seed=options.seed, keep_in_memory=True)
-            known = tokenizer or self._train_bpe(texts, len(texts) if "validation" in parts else self._num_train(texts))
+            # How many of the shuffled documents are trained on for sure, or 1.
+            share = 1 if "validation" in parts else 1 - options.validation_share
+            known = tokenizer or self._train_bpe(texts, max(1, int(share * len(texts))))
             known.save_pretrained(folder / TOKENIZER)
             write_tokens(folder / "train", texts, options.text_column, known)
             if "validation" in parts:
@@ -172,10 +175,6 @@ class TextData(LightningDataModule):
         if not folder.exists():
             write_folder_atomically(folder, write)
         return folder
-
-    def _num_train(self, texts: datasets.Dataset) -> int:
-        """How many of the shuffled documents are trained on for sure, or 1."""
-        return max(1, int(len(texts) * (1 - self.hparams.validation_share)))
 
     def _train_bpe(self, texts: datasets.Dataset, num_train: int) -> PreTrainedTokenizerBase:
         """Byte-level BPE as GPT-2's: any text can be encoded, and decodes to itself."""
@@ -246,11 +245,6 @@ class TextData(LightningDataModule):
         assert windows is not None
         options = self.hparams
         return DataLoader(windows, batch_size=options.batch_size, shuffle=shuffle, num_workers=options.num_workers)
-
-
-def standard_library() -> str:
-    """A pattern of the modules of Python's standard library, 5 MB of text."""
-    return f"{sysconfig.get_path('stdlib')}/*.py"
 
 
 def matching(patterns: Sequence[str], *, besides: Sequence[str] = ()) -> list[str]:

@@ -118,8 +118,8 @@ class SummarizationData(LightningDataModule):
     """Source -> target rows for a T5 model.
 
     Args:
-        source: ``"docstrings"`` (needs no network), a ``.csv``, ``.jsonl`` or ``.parquet`` file, or a data set on the
-            Hugging Face hub, e.g. ``"gursi26/wikihow-cleaned"``.
+        source: ``"docstrings"`` (needs no network), a ``.csv`` file, or a data set on the Hugging Face hub, e.g.
+            ``"gursi26/wikihow-cleaned"``.
         validation_source: Another one to validate on; without it ``validation_share`` of ``source`` is held out.
         predict_source: Another one for ``predict``, which need not have the target's column; without it the validation
             rows. With a ``tokenizer`` that is there already nothing else is read.

@@ -152,17 +152,11 @@ class T5Summarizer(LightningModule):
             self.summaries += summaries
 
     def on_validation_epoch_end(self) -> None:
-        """Log the first summaries, and write them to ``samples.json``."""
+        """Write the first summaries to ``samples.json``."""
         if not self.summaries or not self.trainer.is_global_zero:
             return
         first = [{"step": self.trainer.global_step, **each._asdict()} for each in self.summaries[:_NUM_SAMPLES]]
         self.samples = first + self.samples
-        for logger in self.trainer.loggers:
-            if hasattr(logger, "log_text"):  # Weights & Biases
-                logger.log_text("samples", columns=list(first[0]), data=[list(each.values()) for each in first])
-            elif hasattr(logger.experiment, "add_text"):  # TensorBoard
-                text = "\n\n".join(f"{each['text']}\n\n(target: {each['target']})" for each in first)
-                logger.experiment.add_text("samples", text, self.trainer.global_step)
         if folder := getattr(self.trainer.logger, "log_dir", None):
             write_atomically(Path(folder, "samples.json"), json.dumps(self.samples))
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import pandas
 
 DOCSTRINGS = "docstrings"
-_LOCAL = (".csv", ".jsonl", ".parquet")
 
 
 class Row(NamedTuple):
@@ -94,38 +93,17 @@ def rows_of(frame: pandas.DataFrame, source: str, target: str, *, keep_blank: bo
             "the file"
         )
     texts = frame[[source, target]].dropna()
-    for column in (source, target):
-        if wrong := next((value for value in texts[column] if not isinstance(value, str)), None):
-            raise ValueError(f"the column {column!r} has values that are no text, such as {wrong!r}")
     rows = [Row(*row) for row in texts.itertuples(index=False, name=None)]
     return [row for row in rows if keep_blank or (row.source.strip() and row.target.strip())]
 
 
 def read_table(location: str) -> pandas.DataFrame:
-    """A local file or a data set on the hub; ``FileNotFoundError`` names a local path if there is nothing there."""
-    path = Path(location)
-    if path.is_file() and path.suffix not in _LOCAL:
-        raise ValueError(f"{path} must end with one of {', '.join(_LOCAL)}")
-    return read_local(path) if path.suffix in _LOCAL else read_hub(location)
+    """A ``.csv`` file, or the split ``train`` of a data set on the hub, downloaded once into the hub's own cache."""
+    if location.endswith(".csv"):
+        import pandas  # optional extra of the recipe
 
-
-def read_local(path: Path) -> pandas.DataFrame:
-    """A local table."""
-    import pandas  # optional extra of the recipe
-
-    if path.suffix == ".parquet":
-        return pandas.read_parquet(path)
-    if path.suffix == ".jsonl":
-        try:
-            return pandas.read_json(path, lines=True, dtype=False)
-        except ValueError as error:
-            raise ValueError(f"{path} is not one JSON object per line: {error}") from error
-    # Only an empty field is a null: "None" and "NA" are words.
-    return pandas.read_csv(path, dtype=str, keep_default_na=False, na_values=[""])
-
-
-def read_hub(name: str) -> pandas.DataFrame:
-    """The split ``train`` of a data set on the Hugging Face hub, downloaded once into the hub's own cache."""
+        # Only an empty field is a null: "None" and "NA" are words.
+        return pandas.read_csv(location, dtype=str, keep_default_na=False, na_values=[""])
     import datasets  # optional extra of the recipe
 
-    return datasets.load_dataset(name, split="train").to_pandas()
+    return datasets.load_dataset(location, split="train").to_pandas()

@@ -61,23 +61,6 @@ def _model(pl: Any, configure: Any = training.adamw) -> Any:
     return model
 
 
-def _finetuning(pl: Any) -> Any:
-    """Trains the embedding and the first blocks from the second epoch on."""
-
-    class Finetuning(pl.Callback):
-        def set_trained(self, module: Any, value: bool) -> None:
-            for part in (module.network.embedding, *module.network.blocks[:3]):
-                part.requires_grad_(value)
-
-        def setup(self, trainer: Any, module: Any, stage: str) -> None:
-            self.set_trained(module, False)
-
-        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-            self.set_trained(module, trainer.current_epoch > 0)
-
-    return Finetuning()
-
-
 def _weights(module: nn.Module) -> Weights:
     """Whole weights of this rank's stages, under the names of the model."""
     named = {name: parameter.detach() for name, parameter in module.named_parameters()}
@@ -90,7 +73,6 @@ def _fit(
     groups: bool = False,
     evaluates: bool = False,
     num_fits: int = 1,
-    finetunes: bool = False,
     **kwargs: Any,
 ) -> tuple[Weights, dict[str, float], list[Tensor]]:
     """Weights after four steps, metrics, and predictions."""
@@ -105,7 +87,6 @@ def _fit(
     for _ in range(num_fits):
         strategy = training.strategy_class()(**({"optimizer": training.EXACT} | options))
         kwargs = {"use_distributed_sampler": False, "max_epochs": 2 // num_fits} | kwargs
-        kwargs |= {"callbacks": [_finetuning(pl)]} if finetunes else {}
         fitter = training.trainer(pl, strategy=strategy, **kwargs)
         fitter.fit(model, loader, whole if evaluates else None)
         metrics |= {key: float(value) for key, value in fitter.callback_metrics.items()}
@@ -133,9 +114,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "1f1b, fit twice": ({"pipeline_size": 2}, {"num_fits": 2, "evaluates": True}),
     "a stage without matrices": (
         {"pipeline_size": 2, "pipeline_split": ["network.embedding", "network.blocks.0"]}, {"gradient_clip_val": 0.3},
-    ),
-    "a stage unfrozen by a callback": (
-        {"pipeline_size": 2, "pipeline_split": ["network.embedding", "network.blocks.3"]}, {"finetunes": True},
     ),
 }  # fmt: skip
 

@@ -1,6 +1,5 @@
 """What README and the pages show runs as it stands: programs, files of options, commands, examples of docstrings."""
 
-import ast
 import importlib.util
 import re
 import shlex
@@ -177,14 +176,6 @@ def test_what_is_written_by_oneself_trains(
     script.write_text(_program(own) + changed)
     printed = run_program(script, directory=tmp_path, num_ranks=2)
     assert "2 nodes" in printed or own != "class Largest"
-
-
-def test_what_is_shown_to_extend_takes_15_lines() -> None:
-    snippets = [each for each in _snippets("docs/extend.md") if each.language == "python"]
-    assert len(snippets) == 4
-    for snippet in snippets:
-        nodes = [each for each in ast.parse(snippet.text).body if isinstance(each, ast.ClassDef | ast.FunctionDef)]
-        assert sum(len(ast.unparse(node).replace("\n\n", "\n").splitlines()) for node in nodes) <= 15, snippet.name
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")

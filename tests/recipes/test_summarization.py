@@ -3,7 +3,6 @@
 import csv
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -15,11 +14,6 @@ from tests.integration.training import trainer
 from tests.recipes.rows import write_csv
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, run_program
-
-
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def _fit_and_predict(folder: str, articles: str) -> None:
@@ -53,9 +47,10 @@ def test_predictions_of_several_ranks_are_those_of_the_exported_model(gloo: Proc
     """Five rows for two ranks with batches of two: the sampler gives one row to both."""
     write_csv(tmp_path)
     texts = ["Put an egg on the table.", "Draw a map, and wait.", "", "Fold the letter.", "Mend a sock."]
-    rows = [{"text": text, "id": number} for number, text in enumerate(texts)]
-    rows[1]["title"] = "How to Draw"
-    gloo.run(_fit_and_predict, str(tmp_path), write_jsonl(tmp_path / "articles.jsonl", rows), world_size=2)
+    with (tmp_path / "articles.csv").open("w", newline="") as file:
+        rows = [("id", text, "How to Draw" if number == 1 else "") for number, text in enumerate(texts)]
+        csv.writer(file).writerows([("id", "text", "title"), *rows])
+    gloo.run(_fit_and_predict, str(tmp_path), str(tmp_path / "articles.csv"), world_size=2)
     T5Summarizer.load_from_checkpoint(tmp_path / "run/checkpoints/last.ckpt").model.save_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run/tokenizer")
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf")

@@ -76,7 +76,7 @@ class FabricStrategy(MuonStrategy):
         # The loop is the user's, and may read weights right after a step.
         engine = self._shard(module, self.precision, wait_for_parameters=True, is_only_module=False)
         if engine.pipeline is not None:
-            engine.pipeline.forward_context = self.precision.forward_context
+            engine.pipeline.context.forward_context = self.precision.forward_context
         # ``generate`` of models inside of the module; a method of the module itself goes through Entry.
         for child in module.children():
             register_steps(child)

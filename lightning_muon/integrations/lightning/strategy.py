@@ -137,7 +137,7 @@ class TrainerStrategy(MuonStrategy):
             sees_every_backward=module.automatic_optimization,
         )
         if engine.pipeline is not None:
-            engine.pipeline.forward_context = self.precision_plugin.compute_context
+            engine.pipeline.context.forward_context = self.precision_plugin.compute_context
             # Lightning would call it behind the training step, in which backward has run.
             module.optimizer_zero_grad = lambda *_: None
         register_steps(module)

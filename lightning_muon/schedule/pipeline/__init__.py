@@ -13,7 +13,6 @@ from lightning_muon.schedule.pipeline.builtin import (
 )
 from lightning_muon.schedule.pipeline.checks import check_order, validate_pipeline
 from lightning_muon.schedule.pipeline.lower import (
-    add_optimizer,
     add_reduce_grad,
     add_tied,
     add_unshard,
@@ -60,7 +59,6 @@ __all__ = [
     "add_unshard",
     "add_reduce_grad",
     "add_tied",
-    "add_optimizer",
     "validate_pipeline",
     # Files.
     "order_from_csv",

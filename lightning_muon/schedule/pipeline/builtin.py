@@ -61,15 +61,10 @@ def make_order(name: str, pipeline: Pipeline) -> Order:
     """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
     schedule = find_schedule(name)
     try:
-        order = [[Node(*node) for node in nodes] for nodes in schedule(pipeline)]
+        order = schedule(pipeline)
         check_order(order, pipeline)
     except ValueError as error:
         raise ValueError(f"schedule {name!r}: {error}") from error
-    except (TypeError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-        raise ValueError(
-            f"schedule {name!r} fails with {type(error).__name__}: {error}; "
-            "it takes a Pipeline and returns a list of F, B, I and W for each rank"
-        ) from error
     return order
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-
 from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.pipeline.nodes import (
     COMPUTE_KINDS,
@@ -21,7 +18,7 @@ from lightning_muon.schedule.pipeline.nodes import (
 )
 from lightning_muon.schedule.pipeline.play import play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
-from lightning_muon.schedule.program import Op, Program
+from lightning_muon.schedule.program import Program
 
 
 def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -> None:
@@ -77,49 +74,22 @@ def validate_pipeline(program: Program, pipeline: Pipeline, *, is_training: bool
 
     All messages between two ranks are in one lane, so that both ranks must list them in the same order, in whichever
     direction they go: else these ranks wait for each other forever; the error names the messages. Gradients of a stage
-    are reduced once, after its last backward, and the optimizer step of its rank comes after that. A stage whose
-    backward is split keeps its weights from a forward to the end of the backward.
+    are reduced once, after its last backward.
     """
     listed = [
         [Node(op.items[0], op.kind, op.items[1]) for op in ops if op.kind in COMPUTE_KINDS] for ops in program.values()
     ]
     check_order(listed, pipeline, is_training=is_training)
     validate(program)
-    kinds = {op.kind for ops in program.values() for op in ops}
+    is_reduced = any(op.kind == PipelineKind.REDUCE_GRAD for ops in program.values() for op in ops)
     for rank, ops in program.items():
         last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in WEIGHT_KINDS}
-        for kind in (PipelineKind.REDUCE_GRAD, PipelineKind.OPTIMIZER):
-            found = [(stage, index) for index, op in enumerate(ops) if op.kind == kind for stage in op.items]
-            for stage, index in found:
-                if index < last.get(stage, index + 1):
-                    raise ValueError(f"{ops[index].name} of rank {rank} comes before stage {stage} has all gradients")
-            if kind in kinds and sorted(stage for stage, _ in found) != sorted(last):
-                raise ValueError(
-                    f"rank {rank} has {kind} of the stages {[stage for stage, _ in found]}; "
-                    f"it must have one of each of {sorted(last)}"
-                )
-            last = dict(found) or last
-        if PipelineKind.UNSHARD in kinds:
-            _check_gathers(rank, ops)
-
-
-def _check_gathers(rank: int, ops: Iterable[Op]) -> None:
-    """Raise if a stage runs without its weights, or frees those that a split backward needs."""
-    gathered, alive = set[int](), Counter[int]()
-    ops = list(ops)
-    split = {op.items[0] for op in ops if op.kind == PipelineKind.BACKWARD_INPUT}
-    for op in ops:
-        stage = op.items[0] if op.items else -1
-        if op.kind == PipelineKind.UNSHARD:
-            gathered.add(stage)
-        elif op.kind == PipelineKind.RESHARD:
-            if stage in split and alive[stage]:
-                raise ValueError(
-                    f"{op.name} of rank {rank} comes between a forward and the parts of its backward, for which FSDP2 "
-                    "gives wrong gradients then; free the weights after the last W"
-                )
-            gathered.discard(stage)
-        elif op.kind in COMPUTE_KINDS:
-            if stage not in gathered:
-                raise ValueError(f"{op.name} of rank {rank} runs before the weights of its stage are gathered")
-            alive[stage] += (op.kind == PipelineKind.FORWARD) - (op.kind in WEIGHT_KINDS)
+        found = [(op.items[0], index) for index, op in enumerate(ops) if op.kind == PipelineKind.REDUCE_GRAD]
+        for stage, index in found:
+            if index < last.get(stage, index + 1):
+                raise ValueError(f"{ops[index].name} of rank {rank} comes before stage {stage} has all gradients")
+        if is_reduced and sorted(stage for stage, _ in found) != sorted(last):
+            raise ValueError(
+                f"rank {rank} has {PipelineKind.REDUCE_GRAD} of the stages {[stage for stage, _ in found]}; "
+                f"it must have one of each of {sorted(last)}"
+            )

@@ -1,4 +1,4 @@
-"""Makes a program of an order: dependencies, messages, sums of gradients over data-parallel ranks, optimizer steps.
+"""Makes a program of an order: dependencies, messages, gathers, sums of gradients over data-parallel ranks.
 
 Ranks of the program are those of the pipeline. Passes take a program and return one with more ops; they are called in
 the order in which they are defined here.
@@ -89,24 +89,19 @@ def _message_kind(node: Node) -> str:
 
 
 def add_unshard(program: Program) -> Program:
-    """Gather the weights of all stages of a rank at the start, and free those of a stage after its last op.
+    """Gather the weights of all stages of a rank at the start; the sum of a stage's gradients frees them.
 
-    Nothing is freed between a forward and the parts of its backward: an FSDP2 module that reshards in between gives
-    wrong gradients if the backward is split.
+    An FSDP2 module that frees them between a forward and the parts of its backward gives wrong gradients.
     """
     added: Program = {}
     for rank, ops in program.items():
-        last, first = _last_ops(ops, COMPUTE_KINDS), dict[int, int]()
-        for index, op in enumerate(ops):
-            if op.kind in COMPUTE_KINDS:
-                first.setdefault(op.items[0], index)
-        added[rank] = [_stage_op(PipelineKind.UNSHARD, stage, rank) for stage in first]
-        for index, op in enumerate(ops):
-            if op.kind in COMPUTE_KINDS and first[op.items[0]] == index:
+        waiting = dict.fromkeys(op.items[0] for op in ops if op.kind in COMPUTE_KINDS)
+        added[rank] = [_stage_op(PipelineKind.UNSHARD, stage, rank) for stage in waiting]
+        for op in ops:
+            if op.kind in COMPUTE_KINDS and op.items[0] in waiting:
+                del waiting[op.items[0]]
                 op = replace(op, deps=(*op.deps, f"{PipelineKind.UNSHARD}[{op.items[0]}]"))
             added[rank].append(op)
-            if index in last:
-                added[rank].append(_stage_op(PipelineKind.RESHARD, last[index][0], rank, last[index][1]))
     return added
 
 
@@ -118,7 +113,7 @@ def add_reduce_grad(program: Program) -> Program:
     added: Program = {}
     for rank, ops in program.items():
         losses = [op.name for op in ops if op.kind == PipelineKind.LOSS and op.group[1] == rank]
-        last = _last_ops(ops, WEIGHT_KINDS)
+        last = _last_backwards(ops)
         added[rank] = []
         for index, op in enumerate(ops):
             added[rank].append(op)
@@ -144,34 +139,12 @@ def add_tied(program: Program, tied: Sequence[Sequence[int]]) -> Program:
     return added
 
 
-def add_optimizer(program: Program) -> Program:
-    """Add the optimizer step of each rank, after the sums of all of its gradients ("Muon in the bubble").
+def _last_backwards(ops: Sequence[Op]) -> dict[int, tuple[int, str]]:
+    """Index behind which an op delays no other rank -> the stage whose last backward ends there, and its name.
 
-    A rank that has finished its backward steps during the cool-down of the others. It has one step for all its stages,
-    as frameworks call ``optimizer.step()`` once, after what the user does with the gradients. Steps of single stages
-    would save less than 2 % of the time (simulated with two stages on each of 4 and 8 ranks, 4 micro-batches per rank,
-    optimizer steps as long as 0.5 to 4 forwards).
+    The index is that of the last message that the backward sends, or else its own.
     """
-    if not any(op.kind == PipelineKind.REDUCE_GRAD for ops in program.values() for op in ops):
-        raise ValueError("the optimizer steps follow the sums of gradients; call add_reduce_grad first")
-    added: Program = {}
-    for rank, ops in program.items():
-        sums = [op for op in ops if op.kind in (PipelineKind.REDUCE_GRAD, PipelineKind.TIED)]
-        stages = tuple(sorted(op.items[0] for op in sums if op.kind == PipelineKind.REDUCE_GRAD))
-        deps = tuple(op.name for op in sums)
-        added[rank] = list(ops)
-        if stages:
-            key = "+".join(map(str, stages))
-            added[rank].append(Op(kind=PipelineKind.OPTIMIZER, key=key, rank=rank, deps=deps, items=stages))
-    return added
-
-
-def _last_ops(ops: Sequence[Op], kinds: Sequence[str]) -> dict[int, tuple[int, str]]:
-    """Index behind which an op delays no other rank -> the stage whose last op of these kinds that is, and its name.
-
-    The index is that of the last message that the op sends, or else of the op.
-    """
-    last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in kinds}
+    last = {op.items[0]: index for index, op in enumerate(ops) if op.kind in WEIGHT_KINDS}
     found: dict[int, tuple[int, str]] = {}
     for stage, index in last.items():
         name = ops[index].name

@@ -19,11 +19,9 @@ class PipelineKind:
     ACTIVATION = "activation"  # Message to the next stage: the output of a forward.
     GRADIENT = "gradient"  # Message to the previous stage: the gradient of its output.
     LOSS = "loss"  # Message from the last stage: sum and number of the losses, by which gradients are divided.
-    UNSHARD = "unshard"  # Gather the weights of a stage, until `RESHARD`.
-    RESHARD = "reshard"
-    REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks.
+    UNSHARD = "unshard"  # Gather the weights of a stage.
+    REDUCE_GRAD = "reduce_grad"  # Sum the gradients of a stage over the data-parallel ranks, and free its weights.
     TIED = "tied"  # Sum the gradients of the copies of a parameter that several stages have.
-    OPTIMIZER = "optimizer"  # The optimizer step of a rank, for all of its stages.
 
 
 COMPUTE_KINDS = (

@@ -24,15 +24,13 @@ _PARTS: dict[str, tuple[str, ...]] = {
     PipelineKind.LOSS: ("communication",),
     PipelineKind.TIED: ("communication",),
     PipelineKind.UNSHARD: ("unshard",),
-    PipelineKind.RESHARD: (),
     PipelineKind.REDUCE_GRAD: ("reduce_grad",),
-    PipelineKind.OPTIMIZER: ("optimizer",),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of ops, of one micro-batch or (the last three) of a step; all but ``communication`` may differ by stage.
+    """Seconds of ops, of one micro-batch or (the last two) of a step; all but ``communication`` may differ by stage.
 
     Example:
         >>> costs = StageCosts(forward=(1.0, 2.0), backward_input=1.5, backward_weight=0.5, communication=0.1)
@@ -46,7 +44,6 @@ class StageCosts:
     communication: float = 0.0  # One message between two ranks, one at a time; also the norm over all stages.
     unshard: PerStage = 0.0
     reduce_grad: PerStage = 0.0
-    optimizer: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -73,8 +70,6 @@ class StageCosts:
 
     def seconds(self, op: Op) -> float:
         """Seconds that the op takes once it has begun; :func:`~..simulate.simulate` calls it."""
-        if op.kind == PipelineKind.OPTIMIZER and op.items:
-            return sum(self.of(op.kind, stage) for stage in op.items)
         return self.of(op.kind, op.items[0] if op.items else 0)
 
 

@@ -197,7 +197,7 @@ def start(
     engine.shard(torch.device("cpu"))
     if precision == "bf16-mixed":
         assert engine.pipeline is not None
-        engine.pipeline.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
+        engine.pipeline.context.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
     return engine, engine.attach([optimizer], source="the test")[0]
 
 

@@ -37,7 +37,7 @@ COMMANDS = [
     ("plan_accuracy", "--ranks 2 --rounds 1 --steps 1 --shapes TMP/tiny.json --out TMP", "| overlapped |"),
     ("newton_schulz", "--shapes 64x96 2x32x48 --dtypes float32 --seconds 0.01", "| 2x32x48 | float32 |"),
 ]
-SLOW = "--ranks-per-node 1 --rates 1gbit --loss-steps 0 --steps 2 --layers 1 --contenders sgd"
+SLOW = "--ranks-per-node 1 --rates 1gbit --steps 2 --layers 1 --contenders sgd"
 PROCESSES = [
     ("slow_network", SLOW, "| FlexDeMo sgd, k=8 |"),
     ("loss", f"{TINY} --nodes 2 --out TMP", "| flexdemo | 0.004 | auto |"),

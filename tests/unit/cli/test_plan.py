@@ -42,8 +42,6 @@ def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> No
     names = shown("--shapes", "t5-small").partition("Owners")[0]
     assert "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight " in names and "frozen" not in names
     assert "https://huggingface.co/tiiuae/Falcon3-10B-Base" in text and "machine reference: 150 TFLOP/s" in text
-    assert "Ranks that own nothing" not in text and "Ranks that own nothing: divide weights" in many
-    assert re.search(r"dedupe='auto': \d+ of 192 matrices have one owner for all replicas", many)
 
 
 def test_owners_of_many_ranks_are_summarized(shown: Any) -> None:
@@ -118,21 +116,43 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
     """Writes a file of ``lightning-muon fit`` with a strategy, and returns the arguments that name it."""
     pytest.importorskip("jsonargparse")
     pytest.importorskip("lightning.pytorch")
-    (tmp_path / "planned_module.py").write_text(
-        "import lightning.pytorch as pl\nfrom torch import nn\n\n\nclass Net(pl.LightningModule):\n"
-        "    def __init__(self, width):\n        super().__init__()\n"
-        "        self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 1))\n"
-    )
+    (tmp_path / "planned_module.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "planned_module", raising=False)
 
-    def written(strategy: str, trainer: str = "devices: 6", width: int = 8) -> tuple[str, str]:
-        text = f"model: {{class_path: planned_module.Net, init_args: {{width: {width}}}}}\n"
+    def written(
+        strategy: str, trainer: str = "devices: 6", width: int = 8, needs_numbers: str = "false"
+    ) -> tuple[str, str]:
+        init_args = f"{{width: {width}, needs_numbers: {needs_numbers}}}"
+        text = f"model: {{class_path: planned_module.Net, init_args: {init_args}}}\n"
         text += f"trainer: {{accelerator: cpu, {trainer}, strategy: {strategy}}}\n" if strategy else ""
         (tmp_path / "config.yaml").write_text(text)
         return "--config", str(tmp_path / "config.yaml")
 
     return written
+
+
+_MODULE = """
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+
+class Net(pl.LightningModule):
+    devices = []
+
+    def __init__(self, width, needs_numbers):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.Linear(width, width))
+        self.layers[1].requires_grad_(not needs_numbers)
+        if needs_numbers:
+            assert torch.ones(1).item() == 1
+        Net.devices.append(self.layers[0].weight.device.type)
+
+    def configure_model(self):
+        self.head = nn.Linear(self.layers[1].out_features, 1)
+"""
 
 
 def _strategy(options: str) -> str:
@@ -144,8 +164,6 @@ def test_a_config_file_is_planned_for_its_own_mesh(
 ) -> None:
     text = shown(*(path := config(_strategy("replicate_size: 2"))))
     assert "on 2 x 3 = 6 ranks" in text and "layers.*.weight" in text and "machine cpu: 0.56 TFLOP/s" in text
-    # Small matrices are not worth sending to the other replica.
-    assert "dedupe='auto': 0 of 2 matrices have one owner for all replicas." in text
     assert "2 bytes per element on the wire" in text
     assert "on 1 x 4 = 4 ranks" in shown(*path, "--replicate-size", "1", "--shard-size", "4")
     assert "machine h100" in shown(*path, "--machine", "h100")
@@ -159,74 +177,26 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     assert "2 rows of 8 tokens, bf16-true" in shown(*path, *words)
 
 
-pytest.importorskip("lightning.pytorch")
-pytest.importorskip("jsonargparse")
-
-_MODULE = """
-import lightning.pytorch as pl
-import torch
-from torch import nn
-
-
-class Net(pl.LightningModule):
-    devices = []
-
-    def __init__(self, width: int = 8, needs_numbers: bool = False) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, width)
-        self.fused = nn.Linear(width, 3 * width).requires_grad_(not needs_numbers)
-        if needs_numbers:
-            assert torch.ones(1).item() == 1
-        Net.devices.append(self.first.weight.device.type)
-
-    def configure_model(self) -> None:
-        self.head = nn.Linear(self.fused.out_features, 2)
-"""
-_YAML = """
-model: {{class_path: planned_net.Net, init_args: {{width: 6, needs_numbers: {needs_numbers}}}}}
-trainer:
-  accelerator: cpu
-  devices: auto
-  strategy:
-    class_path: lightning_muon.ParallelMuonStrategy
-    init_args: {{{strategy}}}
-"""
-
-
-@pytest.fixture
-def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    (tmp_path / "planned_net.py").write_text(_MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "planned_net", raising=False)
-
-    def written(strategy: str = "", needs_numbers: bool = False) -> Path:
-        path = tmp_path / "config.yaml"
-        path.write_text(_YAML.format(strategy=strategy, needs_numbers=str(needs_numbers).lower()))
-        return path
-
-    return written
-
-
-def test_the_model_is_built_on_the_meta_device_if_it_can(write: Any) -> None:
-    planned = read_config(write())
+def test_the_model_is_built_on_the_meta_device_if_it_can(config: Callable[..., tuple[str, str]]) -> None:
+    planned = read_config(Path(config("parallel_muon", width=6)[1]))
     assert [(p.name, p.shape, p.kind) for p in planned.shapes.parameters] == [
-        ("first.weight", (6, 4), "matrix"),
-        ("first.bias", (6,), "elementwise"),
-        ("fused.weight", (18, 6), "matrix"),
-        ("fused.bias", (18,), "elementwise"),
-        ("head.weight", (2, 18), "elementwise"),
-        ("head.bias", (2,), "elementwise"),
+        ("layers.0.weight", (6, 8), "matrix"),
+        ("layers.0.bias", (6,), "elementwise"),
+        ("layers.1.weight", (6, 6), "matrix"),
+        ("layers.1.bias", (6,), "elementwise"),
+        ("head.weight", (1, 6), "elementwise"),
+        ("head.bias", (1,), "elementwise"),
     ]
     assert planned.optimizer == MuonConfig()
-    planned = read_config(write(needs_numbers=True))
+    planned = read_config(Path(config("parallel_muon", needs_numbers="true")[1]))
     assert [each.frozen for each in planned.shapes.parameters] == [False, False, True, True, False, False]
-    assert sys.modules["planned_net"].Net.devices == ["meta", "cpu"]
+    assert sys.modules["planned_module"].Net.devices == ["meta", "cpu"]
 
 
-def test_patterns_and_fused_come_from_the_strategy(write: Any) -> None:
-    options = 'optimizer: {ns_steps: 3, adamw_patterns: ["first.*"], fused: {"fused.weight": 3}}'
-    planned = read_config(write("replicate_size: 2, " + options))
+def test_patterns_and_fused_come_from_the_strategy(config: Callable[..., tuple[str, str]]) -> None:
+    options = 'optimizer: {ns_steps: 3, adamw_patterns: ["*.0.*"], fused: {"layers.1.weight": 3}}'
+    planned = read_config(Path(config(_strategy("replicate_size: 2, " + options), "devices: auto", width=6)[1]))
     assert (planned.replicate, planned.shard) == (2, None)
     assert planned.optimizer.ns_steps == 3
     assert planned.shapes.parameters[0].kind == "elementwise"
-    assert planned.shapes.parameters[2].splits == (6, 6, 6)
+    assert planned.shapes.parameters[2].splits == (2, 2, 2)

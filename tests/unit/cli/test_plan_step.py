@@ -36,7 +36,7 @@ def _moved(step: SimulatedStep) -> dict[tuple[str, str], int]:
 def test_equal_matrices_are_divided() -> None:
     steps = _plan(_matrices(16), 1, 4)
     assert list(steps) == [IN_REPLICAS]
-    assert steps[IN_REPLICAS].plan.flops == (4 * _FLOPS,) * 4 and steps[IN_REPLICAS].bound == 4 * _FLOPS
+    assert steps[IN_REPLICAS].plan.flops == (4 * _FLOPS,) * 4
     # Matrices move once each way, but for the owner's part.
     floor = 16 * _NUMEL * 3 // 4 * 2
     assert _moved(steps[IN_REPLICAS]) == {("gather", "within"): floor, ("scatter", "within"): floor}
@@ -45,15 +45,9 @@ def test_equal_matrices_are_divided() -> None:
     assert [span.op.bytes for span in spans if span.op.kind == "adamw"] == [28 * 16] * 4
 
 
-def test_experts_on_one_rank_stay_there_and_bound_the_load() -> None:
+def test_experts_on_one_rank_stay_there() -> None:
     (step,) = _plan(_matrices(3, (4, 256, 128)), 1, 2).values()
     assert [each.owners for each in step.plan.matrices] == [(0,), (0,), (1,), (1,)] * 3 and not _moved(step)
-    # Of each stack of 4 matrices the first two of 3 ranks have 2 each and the last has none.
-    (step,) = _plan(_matrices(5, (4, 256, 128)), 1, 3).values()
-    assert step.bound == 10 * _FLOPS and step.plan.flops[2] == 0
-    # The bound of matrices that travel is the mean or the dearest one.
-    for shard, bound in ((2, 1.5 * _FLOPS), (100, _FLOPS)):
-        assert _plan(_matrices(3), 1, shard)[IN_REPLICAS].bound == bound
     with pytest.raises(ValueError, match="model has no matrices that are trained"):
         _plan(_matrices(0), 1, 2)
 
@@ -77,5 +71,5 @@ def test_the_10b_model_on_8_ranks_hides_its_communication() -> None:
     assert len(step.plan.matrices) == 160 and {each.owners for each in step.plan.matrices} == {
         (rank,) for rank in range(8)
     }
-    assert max(step.plan.flops) <= 1.02 * step.bound
+    assert max(step.plan.flops) <= 1.02 * sum(step.plan.flops) / 8
     assert step.timeline.idle <= 0.05 and step.timeline.hidden >= 0.95

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import peft
 import pytest
@@ -120,19 +119,6 @@ class _Methods(nn.Module):
     pipeline_loss = _LOSS
 
 
-def test_methods_say_how_a_module_is_cut() -> None:
-    net = _Methods()
-    model = find_staged_model(net)
-    assert [part.name for part in model.parts] == ["first", "last"]
-    a, b, target = torch.randn(3, 4, 2)
-    inputs, targets = model.split({"a": a, "b": b, "target": target})
-    assert targets is target
-    output = model.run(model.parts, None, inputs)
-    assert torch.equal(output, net.last(net.first(a, b)))
-    total, count = model.loss(output, target)
-    assert count == 8 and torch.equal(total, (output - target).square().sum())
-
-
 def test_wrong_methods_are_named() -> None:
     net = _Methods()
     net.pipeline_parts = lambda: [net.first, net.first]
@@ -164,12 +150,6 @@ def _two_ways() -> nn.Module:
     return net
 
 
-def _wrong_plan() -> nn.Module:
-    net: Any = causal_lm("gemma2", num_layers=2)
-    net._pp_plan["model.blocks"] = ([], [])
-    return net
-
-
 def _extra_parameter() -> nn.Module:
     net: Any = causal_lm("gemma2", num_layers=2)
     net.model.scale = nn.Parameter(torch.ones(3))
@@ -195,13 +175,9 @@ def _on_meta() -> nn.Module:
     ("make", "why"),
     [
         (_two_ways, "its output becomes another one"),
-        (_wrong_plan, r"the _pp_plan of a Gemma2ForCausalLM has model\.blocks, which the model has not"),
         (_extra_parameter, r"model\.scale \(3,\) belongs to no part"),
         (_with_routers, "not the cross-entropy of its labels alone, as without output_router_logits"),
-        (
-            _with_adapters,
-            "the _pp_plan of a PeftModel has .*, which the model has not; models of PEFT need pipeline_parts",
-        ),
+        (_with_adapters, "a PeftModel is no model of transformers alone"),
         (_on_meta, "weights are on the meta device"),
     ],
 )
@@ -292,60 +268,6 @@ def test_two_methods_are_enough_for_what_one_model_cuts(make: Callable[[], Any])
             model.inputs_of_call((tokens,), {"labels": wanted})
 
 
-class _OwnPlan(nn.Module):
-    """Knows nothing of transformers."""
-
-    _pp_plan: ClassVar = {"table": (["x"], ["h"]), "blocks": (["h"], ["h"]), "end": (["h"], ["y"])}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.end, self.table = nn.Linear(4, 3), nn.Embedding(9, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        hidden = self.table(x) * 2
-        for block in self.blocks:
-            hidden = torch.tanh(block(input=hidden)) * scale
-        return -self.end(hidden)
-
-
-def test_a_plan_of_the_user_is_followed() -> None:
-    net = _OwnPlan()
-    holder = _holder(net, pipeline_loss=_LOSS)
-    holder.example_input_array = inputs = torch.randint(9, (2, 5)), torch.randn(4)
-    model = find_staged_model(holder)
-    check_outputs(holder, model)
-    assert isinstance(model, PPPlanModel) and [part.name for part in model.parts][::4] == ["table", "end"]
-    assert torch.equal(_run_parts(model, inputs), net(*inputs)) and model.split((inputs, 3)) == (inputs, 3)
-    assert model.result_of_call(inputs[1], None) is inputs[1]
-    assert model.inputs_of_call(inputs, {}) == ({"x": inputs[0], "scale": inputs[1]}, None)
-
-
-def test_a_plan_without_an_example_is_refused() -> None:
-    holder = _holder(_OwnPlan(), pipeline_loss=_LOSS)
-    with pytest.raises(ValueError, match=r"set example_input_array of .* to inputs of that forward"):
-        check_outputs(holder, find_staged_model(holder))
-
-
-class _SkipsParts(_OwnPlan):
-    """What the first part returns goes past the others; its forward takes other names than a model of transformers."""
-
-    config = SimpleNamespace(vocab_size=9)
-
-    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
-        first = hidden = self.table(x)
-        for block in self.blocks:
-            hidden = block(hidden) * scale
-        return self.end(hidden + first)
-
-
-def test_a_forward_that_is_no_chain_is_refused() -> None:
-    holder = _holder(_SkipsParts(), pipeline_loss=_LOSS)
-    holder.example_input_array = torch.randint(9, (2, 5)), torch.randn(4)
-    with pytest.raises(ValueError, match="cannot be run on stages"):
-        check_outputs(holder, find_staged_model(holder))
-
-
 def test_a_known_model_with_a_loss_of_the_user_is_refused() -> None:
     net: Any = causal_lm("llama", num_layers=2)
     check_outputs(net, find_staged_model(net))
@@ -353,10 +275,3 @@ def test_a_known_model_with_a_loss_of_the_user_is_refused() -> None:
     net.loss_function = lambda *args, **kwargs: 2 * own(*args, **kwargs)
     with pytest.raises(ValueError, match="its loss is not the cross-entropy"):
         check_outputs(net, find_staged_model(net))
-
-
-def test_a_sequential_with_one_module_twice_is_refused() -> None:
-    tanh = nn.Tanh()
-    net = nn.Sequential(nn.Linear(2, 3), tanh, nn.Linear(3, 2), tanh)
-    with pytest.raises(ValueError, match="twice among the parts of Sequential"):
-        find_staged_model(_holder(net, pipeline_loss=_LOSS))

@@ -48,7 +48,6 @@ def problems(draw: st.DrawFn, names: list[str] = BUILT_IN) -> tuple[str, Pipelin
         backward_weight=draw(seconds),
         communication=float(draw(st.integers(0, 5))),
         reduce_grad=float(draw(st.integers(0, 5))),
-        optimizer=draw(seconds),
     )
     return name, Pipeline(
         num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, costs=costs

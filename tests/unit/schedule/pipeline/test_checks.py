@@ -9,7 +9,6 @@ import pytest
 
 from lightning_muon.schedule.pipeline import (
     SCHEDULES,
-    B,
     F,
     Pipeline,
     check_order,
@@ -56,9 +55,6 @@ def test_whole_and_split_backwards_may_be_mixed() -> None:
     [
         (lambda pipeline: [[] for _ in range(2)], "0F0 is missing"),
         (lambda pipeline: [[F(rank, each) for each in range(2)] for rank in range(2)], "needs either 0B0 or both"),
-        (lambda pipeline: None, "fails with TypeError: .* it takes a Pipeline and returns a list"),
-        (lambda pipeline: {}[pipeline], "fails with KeyError"),
-        (lambda pipeline: make_order("broken", pipeline), "fails with RecursionError"),
     ],
 )
 def test_a_broken_schedule_is_named(schedule: Callable[[Pipeline], Any], message: str) -> None:
@@ -69,11 +65,3 @@ def test_a_broken_schedule_is_named(schedule: Callable[[Pipeline], Any], message
             make_order("broken", pipeline)
     finally:
         SCHEDULES.pop("broken", None)
-
-
-def test_nodes_may_be_plain_tuples() -> None:
-    try:
-        register_schedule("tuples")(lambda pipeline: [((0, "F", 0), (0, "B", 0))])  # type: ignore[arg-type]
-        assert make_order("tuples", Pipeline(num_ranks=1, num_microbatches=1)) == [[F(0, 0), B(0, 0)]]
-    finally:
-        SCHEDULES.pop("tuples", None)
