@@ -15,6 +15,7 @@ REMOVED: dict[str, str] = {
     "muon_eq": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
     "muon_plus": "it gained nothing in our runs; pass it as a function, orthogonalize=, see docs/family.md",
     "ns_costs": "measured costs chose what FLOPs choose; leave it out",
+    "early_all_gather": "gathers wait for all that is queued; call set_post_optim_event of FSDP2 after a step",
     "delay": "steps of FlexDeMo were slower with it, and their loss higher; remove it",
     "chunk_bytes": "it is called bucket_bytes",
     # values of these options

@@ -109,7 +109,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("buckets in the order of forward", "key=lambda group: -group[-1]", "key=lambda group: group[-1]"),
     ],
     "comm/groups.py": [
-        ("a group of one's own is shared", "_made().make(ranks, backend)", "_made().share(ranks, backend)"),
+        ("a group of one's own is shared", "group=_made().make(", "group=_made().share("),
     ],
     "comm/agreement.py": [
         (
@@ -124,11 +124,11 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "sharding/clipping.py": [
         (
             "elements on several ranks count several times in the norm",
-            "if parameter not in copies], layout, sharded=True)",
-            "if parameter not in copies], layout, sharded=False)",
+            'axes = sharded_axes(placements, shape, f"a parameter {tuple(parameter.shape)}")',
+            "axes = tuple(axis for axis, size in enumerate(shape) if size > 1)",
         ),
     ],
-    "sharding/reducer.py": [
+    "sharding/ddp.py": [
         (
             "gradients that come late are lost",
             "self._launch(index, left_over, is_left_over=True)",

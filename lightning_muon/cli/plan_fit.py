@@ -22,7 +22,7 @@ from lightning_muon.params.shapes import ParameterShape
 from lightning_muon.pipeline.options import PipelineOptions
 from lightning_muon.schedule.exchange import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.program import scatter_buffers_for
-from lightning_muon.sharding.reducer import BUCKET_BYTES
+from lightning_muon.sharding.ddp import BUCKET_BYTES
 
 Mode = Literal["none", "ddp", "zero2", "fsdp", "hsdp", "pipeline", "flexdemo"]
 GIB = 2**30

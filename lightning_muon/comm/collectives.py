@@ -130,14 +130,6 @@ def start_all_reduce_sum(values: Tensor, group: AxisGroup) -> dist.Work:
     return work
 
 
-def start_all_reduce_max(values: Tensor, group: AxisGroup) -> dist.Work:
-    """Begin the elementwise maximum, in place. Collective over ``group``."""
-    let_gloo_finish_at_exit()
-    work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group.group, async_op=True)
-    assert work is not None
-    return work
-
-
 def start_reading(tensors: Sequence[Tensor]) -> Callable[[], list[list[Any]]]:
     """Begin to copy small tensors of any dtypes and devices to the host; the result gives the elements of each, flat.
 

@@ -6,7 +6,6 @@ import hashlib
 from collections import Counter
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -81,20 +80,6 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
-def require_backend(mesh: DeviceMesh, device: torch.device, what: str) -> None:
-    """Raise ``ValueError``, which begins with ``what``, if ``mesh`` cannot send tensors on ``device``; local."""
-    for axis in range(mesh.ndim):
-        known = backends(mesh.get_group(axis))
-        if mesh.size(axis) > 1 and device.type not in known:
-            named = ",".join(f"{kind}:{backend}" for kind, backend in known.items())
-            wanted = f"{device.type}:gloo,{named}"
-            raise ValueError(
-                f"{what} in {device.type} memory (CPUOffloadPolicy), but the process groups of its mesh are made "
-                f"with {named!r} and cannot send it. Use process_group_backend={wanted!r} in the strategy, or "
-                f"init_process_group({wanted!r})"
-            )
-
-
 def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The shard axis of a (replicate, shard) mesh: the ranks that share one copy of the weights; local."""
     if mesh.mesh_dim_names != ("replicate", "shard"):
@@ -122,7 +107,9 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     else:
         group = mesh.get_group(axes[0])
         if len(axes) > 1:
-            group = _group_of(ranks, str(dist.get_backend(group)))
+            backend = str(dist.get_backend(group))
+            is_world = ranks == tuple(range(dist.get_world_size())) and backend == dist.get_backend()
+            group = dist.group.WORLD if is_world else _made().share(ranks, backend)
         members = dist.get_process_group_ranks(group)
         coordinates = tuple(tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in members)
         result = AxisGroup(group, members.index(dist.get_rank()), coordinates)
@@ -130,19 +117,11 @@ def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     return result
 
 
-def _group_of(ranks: Ranks, backend: str) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    if world is not None and ranks == tuple(range(world.size())) and backend == dist.get_backend(world):
-        return world
-    return _made().share(ranks, backend)
-
-
 def host_group(group: AxisGroup) -> AxisGroup:
     """The same ranks with a gloo group, for tensors in host memory. Collective over ``group`` the first time."""
     if group.group is None:
         return group
-    ranks = tuple(dist.get_process_group_ranks(group.group))
-    return replace(group, group=_made().share(ranks, "gloo"))
+    return replace(group, group=_made().share(group.ranks, "gloo"))
 
 
 def own_group(group: AxisGroup) -> AxisGroup:
@@ -153,18 +132,12 @@ def own_group(group: AxisGroup) -> AxisGroup:
     """
     if group.group is None:
         return group
-    ranks, backend = tuple(dist.get_process_group_ranks(group.group)), str(dist.get_backend(group.group))
-    return replace(group, group=_made().make(ranks, backend))
+    return replace(group, group=_made().make(group.ranks, str(dist.get_backend(group.group))))
 
 
-def host_group_of_all() -> AxisGroup:
-    """All ranks with a gloo group, or this one alone. Collective over all ranks the first time."""
-    ranks = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
-    group = _made().share(ranks, "gloo") if len(ranks) > 1 else None
-    return AxisGroup(group, dist.get_rank() if group is not None else 0, tuple((rank,) for rank in ranks))
-
-
-def own_gloo_group_of_all() -> AxisGroup:
-    """All ranks with a new gloo group, as :func:`own_group`. Collective over all ranks."""
-    ranks = tuple(range(dist.get_world_size()))
-    return AxisGroup(_made().make(ranks, "gloo"), dist.get_rank(), tuple((rank,) for rank in ranks))
+def all_ranks() -> AxisGroup:
+    """All ranks of the program, or this one alone; local."""
+    ranks = range(dist.get_world_size()) if dist.is_initialized() else (0,)
+    is_alone = len(ranks) == 1
+    group = None if is_alone else dist.group.WORLD
+    return AxisGroup(group, 0 if is_alone else dist.get_rank(), tuple((rank,) for rank in ranks))

@@ -247,21 +247,31 @@ def overwritten_weights(unit: FSDPModule) -> list[str]:
     return list(compress(names, torch.stack(differ).tolist())) if differ else []
 
 
+@torch.no_grad()
 def drop_unreduced_gradients(unit: FSDPModule, parameters: Collection[torch.Tensor] | None = None) -> None:
     """Drop what backward passes without reduction have left for those of ``parameters``, or all, of an FSDP2 unit."""
     wanted = None if parameters is None else set(parameters)
     for group in _parameter_groups(unit):
-        _drop_partial_sums(group, wanted)
-        for held in group.fsdp_params:
-            if wanted is not None and held.sharded_param not in wanted:
-                continue
-            if wanted is None:
-                held.unsharded_accumulated_grad = None
-            elif held.unsharded_accumulated_grad is not None:
-                # In the dtype of the reduction, which all of a unit must have: there may be others that stay.
-                held.unsharded_accumulated_grad.zero_()
+        dropped = [held for held in group.fsdp_params if wanted is None or held.sharded_param in wanted]
+        trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
+        stays = [held for held in trained if held not in dropped]
+        for held in dropped:
             if hasattr(held, "_unsharded_param"):  # Made by the first all-gather.
                 held._unsharded_param.grad = None
+            # All sums of a unit must have the dtype of the reduction, which zeros keep beside others that stay.
+            if not stays:
+                held.unsharded_accumulated_grad = None
+            elif held.unsharded_accumulated_grad is not None:
+                held.unsharded_accumulated_grad.zero_()
+        if not stays:
+            group._partial_reduce_output = None
+        elif dropped and group._partial_reduce_output is not None:
+            if group._post_reduce_event is not None:
+                group.device_handle.current_stream().wait_event(group._post_reduce_event)
+            sizes = [held.padded_sharded_param_size.numel() for held in trained]
+            for held, part in zip(trained, group._partial_reduce_output.split(sizes), strict=True):
+                if held in dropped:
+                    part.zero_()
 
 
 def rounds_sums_of_shards(unit: FSDPModule) -> bool:
@@ -291,21 +301,6 @@ def complete_accumulated(unit: FSDPModule) -> None:
 def has_partial_sums(unit: FSDPModule) -> bool:
     """Whether an FSDP2 unit has gradients that are summed over the shard axis, and not over the replicas; local."""
     return any(group._partial_reduce_output is not None for group in _parameter_groups(unit))
-
-
-@torch.no_grad()
-def _drop_partial_sums(group: Any, wanted: Collection[torch.Tensor] | None) -> None:
-    """Drop what :func:`has_partial_sums` of those ``wanted``, or all; local."""
-    trained = [held for held in group.fsdp_params if held.sharded_param.requires_grad]
-    if wanted is None or all(held.sharded_param in wanted for held in trained):
-        group._partial_reduce_output = None
-    elif group._partial_reduce_output is not None:
-        if group._post_reduce_event is not None:
-            group.device_handle.current_stream().wait_event(group._post_reduce_event)
-        sizes = [held.padded_sharded_param_size.numel() for held in trained]
-        for held, part in zip(trained, group._partial_reduce_output.split(sizes), strict=True):
-            if held.sharded_param in wanted:
-                part.zero_()
 
 
 def drop_unreduced_gradients_of(parameters: Collection[torch.Tensor]) -> None:

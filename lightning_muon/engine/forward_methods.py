@@ -34,7 +34,7 @@ def follow_calls(
 
     def after(_module: nn.Module, _inputs: Any, output: Any) -> None:
         # Nothing announces loss.backward().
-        outputs = [tensor for tensor in tensors_in(output, set()) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if outputs and torch.is_grad_enabled():
             register_multi_grad_hook(outputs, begins, mode="any")
 

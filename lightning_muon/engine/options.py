@@ -249,7 +249,6 @@ class StrategyOptions(TypedDict, total=False):
     reshard_after_backward: bool
     accumulate: Accumulate
     bucket_bytes: BucketBytes
-    early_all_gather: bool
     sharding: Sharding
     loss_scaling: LossScaling
     clip_groups: ClipGroups

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Filters, Format, Parts, save
-from lightning_muon.comm.groups import own_gloo_group_of_all
+from lightning_muon.comm.groups import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options
@@ -58,7 +58,7 @@ class Session:
         if self.meshes is None:
             self.meshes = make_meshes()
             if self.options.async_save:
-                self.saves = BackgroundSaves(own_gloo_group_of_all())
+                self.saves = BackgroundSaves(own_group(host_group(all_ranks())))
         self.watch()
         return self.meshes
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
@@ -15,8 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
 from lightning_muon.checkpoint.saving import Format, Weights, fits_one_file
-from lightning_muon.comm.agreement import require_equal
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.agreement import are_equal, both_signs, maxima_over, require_equal
+from lightning_muon.comm.groups import ALONE, AxisGroup, all_ranks, axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded, profiled
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
@@ -39,14 +41,20 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_mat
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.call_log import CallLog
-from lightning_muon.sharding.clipping import clip_value_, find_nonfinite
+from lightning_muon.sharding.clipping import clip_value_
 from lightning_muon.sharding.fsdp import Fsdp
-from lightning_muon.sharding.guards import FailedPasses, Guard, SecondDerivatives, WrittenWeights
+from lightning_muon.sharding.guards import (
+    CallLog,
+    FailedPasses,
+    Guard,
+    SecondDerivatives,
+    SingleReduction,
+    WrittenWeights,
+)
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.shard_model import check_tensor_parallel
-from lightning_muon.sharding.tokens import SingleReductionGuard, TokenCount
-from lightning_muon.sharding.weights import broadcast_buffers, mesh_device, names_of
+from lightning_muon.sharding.tokens import TokenCount
+from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 _READ_EARLY = (
     "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
@@ -106,7 +114,6 @@ class TrainingEngine:
         self._replaced = WeakTensorKeyDictionary()  # Parameter from before the sharding -> its name.
         self.proxies: list[OptimizerProxy] = []  # For optimizers that were given and have been replaced.
         self._names: dict[Tensor, str] = {}
-        self._guard: SingleReductionGuard | None = None
         self._watchdog = watchdog
         self._guards: list[Guard] = [] if watchdog is None else [watchdog]
         self._are_guards_on = False
@@ -193,6 +200,9 @@ class TrainingEngine:
         if self.pipeline is not None:
             self.pipeline.attach(self.optimizers, self.tokens)
         self._switch_on_guards()
+        if self.tokens is not None and self.pipeline is None:
+            parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
+            self._guards.append(SingleReduction(parameters, self.mode.layout.has_gradient, type(module).__name__))
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
@@ -283,7 +293,7 @@ class TrainingEngine:
         self.has_run |= self._is_only_module
         with self.guarded():
             try:
-                guard = self._begin_backward(loss_divided_by)
+                self._begin_backward(loss_divided_by)
                 yield
             except BaseException as error:
                 if self.tokens is not None:
@@ -293,8 +303,6 @@ class TrainingEngine:
                     error.add_note(_READ_EARLY)
                 raise
             self.finish_backward()
-            if guard is not None:
-                guard.end_backward()
 
     def run_pipeline(self, batch: Any) -> Tensor:
         """Run forward, backward and the sum of gradients of a batch through all stages; return its mean loss.
@@ -381,8 +389,6 @@ class TrainingEngine:
             for guard in self._guards:
                 guard.step_has_ended(optimizer)
         self.has_run = False
-        if self._guard is not None:
-            self._guard.end_step()
         return result
 
     # ---- weights that somebody reads
@@ -532,27 +538,16 @@ class TrainingEngine:
         guards, self._guards, self._watchdog, self._are_guards_on = self._guards, [], None, False
         for guard in guards:
             guard.close()
-        if self._guard is not None:
-            self._guard.close()
-            self._guard = None
         self.mode.close()
 
-    def _begin_backward(self, loss_divided_by: int) -> SingleReductionGuard | None:
-        """Prepare a backward pass; return the guard to call at its end, if any."""
+    def _begin_backward(self, loss_divided_by: int) -> None:
+        """Prepare a backward pass. Collective in the last micro-batch, if tokens are counted."""
         for guard in self._guards:
             guard.backward_begins()
         if self.has_run:
             self._is_finished = False
-        if not self.is_last_micro_batch:
-            return None
-        if self.tokens is not None:
+        if self.tokens is not None and self.is_last_micro_batch:
             self.mode.set_gradient_divisor(self.tokens.divisor(loss_divided_by))
-            if self._guard is None:
-                parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
-                has_gradient = self.mode.layout.has_gradient
-                self._guard = SingleReductionGuard(parameters, has_gradient, type(self.module).__name__)
-            self._guard.begin_backward()
-        return self._guard
 
     def _backward_begins(self, _: Tensor) -> None:
         if self._is_attached:
@@ -578,14 +573,21 @@ class TrainingEngine:
         """Drop the gradients if there is a NaN or Inf, for an optimizer that does not check for them itself."""
         if isinstance(optimizer, PlannedOptimizer):
             return
-        parameters = parameters_of(optimizer)
-        named = {p: self._names.get(p, f"parameter {number}") for number, p in enumerate(parameters)}
-        layout, device = self.mode.layout, mesh_device(self.mesh)
+        parameters, everyone = parameters_of(optimizer), all_ranks()
+        if self.pipeline is not None:  # Other stages have other parameters.
+            everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
         settings = [
             (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
         ]
-        stages = self._stage_group
-        found = find_nonfinite(parameters, named, layout=layout, across=stages, device=device, settings=settings)
+        word = zlib.crc32(repr(settings).encode()) >> 1
+        if not are_equal(maxima_over(host_group(everyone), both_signs([word]))):
+            require_equal(settings, everyone, "what an optimizer goes by")
+        found: list[str] = []
+        if not self.mode.clip_norm_(parameters, math.inf).isfinite():
+            found = ["a parameter of another rank"]
+            gradients = {p: self.mode.layout.gradient(p) for p in parameters if p.requires_grad}
+            own = [p for p, gradient in gradients.items() if gradient is not None and not gradient.isfinite().all()]
+            found = [self._names.get(p, f"a parameter {tuple(p.shape)}") for p in own] or found
         if skips_step(optimizer, found, most_in_a_row=self.options.config.max_skipped_steps):
             for parameter in parameters:
                 parameter.grad = None

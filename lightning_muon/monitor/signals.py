@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_muon.comm.groups import host_group_of_all
+from lightning_muon.comm.groups import all_ranks, host_group
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers send it again.
@@ -33,7 +33,7 @@ class SharedSignals:
 
     def __init__(self, handlers: Mapping[int, Callable[[int, Any], Any]]) -> None:
         self._handlers, self._process, self._parent = handlers, os.getpid(), os.getppid()
-        self._ranks = host_group_of_all()
+        self._ranks = host_group(all_ranks())
         self._received: list[int] = []  # Signals of this rank whose handlers were not run yet.
         self._pressed: float | None = None  # Time of the first Ctrl-C.
         self._told: tuple[dist.Work | None, torch.Tensor] | None = None

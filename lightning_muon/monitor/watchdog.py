@@ -31,8 +31,7 @@ from lightning_muon.monitor.processes import (
     standing_place,
     waiting_place,
 )
-from lightning_muon.sharding.call_log import LEFT, CallLog, Calls
-from lightning_muon.sharding.guards import Guard
+from lightning_muon.sharding.guards import ADVICE, LEFT, CallLog, Calls, Guard
 
 _log = logging.getLogger(__name__)
 EXIT_CODE = 1  # Of a rank that is ended.
@@ -57,10 +56,8 @@ class Position:
     """The state that one rank publishes, as JSON."""
 
     step: int  # Steps and evaluations that this rank has ended.
-    shard: int  # The lowest rank with which it shares the weights.
-    mesh: int  # The lowest rank with which it shares gradients.
+    mesh: int  # The lowest rank with which it shares weights and gradients.
     calls: Calls  # Calls of this step; only ranks in the same step can be compared.
-    crossing: Calls  # The calls that all ranks have in common.
     news: str  # What it has done otherwise than in earlier steps, if anything.
     group: str | None  # Name of the process group in whose collective the rank waits, `None` if it does something else.
     counts: Mapping[str, int]  # Collectives launched in each process group.
@@ -73,13 +70,12 @@ class Position:
 
 def find_mismatch(positions: Mapping[int, Position], call_log: CallLog) -> str | None:
     """The reason why these ranks (global rank -> position) can never meet; ``None`` if they may."""
-    # Compare the calls of ranks in the same step: all calls inside each shard group, the common ones over each mesh.
-    lists = {
-        rank: (((at.step, at.shard), at.calls), ((at.step, at.mesh), at.crossing)) for rank, at in positions.items()
-    }
-    found = call_log.find_difference(lists, complete=False)
-    if found is not None:
-        return f"{found} {_ON_EVERY_RANK}{_stand(positions.items())}"
+    of_mesh: dict[tuple[int, int], dict[int, Calls]] = {}
+    for rank, at in positions.items():  # Only those in the same step can be compared.
+        of_mesh.setdefault((at.step, at.mesh), {})[rank] = at.calls
+    for calls in of_mesh.values():
+        if found := call_log.find_difference(calls, complete=False):
+            return f"{found} {_ON_EVERY_RANK}{_stand(positions.items())}"
     for pair in combinations(sorted(positions.items()), 2):
         (first, a), (second, b) = pair
         if not _never_meet(a, b):
@@ -92,14 +88,14 @@ def find_mismatch(positions: Mapping[int, Position], call_log: CallLog) -> str |
                     f"{_stand(positions.items())}"
                 )
         places = f"rank {first} {_place(a, call_log)}, rank {second} {_place(b, call_log)}"
-        advice = _advice((a, b), call_log)
+        advice = _advice((a, b))
         return f"The ranks wait for each other in different places: {places}. {advice}{_stand(positions.items())}"
     return None
 
 
-def _advice(positions: Iterable[Position], call_log: CallLog) -> str:
+def _advice(positions: Iterable[Position]) -> str:
     calls = [position.calls.last[-1] for position in positions if position.calls.last]
-    return call_log.advice(calls) if any(call >= 0 for call in calls) else _ON_EVERY_RANK
+    return ADVICE if any(call >= 0 for call in calls) else _ON_EVERY_RANK
 
 
 def _stand(positions: Iterable[tuple[int, Position]]) -> str:
@@ -123,10 +119,8 @@ def _never_meet(a: Position, b: Position) -> bool:
             return False
         if a.kind != b.kind and not any(word in at.kind for at in (a, b) for word in ("send", "recv")):
             return True
-        # They have logged different numbers of calls that they must have in common.
-        if a.shard == b.shard:
-            return a.calls.count != b.calls.count
-        return a.mesh == b.mesh and a.crossing.count != b.crossing.count
+        # They have logged different numbers of calls.
+        return a.mesh == b.mesh and a.calls.count != b.calls.count
     in_both = all(group in position.counts for group in (a.group, b.group) for position in (a, b))
     return in_both and b.counts[a.group] < a.counts[a.group] and a.counts[b.group] < b.counts[b.group]
 
@@ -270,7 +264,7 @@ class Watchdog(Guard):
         problem: str | None = None
         num_looks = 0
         while not self._closed.wait(self._interval):
-            now = (self._call_log.step, self._call_log.calls()[0].count, waiting_place(self._main))
+            now = (self._call_log.step, self._call_log.calls().count, waiting_place(self._main))
             if now != last:
                 last, since, beat, problem = now, time.monotonic(), 0, None
             seconds = time.monotonic() - since
@@ -311,13 +305,10 @@ class Watchdog(Guard):
         counts = collective_counts()
         if place != waiting_place(self._main):  # Progress meanwhile: the counts may be those of the next collective.
             place = None
-        calls, crossing = log.calls()
         position = Position(
             step=log.step,
-            shard=log.shard_ranks[0],
             mesh=log.ranks[0],
-            calls=calls,
-            crossing=crossing,
+            calls=log.calls(),
             news=log.news,
             group=place and place.group,
             counts=counts,
@@ -335,7 +326,7 @@ class Watchdog(Guard):
         if not self._store.check([key]):
             return None
         fields = json.loads(self._store.get(key))
-        return Position(**{**fields, "calls": Calls(*fields["calls"]), "crossing": Calls(*fields["crossing"])})
+        return Position(**{**fields, "calls": Calls(*fields["calls"])})
 
     def _positions(self) -> dict[int, Position]:
         positions = ((rank, self._read(rank)) for rank in range(self._size))
@@ -404,7 +395,7 @@ class Watchdog(Guard):
         said = {rank: at.news or _last_text(at, log) for rank, at in latest.items()}
         if len(set(said.values())) > 1 or any(at.news for at in latest.values()):
             differ = "; ".join(f"rank {rank} {text}" for rank, text in said.items())
-            death += f" Ranks that do different things may end so: {differ}. {_advice(latest.values(), log)}"
+            death += f" Ranks that do different things may end so: {differ}. {_advice(latest.values())}"
         return f"{death}{_stand(positions.items())}"
 
     # ---- the end of all ranks

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
-from lightning_muon.comm.groups import require_backend
 from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
@@ -376,17 +375,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
         if self._routes.update(self.param_groups, self._module, self._existing_state):
             for parameter in parameters_of(self):
-                # Raise if the process groups of its mesh have no backend for its device.
-                mesh, _ = self._layout.mesh_and_placements(parameter)
                 local = local_tensor(parameter.detach())
                 if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
                     raise ValueError(
                         f"{self._routes[parameter].name} {tuple(local.shape)} has strides {local.stride()}: several of "
                         "its elements are one place in memory, which cannot be updated; make it with .clone()"
                     )
-                if mesh is not None and mesh.device_type != "cpu" and parameter.device.type == "cpu":
-                    where = f"{self._routes[parameter].name} {tuple(parameter.shape)} is"
-                    require_backend(mesh, parameter.device, where)
         return [
             RoutedParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups

@@ -131,7 +131,7 @@ class BatchRun:
         return (
             self.is_training,
             self.context.batches.num_changes,
-            *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch], set())),
+            *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch])),
         )
 
     def _forward(self, op: Op) -> None:

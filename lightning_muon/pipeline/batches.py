@@ -50,7 +50,7 @@ class BatchComparison:
         try:
             batch, result = cut()
             results.append(result)
-            self._tensors = list(tensors_in(batch, set()))
+            self._tensors = list(tensors_in(batch))
         except Exception as problem:  # Of the user's pipeline_step, for example.
             self._error = problem
         self._send(facts)

@@ -334,7 +334,7 @@ class PipelineRuntime:
 
     def _split(self, value: Any) -> list[Any]:
         """Split a batch into micro-batches whose sizes differ by at most one row."""
-        rows = next((each.shape[0] for each in tensors_in(value, set()) if each.ndim > 0), 0)
+        rows = next((each.shape[0] for each in tensors_in(value) if each.ndim > 0), 0)
         if rows == 0:
             raise ValueError("a batch of a pipeline needs a tensor with rows, to be cut into micro-batches")
         number = min(self._num_microbatches, rows)

@@ -41,8 +41,6 @@ class ShardingOptions:
             of shards FSDP2 would round.
         bucket_bytes: Gradients that travel together where FSDP2 does not say it. ``"auto"``: 25 MiB, as in torch's
             DDP.
-        early_all_gather: On CUDA FSDP2's gathers of the next forward wait for the optimizer step only. Whatever changes
-            weights between them must do so on a stream that these gathers wait for, or they may miss it.
     """
 
     wrap_policy: WrapPolicy = "auto"
@@ -50,7 +48,6 @@ class ShardingOptions:
     reshard_after_backward: bool = True
     accumulate: Accumulate = "sharded"
     bucket_bytes: BucketBytes = "auto"
-    early_all_gather: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +96,7 @@ class ShardingMode(ABC):
         # The ranks whose gradients a backward pass averages.
         self.reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
+        self._divisor: float | None = None  # Of the sum of the gradients over the ranks.
         self.has_failed = False  # Whether a forward or backward pass has raised.
         # Copies of parameters of another stage of a pipeline, with equal gradients: norms count only the others.
         self.copies: Collection[Tensor] = ()
@@ -122,12 +120,14 @@ class ShardingMode(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which forward and backward do not communicate gradients; local."""
 
-    @abstractmethod
     def set_gradient_divisor(self, divisor: float | None) -> None:
         """Divide the sum of the gradients over the ranks by this; ``None``: by their number. Local, same on all ranks.
 
         Call it before the last backward pass of a step; it holds until it is called again.
         """
+        if divisor is not None and not 0 < divisor < math.inf:
+            raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
+        self._divisor = divisor
 
     def pass_failed(self) -> None:
         """Call after a forward or backward pass has raised, which ends the training; local."""

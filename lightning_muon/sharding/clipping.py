@@ -1,20 +1,16 @@
-"""Norms of gradients on meshes of any kind: clipping, and the search for NaN and Inf, with one result on all ranks."""
+"""Clipping of gradients on meshes of any kind, with one norm on all ranks."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, require_equal, together
-from lightning_muon.comm.collectives import start_all_reduce_max, start_all_reduce_sum, start_reading
+from lightning_muon.comm.collectives import start_all_reduce_sum
 from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
 from lightning_muon.compat import foreach
 from lightning_muon.math.norms import by_device_and_dtype, local_norms
@@ -44,7 +40,7 @@ def clip_norm_(
     if not max_norm >= 0:
         raise ValueError(f"max_norm of gradient clipping must be a number of at least 0, got {max_norm}")
     listed = _without_partial_sums(parameters)
-    sets = by_ranks([parameter for parameter in listed if parameter not in copies], layout, sharded=True)
+    sets = _by_ranks([parameter for parameter in listed if parameter not in copies], layout)
     norms = [_stacked(local_norms(_gradients(each.parameters, layout)), each.device) for each in sets]
     squares = [each.double().square().sum() for each in norms]
     shared = [(square, each.group) for square, each in zip(squares, sets, strict=True) if each.group.group is not None]
@@ -83,90 +79,39 @@ def clip_value_(parameters: Iterable[Tensor], max_value: float, *, layout: Layou
         foreach.add_(gradients, nothing)
 
 
-@torch.no_grad()
-def find_nonfinite(
-    parameters: Sequence[Tensor],
-    names: Mapping[Tensor, str],
-    *,
-    layout: Layout = _TENSORS,
-    across: AxisGroup = ALONE,
-    device: torch.device | None = None,
-    settings: Sequence[tuple[str, str]] = (),
-) -> list[str]:
-    """Find the names of parameters whose gradient has a NaN or an Inf on any rank, or a norm on one rank over 1.8e19.
-
-    Collective over the meshes of ``parameters``, and then over ``across`` with the parameters in the same order, also
-    without gradients. The names are equal on all ranks of the largest mesh, and on those of ``across``. The host waits
-    for the device once. ``device`` is that of messages over ``across``. Ranks that share parameters raise if their
-    ``settings`` differ.
-    """
-    # The smallest sets first, so that the result of one reaches the larger ones.
-    sets = sorted(by_ranks(parameters, layout, sharded=False), key=lambda each: each.group.size)
-    own = {parameter: part for parameter in dict.fromkeys(parameters) for part in _gradients([parameter], layout)}
-    broken = _stacked(local_norms(list(own.values())), _common_device(sets)).isfinite().logical_not()
-    num_knowing = broken.any()
-    word = zlib.crc32(repr(settings).encode())
-    for each in sets:
-        filled = [torch.full((), number, dtype=torch.int64, device=each.device) for number in (word, -word)]
-        maxima = torch.stack([(num_knowing > 0).long().to(each.device), *filled])
-        if each.group.group is not None:
-            start_all_reduce_max(maxima, each.group).wait()
-        # Words are equal if the largest is the smallest.
-        num_knowing = maxima[0] + (maxima[1] != -maxima[2])
-    if across.group is not None:
-        num_knowing = (num_knowing > 0).int().to(device or num_knowing.device)
-        start_all_reduce_sum(num_knowing, across).wait()
-    flags, (is_known,) = start_reading([broken, num_knowing])()
-    found = [names[parameter] for parameter, flag in zip(own, flags, strict=False) if flag]
-    groups = [*(each.group for each in sets), across] if is_known else []
-
-    def compare(_: None, group: AxisGroup | None) -> None:
-        if group is not across:  # Another stage has other groups of parameters.
-            require_equal(settings, group, "what an optimizer goes by")
-
-    together(lambda: None, groups, compare)
-    for group in groups:
-        found = list(chain.from_iterable(gather(found, group)))
-    return list(dict.fromkeys(found))
-
-
 @dataclass(frozen=True, eq=False)
-class RankSet:
-    """Ranks that share parameters."""
+class _RankSet:
+    """Ranks among which some parameters are sharded."""
 
     group: AxisGroup  # These ranks.
     device: torch.device  # Device of tensors that are sent between them.
     parameters: list[Tensor] = field(default_factory=list)  # In the order in which they were listed.
 
 
-def by_ranks(parameters: Iterable[Tensor], layout: Layout, *, sharded: bool) -> list[RankSet]:
-    """Group parameters, also frozen ones, by the ranks that share them, in an order in which all can communicate.
+def _by_ranks(parameters: Iterable[Tensor], layout: Layout) -> list[_RankSet]:
+    """Group parameters, also frozen ones, by the ranks that shard them, in an order in which all can communicate.
 
-    ``sharded`` takes only the axes that shard a parameter, instead of all axes of its mesh. Collective over sets of
-    ranks that span several axes the first time.
+    Collective over sets of ranks that span several axes the first time.
     """
     kinds: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
         mesh, placements = layout.mesh_and_placements(parameter)
         shape = () if mesh is None else mesh.shape
-        if sharded:
-            axes = sharded_axes(placements, shape, f"a parameter {tuple(parameter.shape)}")
-        else:
-            axes = tuple(axis for axis, size in enumerate(shape) if size > 1)
+        axes = sharded_axes(placements, shape, f"a parameter {tuple(parameter.shape)}")
         kinds.setdefault((mesh, axes), []).append(parameter)
-    found: dict[tuple[int, ...], RankSet] = {}
+    found: dict[tuple[int, ...], _RankSet] = {}
     # If two kinds have the same ranks on one rank, they do so on each of these ranks, so all of them have this order.
     for (mesh, axes), members in kinds.items():
         group = axis_group(mesh, axes) if mesh is not None and axes else ALONE
-        ranks = tuple(sorted(dist.get_process_group_ranks(group.group))) if group.group is not None else ()
+        ranks = tuple(sorted(group.ranks))
         device = layout.local(members[0]).device
         if mesh is not None and mesh.device_type != device.type:  # parameters that rest in the memory of the host
             device = torch.device(mesh.device_type)
-        found.setdefault(ranks, RankSet(group, device)).parameters.extend(members)
+        found.setdefault(ranks, _RankSet(group, device)).parameters.extend(members)
     return list(found.values())
 
 
-def _common_device(sets: Iterable[RankSet]) -> torch.device:
+def _common_device(sets: Iterable[_RankSet]) -> torch.device:
     """Device on which results of all sets are combined: an accelerator if there is one."""
     return next((each.device for each in sets if each.device.type != "cpu"), torch.device("cpu"))
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
-from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat import foreach
 from lightning_muon.compat.torch import (
     complete_accumulated,
@@ -34,11 +34,10 @@ from lightning_muon.compat.torch import (
 )
 from lightning_muon.math.norms import by_device_and_dtype
 from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
-from lightning_muon.sharding.call_log import CallLog
-from lightning_muon.sharding.plain_gradients import PlainGradients
-from lightning_muon.sharding.shard_model import check_divisor, initialize_roots, set_gradient_divisor, shard_model
+from lightning_muon.sharding.fsdp_gradients import PlainGradients, UnusedParameters
+from lightning_muon.sharding.guards import CallLog
+from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, listen
-from lightning_muon.sharding.unused import UnusedParameters
 from lightning_muon.sharding.weights import mesh_device
 
 
@@ -52,23 +51,17 @@ class Fsdp(ShardingMode):
     name = "fsdp"
     shards_weights = True
     takes = frozenset(
-        (
-            *("wrap_policy", "reshard_after_forward", "reshard_after_backward", "accumulate", "early_all_gather"),
-            *("decoupled_nodes", "roots"),
-        )
+        {"wrap_policy", "reshard_after_forward", "reshard_after_backward", "accumulate", "decoupled_nodes", "roots"}
     )
 
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         super().__init__(mesh, options)
         self.listeners: list[UnitListener] = []  # Hear what happens to the units.
         self.call_log: CallLog | None = None  # Of the units that this rank runs; compared in the message of a step.
-        # Of the sum over the ranks, for gradients of plain parameters and of units; None: by the number of ranks, which
-        # is what units do in an accumulated batch, whose sum is corrected at its end.
-        self._divisor: float | None = None
+        # What units divide by: in an accumulated batch the number of ranks (None), which is corrected at its end.
         self._unit_divisor: float | None = None
         self._is_accumulating = False  # Whether shards have sums of micro-batches.
         self._num_nodes = mesh.size() // self.reduced_over.size()
-        self._host: AxisGroup | None = None  # The ranks that are averaged, in the memory of hosts; from `attach` on.
         self._hooks: ExitStack | None = None
         self._roots: list[FSDPModule] = []
         self._unused: UnusedParameters | None = None
@@ -108,18 +101,16 @@ class Fsdp(ShardingMode):
         self._listen(module)
         free_unsharded(module)
         self._plain = PlainGradients(module, self._everyone, mesh_device(self.reduced_over))
-        self._host = host_group(self._everyone)
-        if self._everyone.group is not None:
-            initialize_roots(module)
-            self._unused = UnusedParameters(module)
-            self.listeners.append(self._unused)
+        initialize_roots(module)
+        self._unused = UnusedParameters(module)
+        self.listeners.append(self._unused)
         nodes = self.mesh if self.options.decoupled_nodes else None
         attach_optimizers(module, optimizers, layout=None, nodes=nodes)
 
     @override
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        self.attached(self._host)
+        self.attached(self._unused)
         # Each micro-batch gathers the weights again; or whole weights stay from the first forward to the last backward.
         if not self.options.reshard_after_backward and not self._resharding:
             self._resharding = [(unit, forward_resharding(unit)) for unit in fsdp_modules(self._module)]
@@ -138,8 +129,6 @@ class Fsdp(ShardingMode):
 
     def _set_last_backward(self, is_last: bool) -> None:
         """Choose, before the forward pass, whether the next backward pass finishes the gradients; local."""
-        if self.call_log is not None:
-            self.call_log.sums_replicas = is_last
         for unit in fsdp_modules(self._module):
             if self._sums_shards and not rounds_sums_of_shards(unit):
                 unit.set_requires_all_reduce(is_last, recurse=False)
@@ -152,20 +141,19 @@ class Fsdp(ShardingMode):
 
     @override
     def reduce_part(self, modules: Sequence[nn.Module], scale: Tensor) -> None:
+        unused = self.attached(self._unused)
         for root in [each for module in modules for each in fsdp_roots(module)][::-1]:
             for gradient in unreduced_gradients(root):
                 gradient.mul_(scale)
             for unit in fsdp_modules(root):  # type: ignore[arg-type]
                 complete_accumulated(unit)
-                if self._unused is not None:
-                    self._unused.enters_backward(unit)
+                unused.enters_backward(unit)
             start_reducing(root)
             self._reducing.append(root)
         # A wait in between would hold up the backward of this rank's other stages.
         if len(self._reducing) == len(self._roots):
             self._finish_reducing()
-        if self._plain is not None:
-            self._plain.multiply(modules, scale)
+        self.attached(self._plain).multiply(modules, scale)
 
     def _finish_reducing(self) -> None:
         """Let the current stream wait for the reductions that :meth:`reduce_part` has begun; local."""
@@ -175,10 +163,8 @@ class Fsdp(ShardingMode):
 
     @override
     def set_gradient_divisor(self, divisor: float | None) -> None:
-        self.attached(self._host)
-        check_divisor(divisor)
         # The average over nodes supplies the other factor.
-        self._divisor = None if divisor is None else divisor / self._num_nodes
+        super().set_gradient_divisor(None if divisor is None else divisor / self._num_nodes)
         if not self._is_accumulating:
             self._divide_units(self._divisor)
 
@@ -194,22 +180,19 @@ class Fsdp(ShardingMode):
 
         If the ranks ran different units, this raises on all of them.
         """
-        host = self.attached(self._host)
+        unused, plain, calls = self.attached(self._unused), self.attached(self._plain), self.attached(self.call_log)
         self._finish_reducing()
         self.require_no_failure()
         for unit, meshes in self._resharding:
             set_forward_resharding(unit, meshes)
         self._resharding.clear()
-        if self._unused is not None:
-            used = self._unused.used()
-            assert self.call_log is not None
-            maxima = maxima_over(host, [*used, *self.call_log.end_backward_passes()])
-            self.call_log.require_equal(maxima[len(used) :])
-            if self._is_accumulating:
-                self._finish_accumulating(self._unused)
-            self._unused.keep(maxima[: len(used)])
-        assert self._plain is not None
-        self._plain.average(self._divisor)
+        used = unused.used()
+        maxima = maxima_over(calls.host, [*used, *calls.end_backward_passes()])
+        calls.require_equal(maxima[len(used) :])
+        if self._is_accumulating:
+            self._finish_accumulating(unused)
+        unused.keep(maxima[: len(used)])
+        plain.average(self._divisor)
 
     @torch.no_grad()
     def _finish_accumulating(self, unused: UnusedParameters) -> None:
@@ -235,21 +218,13 @@ class Fsdp(ShardingMode):
         self._divide_units(self._divisor)
 
     @override
-    def end_step(self) -> None:
-        if self.options.early_all_gather and self.mesh.device_type == "cuda":
-            # Weights are final here. FSDP2 takes one event for all units of a root, so it is that of the whole step.
-            event = torch.cuda.current_stream().record_event()
-            for root in fsdp_roots(self._module):
-                root.set_post_optim_event(event)
-
-    @override
     def close(self) -> None:
         self._plain = None
         if self._unused is not None:
             self._unused.close()
             self._unused = None
         self.listeners.clear()
-        self._host = self.call_log = None
+        self.call_log = None
         if self._hooks is not None:
             self._reset()
             self._hooks.close()

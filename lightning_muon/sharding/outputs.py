@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ def without_views(output: Any, inputs: Any) -> Any:
 
     FSDP2 gathers weights for backward in hooks of these tensors, and a view that is changed in place loses its hooks.
     """
-    tensors = list(tensors_in(output, set())) if torch.is_grad_enabled() else []
+    tensors = list(tensors_in(output)) if torch.is_grad_enabled() else []
     views = {id(tensor): tensor for tensor in tensors if tensor.requires_grad and viewed(tensor) is not tensor}
     if not views:
         return output
     # Autograd does not know that an alias shares memory with other tensors, so what backward needs must not change.
-    others = {id(tensor): tensor for tensor in [*tensors, *tensors_in(inputs, set())]}
+    others = {id(tensor): tensor for tensor in [*tensors, *tensors_in(inputs)]}
     users = Counter(id(viewed(tensor)) for tensor in others.values())
     aliases: dict[int, Tensor] = {}
     for key, view in views.items():
@@ -36,45 +36,31 @@ def without_views(output: Any, inputs: Any) -> Any:
 class _Alias(torch.autograd.Function):
     """A tensor, not a view, on the memory of a view; if it ``is_shared``, backward raises after a change in place."""
 
-    generate_vmap_rule = True
-
     @staticmethod
-    def forward(view: Tensor, is_shared: bool) -> Tensor:
-        return view.detach()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-        view, is_shared = inputs
+    def forward(ctx: Any, view: Tensor, is_shared: bool) -> Tensor:
         if is_shared:
             ctx.save_for_backward(view)
+        return view.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         _ = ctx.saved_tensors  # Autograd compares the versions.
         return gradient, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return tangent.view_as(tangent)
 
-
-def tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """Yield the tensors in a value; ``seen`` has the ids of visited containers, which may be in a cycle."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value and its containers."""
+    entries: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
-        return
-    if isinstance(value, Mapping):
-        entries = list(value.values())
+    elif isinstance(value, Mapping):
+        entries = value.values()
     elif isinstance(value, list | tuple):
-        entries = list(value)
+        entries = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        return
-    if id(value) not in seen:
-        seen.add(id(value))
-        for entry in entries:
-            yield from tensors_in(entry, seen)
+    for entry in entries:
+        yield from tensors_in(entry)
 
 
 def map_tensors(value: Any, visit: Callable[[str, Tensor], Tensor], path: tuple[str, ...] = ()) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
@@ -94,7 +93,6 @@ def agree_on_units(
 
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
     """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local."""
-    check_layers(module)
     check_meta(module)
     if isinstance(module, FSDPModule):
         return []
@@ -176,20 +174,6 @@ def check_meta(module: nn.Module) -> None:
             )
 
 
-def check_layers(module: nn.Module) -> None:
-    """Raise ``ValueError`` for lazy layers and sparse gradients, which ranks cannot share; local, equal on all."""
-    for name, child in module.named_modules():
-        layer = f"{clean_name(name) or 'the model'} ({type(child).__name__})"
-        if any(map(is_lazy, child.parameters(recurse=False))):
-            raise ValueError(
-                f"{layer} does not know the shape of its weights yet; run a batch through the model before, or give "
-                "the layer its number of inputs"
-            )
-        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
-        if is_table and child.sparse and child.weight.requires_grad:
-            raise ValueError(f"{layer} has sparse gradients, which ranks cannot sum; make it with sparse=False")
-
-
 def check_tensor_parallel(module: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ``ValueError`` if no layer is divided over the tensor axis; local, alike on all ranks."""
     ranks = set(mesh.mesh.flatten().tolist())
@@ -220,12 +204,6 @@ def initialize_roots(module: nn.Module) -> None:
         init_fsdp_root(root)
         for parameter in frozen:
             parameter.requires_grad_(False)
-
-
-def check_divisor(divisor: float | None) -> None:
-    """Raise ``ValueError`` for a divisor of gradients that is no positive number; local."""
-    if divisor is not None and not 0 < divisor < float("inf"):
-        raise ValueError(f"the divisor of the gradients must be positive and finite, got {divisor}")
 
 
 def set_gradient_divisor(module: nn.Module, divisor: float | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import fail_together, gather
+from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
 from lightning_muon.comm.groups import AxisGroup, host_group
-from lightning_muon.compat.hooks import watch_gradients
 
 _WHAT_TO_DO = (
     "call self.trainer.strategy.report_tokens(n) in training_step, fabric.strategy.report_tokens(n) or "
@@ -126,42 +125,3 @@ def _report(num_tokens: Any) -> _Report:
     if isinstance(num_tokens, numbers.Real) and not isinstance(num_tokens, bool):
         return int(num_tokens) if isinstance(num_tokens, numbers.Integral) else float(num_tokens)
     return f"{num_tokens!r} as its"
-
-
-class SingleReductionGuard:
-    """Raises if a second backward pass of a step reduces gradients, since each pass divides by its own tokens."""
-
-    def __init__(self, parameters: Sequence[Tensor], has_gradient: Callable[[Tensor], bool], name: str) -> None:
-        self._parameters, self._has_gradient, self._name = list(parameters), has_gradient, name
-        self._num_passes = 0
-        # Whether an earlier pass of this step, and the current one, reached a parameter; a loss of another module need
-        # not reach any.
-        self._was_reached = self._is_reached = False
-        self.close = watch_gradients(self, self._parameters, SingleReductionGuard._arrived)
-
-    def begin_backward(self) -> None:
-        """Call before a backward pass that reduces gradients; local, every rank must call it."""
-        # Without gradients, the user has dropped those of earlier passes.
-        self._was_reached = self._was_reached and any(map(self._has_gradient, self._parameters))
-        self._is_reached = False
-
-    def end_backward(self) -> None:
-        """Call after it. Collective over all ranks in the second pass of a step, all raise."""
-        if self._num_passes:
-            error = None
-            if self._was_reached and self._is_reached:
-                error = RuntimeError(
-                    f"a second backward pass of a step has added to the gradients of {self._name}, and each has "
-                    "divided by tokens of its own (loss_scaling='tokens'); run all but the last inside of "
-                    "no_backward_sync (no_sync, accumulate), or call zero_grad between them"
-                )
-            fail_together(error, None)
-        self._num_passes += 1
-        self._was_reached |= self._is_reached
-
-    def end_step(self) -> None:
-        """Call after an optimizer step; local."""
-        self._num_passes, self._was_reached = 0, False
-
-    def _arrived(self, _: Tensor) -> None:
-        self._is_reached = True

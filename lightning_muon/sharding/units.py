@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +39,6 @@ def find_units(module: nn.Module, wrap_policy: WrapPolicy = "auto") -> list[nn.M
         chosen = _automatic(module)
     else:
         chosen = _of_classes([child for _, child in candidates], wrap_policy)
-    for unit in chosen:
-        if is_container(unit):
-            raise ValueError(
-                f"wrap_policy chooses a {type(unit).__name__}, which has no forward and cannot be an FSDP2 unit; "
-                "choose its children"
-            )
     # A module that is registered later is never a parent of an earlier one: reversed, children come before parents.
     units = [child for _, child in reversed(candidates) if child in chosen and [*child.parameters()]]
     # FSDP2 refuses a parameter of two groups.
@@ -242,37 +236,34 @@ class UnitListener:
 
 def listen(module: nn.Module, listeners: Sequence[UnitListener]) -> ExitStack:
     """Tell ``listeners``, which may become more, what happens to the units of ``module`` until it is closed; local."""
-    hooks = ExitStack()
-    for unit in fsdp_modules(module):
-        _hook(unit, listeners, hooks)
-    return hooks
 
-
-def _hook(unit: Any, listeners: Sequence[UnitListener], hooks: ExitStack) -> None:
     @torch.compiler.disable
-    def before(*_: Any) -> None:
+    def before(unit: Any, *_: Any) -> None:
         for each in listeners:
             each.enters(unit)
 
     @torch.compiler.disable
-    def behind(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def behind(unit: Any, args: Any, kwargs: Any, output: Any) -> Any:
         for each in listeners:
             each.returns(unit)
         output = without_views(output, (args, kwargs))
-        outputs = [each for each in tensors_in(output, set()) if each.requires_grad and torch.is_grad_enabled()]
+        outputs = [each for each in tensors_in(output) if each.requires_grad and torch.is_grad_enabled()]
         if outputs and listeners:
             register_multi_grad_hook(outputs, partial(_enter_backward, unit, listeners), mode="any")
         return output
 
     @torch.compiler.disable
-    def at_last(*_: Any) -> None:
+    def at_last(unit: Any, *_: Any) -> None:
         for each in listeners:
             each.leaves(unit)
 
-    # Before FSDP2's own hooks, in which a rank may wait for ever, and which hook the returned tensors; and behind them.
-    hooks.enter_context(unit.register_forward_pre_hook(before, prepend=True))
-    hooks.enter_context(unit.register_forward_hook(behind, prepend=True, with_kwargs=True))
-    hooks.enter_context(unit.register_forward_hook(at_last, always_call=True))
+    hooks, units = ExitStack(), cast(Iterator[Any], fsdp_modules(module))
+    for unit in units:
+        # Before FSDP2's own hooks, in which a rank may wait for ever, and which hook the returned tensors; behind them.
+        hooks.enter_context(unit.register_forward_pre_hook(before, prepend=True))
+        hooks.enter_context(unit.register_forward_hook(behind, prepend=True, with_kwargs=True))
+        hooks.enter_context(unit.register_forward_hook(at_last, always_call=True))
+    return hooks
 
 
 def _enter_backward(unit: FSDPModule, listeners: Sequence[UnitListener], _: Tensor) -> None:

@@ -8,111 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
-from lightning_muon.comm.agreement import fail_together, require_equal
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all, start_messages
-from lightning_muon.comm.groups import ALONE, axis_group, own_group
 from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import (
     AxisPlacement,
-    Box,
     Layout,
-    OwnedBy,
     PlacedState,
-    contiguous_stride,
-    held_boxes,
 )
 from lightning_muon.params.matrices import matrices_in
-from lightning_muon.schedule.assign import longest_first
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
-from lightning_muon.sharding.mains import MainWeights, has_main, main_dtype
-from lightning_muon.sharding.reducer import GradientBucket, Parameters, flat_gradient
-from lightning_muon.sharding.replicas import Ddp
+from lightning_muon.sharding.ddp import Ddp, GradientBucket, Parameters, flat_gradient
+from lightning_muon.sharding.shards import MainWeights, ShardMap, has_main, main_dtype, place_shards
 from lightning_muon.sharding.units import find_units, units_of
-from lightning_muon.sharding.weights import mesh_device, names_of
-
-
-def place_shards(
-    parameters: Sequence[Tensor], whole: Mapping[Tensor, int], num_ranks: int
-) -> dict[Tensor, AxisPlacement]:
-    """The placement of each parameter on an axis of ``num_ranks`` ranks; a pure function, equal on every rank.
-
-    ``whole`` has the FLOPs of the parameters that one rank must own; owners are chosen so that ranks have equal FLOPs.
-    The others are divided by rows, or updated by every rank where they have no dimensions or elements.
-    """
-    costs = [whole.get(parameter, 0) for parameter in parameters]
-    sizes = [parameter.nbytes for parameter in parameters]
-    taken = [index for index, parameter in enumerate(parameters) if parameter in whole]
-    owners = longest_first(costs, sizes, [(0, 0)] * num_ranks, taken=taken)
-    placements: dict[Tensor, AxisPlacement] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.ndim == 0 or parameter.numel() == 0:
-            placements[parameter] = Replicate()
-        else:
-            placements[parameter] = OwnedBy(owners[index]) if index in owners else Shard(0)
-    return placements
-
-
-class ShardMap:
-    """The parts of plain, contiguous parameters that the ranks of the shard axis, the last one of the mesh, update.
-
-    Every part is one range of rows. Replicas (the first axis of a 2-D mesh) have the same parts. The process groups
-    are used by nothing else, so that hooks may communicate. Collective over the axes of the mesh to construct.
-    """
-
-    def __init__(self, mesh: DeviceMesh, placements: Mapping[Tensor, AxisPlacement]) -> None:
-        self.mesh = mesh
-        self.shard = own_group(axis_group(mesh, (mesh.ndim - 1,)))
-        self.replicate = own_group(axis_group(mesh, (0,))) if mesh.ndim > 1 else ALONE
-        self._placements = dict(placements)
-        # Parameter -> the part of each rank of the shard axis.
-        self.boxes = {
-            parameter: boxes_on_axis(tuple(parameter.shape), placement, self.shard.size)
-            for parameter, placement in placements.items()
-        }
-        self._views: dict[Tensor, tuple[int, Tensor]] = {}
-        # Work that follows a communication runs on a stream of its own, before products, so backward does not wait.
-        self.side_stream = cache(lambda device: torch.cuda.Stream(device, -1) if device.type == "cuda" else None)
-
-    def placements(self, parameter: Tensor) -> tuple[AxisPlacement, ...]:
-        """One placement per axis of the mesh."""
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), self._placements[parameter])
-
-    def is_sharded(self, parameter: Tensor) -> bool:
-        """Whether each element is updated by one rank of the shard axis only."""
-        return not isinstance(self._placements[parameter], Replicate)
-
-    def local(self, parameter: Tensor, whole: Tensor | None = None) -> Tensor:
-        """The calling rank's part of ``parameter``, or of ``whole``, a tensor like it. Shares memory."""
-        if whole is not None:
-            return self._part(parameter, whole)
-        address, view = self._views.get(parameter, (0, parameter))
-        if address != parameter.data_ptr():
-            view = self._part(parameter, parameter)
-            self._views[parameter] = parameter.data_ptr(), view
-        return view
-
-    def _part(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        box = self.boxes[parameter][self.shard.rank]
-        return tensor.detach()[tuple(map(slice, box.start, box.stop))]
-
-
-@lru_cache(maxsize=1 << 12)
-def boxes_on_axis(shape: tuple[int, ...], placement: AxisPlacement, size: int) -> tuple[Box, ...]:
-    """The part of each rank of an axis of ``size``, as a box."""
-    return held_boxes(shape, (size,), (placement,), [(rank,) for rank in range(size)])
+from lightning_muon.sharding.weights import names_of
 
 
 class Bucket(GradientBucket):
@@ -429,84 +349,20 @@ class Zero2Layout(Layout):
     @override
     def zeros_like(self, parameter: Tensor) -> Tensor:
         zeros = torch.zeros_like(self._shards.local(parameter), dtype=self.dtype(parameter))
-        return self._laid_out(parameter, zeros, tuple(parameter.shape))
+        return self._shards.laid_out(parameter, zeros, tuple(parameter.shape))
 
     @override
     def zeros_of_neurons(self, parameter: Tensor, shape: tuple[int, ...], kept: Collection[int]) -> Tensor:
         zeros = torch.zeros(shape, dtype=torch.float32, device=parameter.device)
-        return self._laid_out(parameter, self._shards.local(parameter, zeros).clone(), shape)
+        return self._shards.laid_out(parameter, self._shards.local(parameter, zeros).clone(), shape)
 
     @override
     def saved(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """States, or parts of the calling rank, as DTensors sharded by rows. Collective over the shard axis."""
-        owned = {index: each for index, each in enumerate(states) if self._owner(each.parameter) is not None}
-        self._require_equal({index: each.state for index, each in owned.items()})
-        result = [s if isinstance(s, DTensor) else self._laid_out(p, s, shape) for p, s, shape, _ in states]
-        for index, each in owned.items():
-            result[index] = self._as_rows(self._rows_of_owner(each), each.shape)
-        return result
+        return self._shards.saved(states)
 
     @override
     def loaded(self, states: Sequence[PlacedState]) -> list[Tensor]:
-        """The inverse of :meth:`saved`. Collective over the shard axis."""
-        rows = {
-            index: each.state
-            for index, each in enumerate(states)
-            if isinstance(each.state, DTensor) and self._owner(each.parameter) is not None
-        }
-        error, placements = None, self._row_placements
-        for state in rows.values():
-            if (state.device_mesh, state.placements) != (self._shards.mesh, placements):
-                error = ValueError(
-                    f"state {tuple(state.shape)} is laid out as {state.placements} on {state.device_mesh}, but its "
-                    f"parameter wants {placements} on {self._shards.mesh}; load it as it was saved, or as a whole"
-                )
-        fail_together(error, self._shards.shard)
-        self._require_equal(rows)
-        result: list[Tensor] = []
-        for index, (parameter, state, shape, _) in enumerate(states):
-            # One at a time: whole tensors take the memory that sharding saves.
-            rows_on_device: Any = rows[index].to(parameter.device) if index in rows else None
-            whole = state if rows_on_device is None else rows_on_device.full_tensor()
-            if not isinstance(whole, DTensor):
-                part = self._shards.local(parameter, whole.contiguous()).to(state.device, copy=True)
-                whole = self._laid_out(parameter, part, shape)
-            result.append(whole)
-        return result
-
-    def _require_equal(self, states: Mapping[int, Tensor]) -> None:
-        """Raise on all ranks if dtypes or devices differ. Collective over the shard axis."""
-        lines = [(f"tensor {index}", f"{each.dtype} on {each.device.type}") for index, each in states.items()]
-        require_equal(lines, self._shards.shard, "optimizer state")
-
-    def _rows_of_owner(self, each: PlacedState) -> Tensor:
-        """This rank's rows of the owner's state. Collective over the shard axis."""
-        group, owner, device = self._shards.shard, self._owner(each.parameter), mesh_device(self._shards.mesh)
-        box = boxes_on_axis(each.shape, Shard(0), group.size)[group.rank]
-        # A state that is kept on the host is sent from device to device, too.
-        own = each.state if group.rank == owner else torch.empty(each.shape, dtype=each.state.dtype, device=device)
-        whole = own.to(device).contiguous()
-        if group.group is not None:
-            dist.broadcast(whole, group=group.group, group_src=owner)
-        return whole[box.start[0] : box.stop[0]].to(each.state.device, copy=True)
-
-    def _owner(self, parameter: Tensor) -> int | None:
-        """The rank of the shard axis that has all of the parameter, if one has."""
-        placement = self._shards.placements(parameter)[-1]
-        return placement.rank if isinstance(placement, OwnedBy) else None
-
-    def _laid_out(self, parameter: Tensor, part: Tensor, shape: tuple[int, ...]) -> Tensor:
-        has_rows = isinstance(self._shards.placements(parameter)[-1], Shard)
-        return self._as_rows(part, shape) if has_rows else part
-
-    @property
-    def _row_placements(self) -> tuple[Placement, ...]:
-        return (*(Replicate() for _ in range(self._shards.mesh.ndim - 1)), Shard(0))
-
-    def _as_rows(self, local: Tensor, shape: tuple[int, ...]) -> DTensor:
-        size, stride = torch.Size(shape), contiguous_stride(shape)
-        mesh, rows = self._shards.mesh, self._row_placements
-        return DTensor.from_local(local, mesh, rows, run_check=False, shape=size, stride=stride)
+        return self._shards.loaded(states)
 
 
 class Zero2(Ddp):
@@ -529,8 +385,7 @@ class Zero2(Ddp):
         super().prepare(module)
         self._mains = MainWeights.of(module, self.mesh)
         if any(map(has_main, module.parameters())):  # Rows of what a checkpoint has, until owners are chosen.
-            shards = ShardMap(self.mesh, place_shards(list(module.parameters()), {}, self.mesh.size(-1)))
-            self._mains.divide(Zero2Layout(shards, (), {}, self._mains), shards.local)
+            self._mains.divide(ShardMap(self.mesh, place_shards(list(module.parameters()), {}, self.mesh.size(-1))))
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -550,7 +405,7 @@ class Zero2(Ddp):
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units, self._mains)
-        self._mains.divide(self.layout, shards.local)
+        self._mains.divide(shards)
         self._mains.follow(parameter for parameter in parameters if parameter.requires_grad)
         attach_optimizers(module, used, self.layout)
 

@@ -57,7 +57,7 @@ def _expected(gloo: ProcessPool, every: int = 1) -> tuple[list[float], dict[str,
     ("options", "every", "world_size"),
     [
         ({}, 3, 2),
-        ({"replicate_size": 2, "shard_size": 2, "early_all_gather": True}, 1, 4),
+        ({"replicate_size": 2, "shard_size": 2}, 1, 4),
         ({"sharding": "zero2"}, 1, 2),
     ],
     ids=str,

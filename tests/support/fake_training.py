@@ -175,7 +175,7 @@ def run_zero2(
     shapes: Shapes, size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
 ) -> tuple[Simulation, ParallelMuon]:
     """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
-    with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.replicas.Ddp.prepare"):
+    with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.ddp.Ddp.prepare"):
         net = _Net(shapes)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())
         mode.prepare(net)

@@ -9,12 +9,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import ParallelMuon
 from lightning_muon.comm import agreement
 from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import make_buckets, start_messages, start_reading
@@ -82,21 +78,6 @@ def test_groups_take_the_backend_of_their_mesh(gloo: ProcessPool) -> None:
     for of_mesh, own, of_host in gloo.run(_backends_follow_the_mesh, world_size=2):
         assert of_mesh == own == {"cpu": "lazy"}
         assert of_host["cpu"] == "gloo"
-
-
-def _offload(backend: str) -> None:
-    mesh = DeviceMesh.from_group(dist.new_group(backend=backend), "cuda")
-    meta = TensorMeta(torch.Size((4, 3)), (3, 1), torch.float32)
-    weight = DTensor(torch.ones(2, 3), DTensorSpec(mesh, (Shard(0),), meta), requires_grad=True)
-    model = nn.Module()
-    model.hidden = nn.Module()
-    model.hidden.weight = nn.Parameter(weight)
-    ParallelMuon(model, lr=0.1).attach(model)
-
-
-def test_offloading_needs_a_backend_for_the_host(gloo: ProcessPool) -> None:
-    message = r"hidden.weight .*CPUOffloadPolicy.*'cuda:gloo'.*process_group_backend='cpu:gloo,cuda:gloo'"
-    gloo.expect_error_on_all_ranks(_offload, "cuda:gloo", match=message, world_size=2)
 
 
 def _messages_from_a_card() -> None:

@@ -21,7 +21,7 @@ from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.processes import standing_place, waiting_place
 from lightning_muon.sharding.base import ModeOptions
-from lightning_muon.sharding.call_log import CallLog
+from lightning_muon.sharding.guards import CallLog
 from lightning_muon.sharding.modes import Sharding, make_mode
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
 from tests.distributed.sharding.training import mesh_of

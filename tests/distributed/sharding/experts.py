@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon import ModeOptions
 from lightning_muon.monitor.watchdog import Watchdog
-from lightning_muon.sharding.call_log import CallLog
 from lightning_muon.sharding.fsdp import Fsdp
+from lightning_muon.sharding.guards import CallLog
 
 
 class Expert(nn.Module):

@@ -18,7 +18,6 @@ from tests.distributed.sharding.test_traffic import ALL_GATHER, ALL_REDUCE, Wire
 from tests.distributed.sharding.training import mesh_of, optimizer_for
 from tests.matrix.row import Row
 from tests.support.processes import ProcessPool
-from tests.support.tensors import weights_of
 from tests.support.tensors import wholes as whole_tensors
 
 REDUCE_SCATTER = "_reduce_scatter_base_"
@@ -110,10 +109,10 @@ def test_gradients_of_an_earlier_step_are_not_divided_twice(gloo: ProcessPool) -
     gloo.expect_error_on_all_ranks(_divide_anew, (2,), match="earlier step .* zero_grad", world_size=2)
 
 
-def _two_optimizers(*, drops: bool) -> dict[str, Tensor]:
+def _two_optimizers(accumulate: Any, *, drops: bool) -> dict[str, Tensor]:
     """Two of three micro-batches on (replicate, shard), between which one of two optimizers drops its gradients."""
     net = ROW.make_model()
-    mode = make_mode("fsdp", mesh_of((2, 2)), ModeOptions(accumulate="sharded", wrap_policy=()))
+    mode = make_mode("fsdp", mesh_of((2, 2)), ModeOptions(accumulate=accumulate, wrap_policy=()))
     mode.prepare(net)
     own = set(net.blocks[0].parameters())
     groups = [[each for each in net.parameters() if (each in own) == is_own] for is_own in (True, False)]
@@ -128,8 +127,9 @@ def _two_optimizers(*, drops: bool) -> dict[str, Tensor]:
     return whole_tensors({name: p.grad for name, p in net.named_parameters() if p.grad is not None})
 
 
-def test_one_optimizer_drops_what_is_its_own(gloo: ProcessPool) -> None:
-    dropped, kept = (gloo.run(_two_optimizers, drops=drops, world_size=4)[0] for drops in (True, False))
+@pytest.mark.parametrize("accumulate", ["sharded", "whole"])
+def test_one_optimizer_drops_what_is_its_own(gloo: ProcessPool, accumulate: str) -> None:
+    dropped, kept = (gloo.run(_two_optimizers, accumulate, drops=drops, world_size=4)[0] for drops in (True, False))
     net = ROW.make_model()
     for rank in range(4):
         (_loss(net, 1, rank) / 4).backward()
@@ -137,18 +137,3 @@ def test_one_optimizer_drops_what_is_its_own(gloo: ProcessPool) -> None:
         if parameter.grad is not None:
             expected = parameter.grad if name.startswith("blocks.0.") else kept[name]
             torch.testing.assert_close(dropped[name], expected, rtol=0, atol=1e-6, msg=name)
-
-
-def _uneven() -> dict[str, Tensor]:
-    """Replicas whose accumulated batches have other numbers of micro-batches."""
-    training = Training((2, 1), "sharded")
-    for number in (*range(1 + dist.get_rank()), PASSES - 1):
-        training.run(number)
-    training.mode.finish_gradients()
-    training.optimizer.step()
-    return weights_of(training.net)
-
-
-def test_replicas_may_accumulate_different_numbers(gloo: ProcessPool) -> None:
-    first, second = gloo.run(_uneven, world_size=2)
-    assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,15 +1,12 @@
 """The order of units, compared over the ranks before weights change."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.sharding.outputs import tensors_in
-from tests.distributed.sharding.experts import Mixture, inputs_of, sharded, watching
+from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 from tests.support.tensors import are_equal, weights_of, wholes
@@ -35,42 +32,6 @@ def test_other_experts_by_rank_are_an_error_everywhere(gloo: ProcessPool) -> Non
     chosen = ([0], [0], [1], [1])
     failures = gloo.expect_error_on_all_ranks(_run, ["Expert"], chosen, match=match, exception=RuntimeError)
     assert len({failure.message for failure in failures.values()}) == 1
-
-
-@dataclass(slots=True)
-class Slots:
-    hidden: Tensor
-
-
-def test_tensors_are_found_in_containers() -> None:
-    nested: list[object] = [tensor := torch.ones(3), Slots]
-    nested.append({"again": nested, "slots": Slots(tensor)})
-    assert [id(found) for found in tensors_in(nested, set())] == [id(tensor)] * 2
-
-
-def _evaluate(chosen: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
-    """Each rank of two replicas evaluates its batches of experts; then a step that is the same everywhere."""
-    model, mode = sharded(mesh_of((2, 2)), ["Expert"])
-    rank = dist.get_rank()
-    with watching(mode.call_log, patience=1.0, interval=0.1):
-        with torch.no_grad():
-            for experts in chosen[rank]:
-                model(inputs_of(rank), experts)
-        assert mode.call_log is not None
-        mode.call_log.evaluation_has_ended()
-        free_unsharded(model)
-        model(inputs_of(rank), [0]).square().mean().backward()
-        mode.finish_gradients()
-    return _gradients(model)
-
-
-def test_replicas_may_evaluate_differently(gloo: ProcessPool) -> None:
-    torch.manual_seed(0)
-    model = Mixture()
-    for rank in range(4):
-        (model(inputs_of(rank), [0]).square().mean() / 4).backward()
-    for result in gloo.run(_evaluate, [[[0], [1]], [[0], [1]], [[1]] * 4, [[1]] * 4]):
-        torch.testing.assert_close(result, _gradients(model), rtol=1e-5, atol=1e-6)
 
 
 def _different_crops(num_calls: Sequence[int]) -> list[dict[str, Tensor]]:

@@ -1,7 +1,6 @@
-"""Float32 main weights of zero2: who has them, that small updates count, and what is loaded, written, saved."""
+"""Float32 main weights of zero2: that small updates count, and what is loaded, written, saved."""
 
 import copy
-import math
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from lightning_muon import full_state_dict
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
-from lightning_muon.params.layout import local_tensor
 from tests.distributed.sharding.training import Training, mesh_of, model
 from tests.support.processes import ProcessPool
 from tests.support.tensors import wholes
@@ -38,35 +36,6 @@ def _agree(training: Training) -> bool:
     """Whether the weights are the roundings of the main ones."""
     mains, weights = _mains(training), training.weights()
     return all(torch.equal(mains[name].to(BFLOAT), weight) for name, weight in weights.items())
-
-
-def _bytes(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Of weights, of main weights and of state that a rank holds after a step."""
-    training = _start(shape)
-    training.step(0)
-    layout, parameters = training.mode.layout, [p for p in training.net.parameters() if p.requires_grad and p.ndim]
-    states = [
-        local_tensor(value) for p in parameters for key, value in training.optimizer.state[p].items() if key != "step"
-    ]
-    mains = [layout.local(parameter) for parameter in parameters]
-    assert {each.dtype for each in (*mains, *states)} == {torch.float32}
-    assert all(parameter.grad is None for parameter in parameters)
-    return (
-        sum(each.nbytes for each in parameters),
-        sum(each.nbytes for each in mains),
-        sum(each.nbytes for each in states),
-    )
-
-
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)], ids=str)
-def test_a_rank_holds_mains_of_what_it_updates(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
-    found = gloo.run(_bytes, shape, world_size=math.prod(shape))
-    trained = [each for each in model().parameters() if each.requires_grad and each.ndim]
-    numel = sum(each.numel() for each in trained)
-    assert {weights for weights, _, _ in found} == {2 * numel}
-    assert sum(mains for _, mains, _ in found) == math.prod(shape[:-1]) * 4 * numel
-    # As with weights of 32 bits: one momentum of a matrix, two moments of the rest.
-    assert math.prod(shape[:-1]) * 4 * numel < sum(state for *_, state in found) < math.prod(shape[:-1]) * 8 * numel
 
 
 def _small_updates() -> None:

@@ -1,60 +1,27 @@
-"""State that is lost on some ranks, what ZeRO-2 holds, and divisors that are refused."""
+"""What ZeRO-2 holds, and what a mode refuses."""
 
 import weakref
-from collections.abc import Collection
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import Training, largest_difference, mesh_of
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
 
 
-def _lose(training: Training, ranks: Collection[int]) -> None:
-    if dist.get_rank() in ranks:
-        training.optimizer.state.pop(training.net.blocks[0].up.weight)  # type: ignore[union-attr,arg-type]
-        training.optimizer.state.pop(training.net.tail.scale)  # type: ignore[arg-type]
+def _held(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, int], list[bool], int, int]:
+    """Elements of what is updated, state and gradients, all float32; which ``p.grad`` exist after backward.
 
-
-def _train_and_lose(mode: str, ranks: Collection[int], *, after_backward: bool = False) -> dict[str, Tensor]:
-    """Four steps; before or after the backward pass of the third, ``ranks`` lose state."""
-    training = Training.start(mode, mesh_of((dist.get_world_size(),)))
-    for step in range(4):
-        if step == 2 and not after_backward:
-            _lose(training, ranks)
-        training.backward(step)
-        if step == 2 and after_backward:
-            _lose(training, ranks)
-        training.optimizer.step()
-    return training.weights()
-
-
-@pytest.mark.parametrize(
-    ("mode", "ranks", "after_backward"),
-    [("fsdp", (1,), False), ("fsdp", (1,), True), ("zero2", (1,), False), ("ddp", (1,), True)],
-)
-def test_state_that_one_rank_has_lost_begins_with_zeros_on_all(
-    gloo: ProcessPool, mode: str, ranks: tuple[int, ...], after_backward: bool
-) -> None:
-    """Also that of 0-d parameters, of which each rank has a copy."""
-    expected = gloo.run(_train_and_lose, "ddp", range(2), world_size=2)[0]
-    for found in gloo.run(_train_and_lose, mode, ranks, after_backward=after_backward, world_size=2, timeout=30):
-        assert largest_difference(found, expected)[0] < 1e-6
-
-
-def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]:
-    """Elements of state and of gradients, which ``p.grad`` exist after backward, elements of the largest tensor.
-
-    Last the number of gradients that are still in memory after the step.
+    Then the elements of the largest tensor, and the number of gradients that are still in memory after the step.
     """
-    training = Training.start("zero2", mesh_of(shape), bucket_bytes=600)
+    training = Training.start("zero2", mesh_of(shape), dtype=dtype, bucket_bytes=600)
     training.backward(0)
     layout = training.mode.layout
     parameters = [p for p in training.net.parameters() if p.requires_grad]
@@ -65,16 +32,19 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]
         for key, value in training.optimizer.state[parameter].items()
         if key != "step"
     ]
-    held = {
-        "gradients": sum(gradient.numel() for gradient in gradients if gradient is not None),
-        "state": sum(state.numel() for state in states),
+    kinds = {
+        "weights": [layout.local(parameter) for parameter in parameters],
+        "gradients": [gradient for gradient in gradients if gradient is not None],
+        "state": states,
     }
+    assert {each.dtype for tensors in kinds.values() for each in tensors} == {torch.float32}
+    held = {kind: sum(each.numel() for each in tensors) for kind, tensors in kinds.items()}
     whole = [parameter.grad is not None for parameter in parameters]
     # A step that knows which gradients to expect, as all but the first do.
     training.optimizer.step()
     training.backward(1)
     alive = [weakref.ref(gradient) for p in parameters if (gradient := layout.gradient(p)) is not None]
-    del gradients, gradient
+    del gradients, gradient, kinds
     training.optimizer.step()
     training.optimizer.zero_grad()
     num_alive = sum(reference() is not None for reference in alive)
@@ -82,10 +52,11 @@ def _held(shape: tuple[int, ...]) -> tuple[dict[str, int], list[bool], int, int]
 
 
 @pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
-def test_gradients_and_state_are_sharded(gloo: ProcessPool, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_updated_is_sharded(gloo: ProcessPool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     size = torch.Size(shape).numel()
-    (alone, *_), *_ = gloo.run(_held, (1,), world_size=1)
-    results = gloo.run(_held, shape, world_size=size)
+    (alone, *_), *_ = gloo.run(_held, (1,), dtype, world_size=1)
+    results = gloo.run(_held, shape, dtype, world_size=size)
     for held, whole_gradients, largest, num_alive in results:
         assert not any(whole_gradients) and num_alive == 0
         for kind, count in held.items():
@@ -93,7 +64,7 @@ def test_gradients_and_state_are_sharded(gloo: ProcessPool, shape: tuple[int, ..
             assert count <= alone[kind] / shape[-1] + 2 * largest
     for kind, count in alone.items():
         # One 0-d parameter is on every rank, with two moments.
-        extra = (size - size // shape[-1]) * (1 if kind == "gradients" else 2)
+        extra = (size - size // shape[-1]) * (2 if kind == "state" else 1)
         assert sum(held[kind] for held, *_ in results) == count * size // shape[-1] + extra
 
 
@@ -108,23 +79,20 @@ def test_a_mode_that_is_not_attached_says_so(gloo: ProcessPool, sharding: str) -
     gloo.expect_error_on_all_ranks(_too_early, sharding, world_size=1, exception=RuntimeError, match=match)
 
 
-def _gradient(divisor: float | None, *, is_finished_between: bool = False) -> float:
+def _added_pass() -> None:
+    """A backward pass between two calls of :meth:`finish_gradients`, of which the first one has divided."""
     net = nn.Linear(1, 1, bias=False)
     mode = make_mode("none", init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions())
     mode.prepare(net)
     mode.attach(net, [torch.optim.SGD(net.parameters())])
-    mode.set_gradient_divisor(divisor)
-    with mode.no_sync():
+    mode.set_gradient_divisor(3.0)
+    for _ in range(2):
         net(torch.ones(1, 1)).sum().backward()
-    if is_finished_between:
         mode.finish_gradients()
-    net(torch.ones(1, 1)).sum().backward()
-    mode.finish_gradients()
-    mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
-    assert net.weight.grad is not None
-    return net.weight.grad.item()
+        mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
+        assert net.weight.grad is not None and net.weight.grad.item() == 1 / torch.tensor(3.0)
 
 
 @pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])
 def test_added_passes_and_several_ranks_are_errors(gloo: ProcessPool, world_size: int, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_gradient, 3.0, is_finished_between=True, world_size=world_size, match=match)
+    gloo.expect_error_on_all_ranks(_added_pass, world_size=world_size, match=match)

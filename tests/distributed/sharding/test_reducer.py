@@ -118,12 +118,3 @@ def test_sums_are_exact_in_unusual_steps(
     gloo: ProcessPool, kind: str, steps: Callable[[str], None], world_size: int
 ) -> None:
     gloo.run(steps, kind, world_size=world_size)
-
-
-def _complex() -> None:
-    Pair("ddp", nn.Linear(3, 5, dtype=torch.complex64))
-
-
-def test_what_cannot_be_reduced_is_refused_on_all_ranks(gloo: ProcessPool) -> None:
-    match = r"weight \(5, 3\).*complex64"
-    gloo.expect_error_on_all_ranks(_complex, match=match, exception=TypeError, world_size=2)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from lightning_muon.sharding.zero2 import Bucket, ShardMap, place_shards
+from lightning_muon.sharding.shards import ShardMap, place_shards
+from lightning_muon.sharding.zero2 import Bucket
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
 

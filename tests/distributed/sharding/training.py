@@ -77,9 +77,3 @@ def distributed_over(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Call
     placements = [*[Replicate()] * (len(mesh_shape) - 1), last]
     # All ranks have the same tensor, so that nothing needs to be sent.
     return lambda tensor: distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
-
-
-def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> tuple[float, str]:
-    """Over all weights, relative to numbers of size 1, and where it is."""
-    assert one.keys() == other.keys()
-    return max((float((one[name].double() - other[name].double()).abs().max()), name) for name in one)

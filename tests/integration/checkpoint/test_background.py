@@ -25,7 +25,7 @@ from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
 from lightning_muon.checkpoint.manifest import damages
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import discard, last_written
-from lightning_muon.comm.groups import own_gloo_group_of_all
+from lightning_muon.comm.groups import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
@@ -186,7 +186,7 @@ def _save(path: Path, saves: BackgroundSaves | None) -> None:
 
 def _rotate(directory: Path) -> None:
     """Save anew, over one checkpoint, and let another one go."""
-    saves = BackgroundSaves(own_gloo_group_of_all())
+    saves = BackgroundSaves(own_group(host_group(all_ranks())))
     _save(directory / "last.ckpt", saves)
     saves.after_commit(lambda: discard(directory / "old.ckpt"))
     saves.finish()
@@ -214,7 +214,7 @@ def test_a_kill_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
 def _fail_around_a_save() -> None:
     """A thread that cannot start on one rank, and an earlier checkpoint that cannot be removed."""
     rank, ended = dist.get_rank(), threading.Event()
-    saves = BackgroundSaves(own_gloo_group_of_all())
+    saves = BackgroundSaves(own_group(host_group(all_ranks())))
     problem = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     with problem if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match="can't start new thread"):
         saves.start(Path("new.ckpt"), {}, lambda *_: ended.set())

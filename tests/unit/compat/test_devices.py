@@ -15,7 +15,7 @@ OF_CUDA = {
     "optim/graphs.py": "CUDAGraph Stream current_stream device graph graph_pool_handle stream",
     "optim/planned_optimizer.py": "is_bf16_supported",
     "pipeline/batch_run.py": "manual_seed",
-    "sharding/fsdp.py": "current_stream",
+    "sharding/shards.py": "Stream",
     "sharding/zero2.py": "Stream current_stream stream",
 }
 

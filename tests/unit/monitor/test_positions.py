@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -17,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_muon.monitor.processes import describe_process, is_gone, waiting_place
 from lightning_muon.monitor.watchdog import Position, find_mismatch
-from lightning_muon.sharding.call_log import CallLog, Calls
+from lightning_muon.sharding.guards import CallLog, Calls
 
-A, B, A_BACKWARD, B_BACKWARD = 0, 2, 1, 3
+A, B, A_BACKWARD = 0, 2, 1
 END, LEFT = -2, -3
 
 
@@ -43,14 +42,12 @@ def at(
     counts: dict[str, int] | None = None,
     *,
     skipped: int = 0,
-    crossing: Sequence[int] = (),
     **more: Any,
 ) -> Position:
-    defaults: dict[str, Any] = {"step": 3, "shard": 0, "mesh": 0, "beat": 2, **more}
+    defaults: dict[str, Any] = {"step": 3, "mesh": 0, "beat": 2, **more}
     return Position(
         **defaults,
         calls=Calls(skipped + len(calls), calls),
-        crossing=Calls(len(crossing), list(crossing)),
         news="",
         group=group,
         counts=counts or {},
@@ -79,12 +76,6 @@ def at(
             "rank 0 is in a forward pass that rank 1",
             id="gathers from a rank that has left",
         ),
-        pytest.param(
-            at([B], crossing=[A_BACKWARD]),
-            at([A], shard=1, crossing=[B_BACKWARD]),
-            "rank 0 enters the backward pass of '0'",
-            id="replicas",
-        ),
     ],
 )
 def test_ranks_that_can_never_meet_are_named(call_log: CallLog, mine: Position, theirs: Position, words: str) -> None:
@@ -104,8 +95,7 @@ def test_ranks_that_can_never_meet_are_named(call_log: CallLog, mine: Position, 
         pytest.param(at([A], "x", {"x": 5, "y": 1}), at([], "y", {"x": 5, "y": 2}), id="one has only to go on"),
         pytest.param(at([A], "x", {"x": 5}), at([], "y", {"x": 4, "y": 2}), id="a group of one of them"),
         pytest.param(at([], "x", {"x": 5}, kind="send"), at([], "x", {"x": 5}, kind="recv"), id="point to point"),
-        pytest.param(at([A, B]), at([B], shard=1), id="replicas that only gather"),
-        pytest.param(at([A, A], "x", {"x": 5}), at([A], "x", {"x": 5}, shard=1), id="replicas in one collective"),
+        pytest.param(at([A, B]), at([B], mesh=1), id="no rank in common"),
         pytest.param(at([B, A], skipped=9), at([A, B, B]), id="too far apart"),
     ],
 )

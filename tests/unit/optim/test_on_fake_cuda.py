@@ -15,7 +15,6 @@ from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
 from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
 from lightning_muon.math import newton_schulz
-from lightning_muon.sharding.clipping import find_nonfinite
 from lightning_muon.sharding.tokens import TokenCount
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
@@ -91,15 +90,6 @@ def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
     # Two products in each of 5 steps, 4 panels of which the first needs no mirroring; and not one clone.
     assert device.ops["copy"] == 2 * 5 * 3
     assert device.ops["clone"] == 0
-
-
-def test_gradients_of_another_optimizer_are_looked_at_once(device: Simulation) -> None:
-    parameters = [nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(3)]
-    for parameter in parameters[1:]:
-        parameter.grad = torch.zeros_like(parameter)
-
-    assert find_nonfinite(parameters, {parameter: str(index) for index, parameter in enumerate(parameters)}) == []
-    assert _places(device) <= ALLOWED and device.syncs.total() == 1
 
 
 def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:

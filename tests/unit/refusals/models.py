@@ -29,7 +29,7 @@ from lightning_muon.schedule.pipeline import Pipeline, StageCosts, make_order
 from lightning_muon.sharding.clipping import clip_norm_, clip_value_
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 from lightning_muon.sharding.modes import ModeOptions, make_mode
-from lightning_muon.sharding.shard_model import check_divisor, check_layers, check_meta
+from lightning_muon.sharding.shard_model import check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.unit.pipeline.test_cut import Net
 from tests.unit.refusals import INF, NAN, Table
@@ -208,35 +208,26 @@ MODELS = {
         parameter_uses, [(nn.Sequential(nn.LazyLinear(3)), r"0\.weight of lazy module LazyLinear has no shape yet")]
     ),
     "a partial sum": Table(sharded_axes, [(([Partial()], (2,), "layer.w"), r"layer\.w has the placement")]),
-    "layers that ranks cannot share": Table(
-        lambda layer: check_layers(nn.ModuleDict({"body": nn.Sequential(layer)})),
-        [
-            (nn.LazyLinear(3), r"^body\.0 \(LazyLinear\) does not know the shape of its weights yet"),
-            (nn.Embedding(5, 3, sparse=True), r"^body\.0 \(Embedding\) has sparse gradients"),
-            (nn.EmbeddingBag(5, 3, mode="sum", sparse=True), r"^body\.0 \(EmbeddingBag\) has sparse gradients"),
-        ],
-    ),
     "wrap_policy": Table(
         lambda policy: find_units(nn.Sequential(nn.ModuleList([_mlp(), _mlp()])), policy),
         [
             (["Blok"], "wrap_policy: no module is a Blok; the model has Linear, .*ModuleList"),
             ("all", "wrap_policy must be 'auto'"),
-            ([nn.ModuleList], "ModuleList, which has no forward"),
         ],
     ),
     "a module half on meta": Table(check_meta, [(_half_on_meta(), "0: weight on the meta device, but bias not")]),
-    "two dtypes": Table(
-        lambda model: dtype_units(model, []),
-        [(_two_dtypes(), r"0\.bias is bfloat16, but its FSDP2 unit Sequential is float32")],
-    ),
     "a mode": Table(
         lambda name: make_mode(name, _axes("shard"), ModeOptions()),
         [("zero3", r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'")],
     ),
+    "two dtypes": Table(
+        lambda model: dtype_units(model, []),
+        [(_two_dtypes(), r"0\.bias is bfloat16, but its FSDP2 unit Sequential is float32")],
+    ),
     "max_norm": Table(lambda bad: clip_norm_([], bad), [(-1.0, "max_norm"), (NAN, "max_norm")]),
     "max_value": Table(lambda bad: clip_value_([], bad), [(-1.0, "max_value"), (NAN, "max_value")]),
     "a divisor": Table(
-        check_divisor,
+        lambda bad: make_mode("none", _axes("shard"), ModeOptions()).set_gradient_divisor(bad),
         [(bad, "divisor of the gradients must be positive and finite") for bad in (0.0, INF, NAN)],
     ),
     "split_sequence": Table(

@@ -132,7 +132,7 @@ OPTIONS = {
         [
             ({"timeout": 30}, "timeout must be a datetime.timedelta of more than 0 seconds, got 30"),
             ({"timeout": timedelta(-1)}, "timeout must be a .* of more than 0 seconds, got .*days=-1"),
-            ({"early_all_gather": "no"}, "early_all_gather must be True or False, got 'no'"),
+            ({"reshard_after_backward": "no"}, "reshard_after_backward must be True or False, got 'no'"),
             ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
             ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
             ({"process_group_backend": 3}, "process_group_backend must be None or a name such as 'nccl', got 3"),

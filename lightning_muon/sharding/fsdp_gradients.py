@@ -1,17 +1,20 @@
-"""Parameters that no rank has used: FSDP2 reduces zeros for them, which must not become gradients."""
+"""Gradients that FSDP2 leaves to others: of parameters that no rank has used, and of those that it does not shard."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
+from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, own_places
 
@@ -121,3 +124,47 @@ class UnusedParameters(UnitListener):
         """Remove the hooks, and all weak references to gradients, with which ``Module.to`` fails; local."""
         self._kept.clear()
         self._hooks.close()
+
+
+class PlainGradients:
+    """Averages the gradients of the plain parameters of a sharded ``module``, such as scalars, over ``everyone``."""
+
+    def __init__(self, module: nn.Module, everyone: AxisGroup, device: torch.device) -> None:
+        self._parameters = [p for p in module.parameters() if not isinstance(p, DTensor) and p.numel() > 0]
+        self._everyone, self._device = everyone, device
+        # Parameter -> its mean, and a copy of its values. (Module.to fails on gradients with a weak reference.)
+        self._means: dict[nn.Parameter, tuple[TensorWeakRef, Tensor]] = {}
+
+    def multiply(self, modules: Iterable[nn.Module], scale: Tensor) -> None:
+        """Multiply the gradients of the parameters in ``modules`` by ``scale``; local."""
+        inside = {parameter for module in modules for parameter in module.parameters()}
+        for parameter in self._parameters:
+            if parameter in inside and parameter.grad is not None:
+                parameter.grad.mul_(scale)
+
+    def average(self, divisor: float | None) -> None:
+        """Replace each gradient by (its sum over the ranks) / ``divisor``, by default their number.
+
+        Collective over the ranks. What an earlier call has divided is not divided again.
+        """
+        plain = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if not plain or (self._everyone.group is None and divisor is None):
+            return
+        divisor = divisor or self._everyone.size
+        sent: list[Tensor] = []
+        for parameter in plain:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            known = self._means.get(parameter)
+            if known is not None and known[0]() is gradient:  # Backward may have added to a mean, equal on all ranks.
+                gradient = gradient + known[1] * (divisor / self._everyone.size - 1)
+            sent.append(gradient)
+        present = torch.tensor([parameter.grad is not None for parameter in plain])
+        dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in plain) else torch.float32
+        packed = torch.cat([each.detach().reshape(-1).to(self._device, dtype) for each in (*sent, present)])
+        if self._everyone.group is not None:
+            dist.all_reduce(packed, group=self._everyone.group)
+        *sums, counts = packed.split([*(parameter.numel() for parameter in plain), len(plain)])
+        for parameter, total, count in zip(plain, sums, counts.tolist(), strict=True):
+            if count > 0:
+                mean = parameter.grad = (total / divisor).view(parameter.shape).to(parameter)
+                self._means[parameter] = TensorWeakRef(mean), mean.clone()

@@ -1,4 +1,4 @@
-"""Sums of gradients over the ranks that start while backward still runs.
+"""``sharding="ddp"``: whole weights on every rank, and sums of gradients that start while backward still runs.
 
 Hooks count the gradients that have been accumulated. A bucket is launched when all of its gradients are there and all
 buckets before it have been launched, so that the order is the same on all ranks. :meth:`GradientReducer.finish` does
@@ -9,25 +9,31 @@ that are frozen between two steps.
 
 from __future__ import annotations
 
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import compress
 from threading import RLock
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
-from lightning_muon.comm.agreement import Message, maxima_over, require_equal
-from lightning_muon.comm.collectives import make_buckets
-from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.comm.agreement import Message, maxima_over
+from lightning_muon.comm.collectives import make_buckets, start_all_reduce_sum
+from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, own_group
 from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import profiled, version
+from lightning_muon.params.layout import Layout
+from lightning_muon.sharding.base import ShardingMode, attach_optimizers
+from lightning_muon.sharding.shard_model import agree_on_units
+from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).
 BUCKET_BYTES = 25 * 2**20
@@ -72,6 +78,35 @@ def flat_gradient(parameter: Tensor, gradient: Tensor | None) -> Tensor:
         return torch.zeros(1, dtype=parameter.dtype, device=parameter.device).expand(parameter.numel())
     dense = gradient if gradient.layout == torch.strided else gradient.to_dense()
     return dense.detach().to(parameter.dtype).reshape(-1)
+
+
+class AllReducedBucket(GradientBucket):
+    """One all-reduce over ``group``; the sums are views of its buffer."""
+
+    kind = "all_reduce"
+
+    def __init__(self, parameters: Parameters, group: AxisGroup) -> None:
+        super().__init__(parameters)
+        self._group = group
+
+    def pack(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """What travels of the gradients, one flat tensor. Local."""
+        return torch.cat(list(map(flat_gradient, self.parameters, gradients)))
+
+    @override
+    def reduce(self, gradients: Sequence[Tensor | None]) -> None:
+        self._buffer = self.pack(gradients)
+        self._work = None if self._group.group is None else start_all_reduce_sum(self._buffer, self._group)
+
+    @override
+    def gradients(self, divisor: float) -> list[Tensor]:
+        if self._work is not None:
+            self._work.wait()
+        if divisor != 1:
+            self._buffer.div_(divisor)
+        parts = self._buffer.split([parameter.numel() for parameter in self.parameters])
+        del self._buffer, self._work  # The memory is freed with the gradients.
+        return [part.view(parameter.shape) for parameter, part in zip(self.parameters, parts, strict=True)]
 
 
 class Results:
@@ -122,13 +157,11 @@ class GradientReducer:
         group: AxisGroup,
         *,
         results: Results,
-        names: Mapping[Tensor, str],
         bucket_bytes: int,
     ) -> None:
         self._parameters = [p for p in dict.fromkeys(parameters) if p.is_floating_point() or p.is_complex()]
         self._make_bucket, self._group, self._results = make_bucket, group, results
         self._host = host_group(group)
-        _check(self._parameters, names, self._host)
         # In the order of launches, which is that of backward: the reverse of that of the modules.
         self.buckets = make_buckets(self._parameters, bucket_bytes)
         self._bucket_of = {parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket}
@@ -136,7 +169,6 @@ class GradientReducer:
         self._known: dict[Parameters, GradientBucket] = {}
         # How often backward adds to each gradient: in the last step, and in this one so far.
         self._calls_before, self._calls = Counter[Tensor](), Counter[Tensor]()
-        self._divisor = float(group.size)
         self._is_syncing = True
         # The parameters that hooks wait for and send: those with a gradient on any rank in the last step.
         trainable = maxima_over(self._host, [parameter.requires_grad for parameter in self._parameters])
@@ -154,12 +186,6 @@ class GradientReducer:
             yield
         finally:
             self._is_syncing = before
-
-    def set_divisor(self, divisor: float) -> None:
-        """Divide sums by ``divisor``, equal on all ranks, from the next :meth:`finish` on; at first by group size."""
-        if not (math.isfinite(divisor) and divisor > 0):
-            raise ValueError(f"the divisor of the gradients must be a positive number, got {divisor}")
-        self._divisor = float(divisor)
 
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
@@ -183,17 +209,17 @@ class GradientReducer:
                 self._num_launched += 1
 
     @torch.no_grad()
-    def finish(self) -> dict[Tensor, Tensor]:
-        """Send what hooks have not sent; return the sum, or this rank's part of it, of each gradient that any rank has.
+    def finish(self, divisor: float) -> dict[Tensor, Tensor]:
+        """Send what hooks have not sent; return the sum / ``divisor``, or this rank's part, of what any rank has.
 
         Collective over the group and those of the buckets after the last backward pass of a step, also one that had
         none. Calling it again changes nothing.
         """
         agreed = self._agree()
         # The mean over the ranks of a gradient that is equal on all ranks is the same; other factors would change it.
-        if agreed.resends and self._divisor != self._group.size:
+        if agreed.resends and divisor != self._group.size:
             raise ValueError(
-                f"gradients that are sums over {self._group.size} ranks would be summed and divided by {self._divisor} "
+                f"gradients that are sums over {self._group.size} ranks would be summed and divided by {divisor} "
                 "once more, with what another backward pass has added. Call zero_grad(set_to_none=True) between two "
                 "synchronizing passes, or run all but the last pass inside no_sync()."
             )
@@ -202,18 +228,18 @@ class GradientReducer:
             self._launch(index, self._expected if index < agreed.num_launched else computed)
         for index in range(agreed.num_launched):
             self._launch(index, left_over, is_left_over=True)
-        sums = self._sums_of(computed)
+        sums = self._sums_of(computed, divisor)
         self._expected = computed or self._expected
         self._begin_step()
         return sums
 
-    def _sums_of(self, present: Collection[Tensor]) -> dict[Tensor, Tensor]:
-        """The sums of what was launched of ``present``. Collective over the groups of the buckets."""
+    def _sums_of(self, present: Collection[Tensor], divisor: float) -> dict[Tensor, Tensor]:
+        """The divided sums of what was launched of ``present``. Collective over the groups of the buckets."""
         for bucket in self._launched:
             bucket.advance(wait=True)
         sums: dict[Tensor, Tensor] = {}
         for bucket in self._launched:
-            for parameter, gradient in zip(bucket.parameters, bucket.gradients(self._divisor), strict=True):
+            for parameter, gradient in zip(bucket.parameters, bucket.gradients(divisor), strict=True):
                 if parameter in present:
                     sums[parameter] = sums[parameter].add_(gradient) if parameter in sums else gradient
         return sums
@@ -279,13 +305,74 @@ class GradientReducer:
             return own.unpack(maxima_over(self._host, own.pack()))
 
 
-def _check(parameters: Sequence[Tensor], names: Mapping[Tensor, str], host: AxisGroup) -> None:
-    """Raise on all ranks for parameters that differ or cannot be reduced. Collective over ``host``."""
-    lines = [(names[p], f"{tuple(p.shape)} {p.dtype} {type(p).__name__}") for p in parameters]
-    require_equal(lines, host, "the list of replicated parameters")
-    for parameter in parameters:
-        if parameter.is_complex():
-            raise TypeError(
-                f"{names[parameter]} {tuple(parameter.shape)} is {parameter.dtype}: complex gradients are not reduced. "
-                "Hold it as a real tensor (torch.view_as_real)."
-            )
+class Ddp(ShardingMode):
+    """Whole weights on every rank; a reducer sums gradients while backward runs."""
+
+    name = "ddp"
+    shards_weights = False
+    takes = frozenset({"bucket_bytes"})
+    bucket: ClassVar[type[AllReducedBucket]] = AllReducedBucket
+    _reducer: GradientReducer | None = None
+
+    @cached_property
+    def _everyone(self) -> AxisGroup:
+        return axis_group(self.mesh, tuple(range(self.mesh.ndim)))
+
+    @override
+    def prepare(self, module: nn.Module) -> None:
+        def check() -> list[nn.Module]:
+            for name, parameter in names_of(module).items():
+                if isinstance(parameter, DTensor):
+                    raise ValueError(
+                        f"{name} {tuple(parameter.shape)} is a DTensor already, but sharding={self.name!r} keeps whole "
+                        "plain weights on every rank. If an earlier fit has sharded this module, make it anew, or load "
+                        "full_state_dict into a new one; else remove fully_shard and parallelize_module from "
+                        "configure_model, or use sharding='fsdp'"
+                    )
+                if parameter.is_meta:
+                    raise ValueError(f"{name} {tuple(parameter.shape)} is on the meta device; materialize it first")
+            return []
+
+        agree_on_units(module, check, [self._everyone])
+        for parameter in module.parameters():
+            if not parameter.is_contiguous():
+                parameter.data = parameter.data.contiguous()
+        broadcast_initial_state(module, self.mesh)
+
+    def reduce_by(self, make_bucket: Callable[[Parameters], GradientBucket], module: nn.Module) -> GradientReducer:
+        """Reduce the gradients of the module's parameters in such buckets from now on. Collective over the mesh."""
+        chosen = self.options.bucket_bytes
+        bucket_bytes = BUCKET_BYTES if chosen == "auto" else chosen
+        parameters, self._results = list(names_of(module).values()), Results()
+        self._reducer = GradientReducer(
+            parameters, make_bucket, self._everyone, results=self._results, bucket_bytes=bucket_bytes
+        )
+        return self._reducer
+
+    @override
+    def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
+        group = own_group(self._everyone)
+        self.reduce_by(lambda parameters: self.bucket(parameters, group), module)
+        self.layout = Layout(self.mesh)
+        attach_optimizers(module, optimizers, self.layout)
+
+    @override
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.attached(self._reducer).no_sync()
+
+    @override
+    def finish_gradients(self) -> None:
+        reducer = self.attached(self._reducer)
+        self.require_no_failure()
+        self.keep(reducer.finish(self._divisor or self.mesh.size()))
+
+    def keep(self, sums: Mapping[Tensor, Tensor]) -> None:
+        """Make sums of gradients available to clipping and optimizers. Local."""
+        for parameter, gradient in sums.items():
+            self._results.keep(parameter, gradient)
+
+    @override
+    def close(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
