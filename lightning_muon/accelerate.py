@@ -1,5 +1,7 @@
 """For users of Hugging Face Accelerate: ``from lightning_muon.accelerate import Accelerator``. Needs ``accelerate``."""
 
+from typing import Any
+
 try:
     import accelerate  # noqa: F401
 except ModuleNotFoundError as error:
@@ -8,6 +10,11 @@ except ModuleNotFoundError as error:
     ) from error
 
 from lightning_muon.engine.options import Options
-from lightning_muon.integrations.accelerate.accelerator import Accelerator, prepare
+from lightning_muon.integrations.accelerate.accelerator import Accelerator
+from lightning_muon.removed import removed
 
-__all__ = ["Accelerator", "Options", "prepare"]
+__all__ = ["Accelerator", "Options"]
+
+
+def __getattr__(name: str) -> Any:
+    raise ImportError(gone) if (gone := removed(name)) else AttributeError(name)

@@ -7,10 +7,8 @@ resumes what ``from_pretrained(distributed_config=...)`` has sharded.
 from __future__ import annotations
 
 import logging
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import fields, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,24 +29,20 @@ except ModuleNotFoundError as error:
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
-from lightning_muon.comm.agreement import gather
+from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
 from lightning_muon.config import MuonConfig, takes_options
 from lightning_muon.engine.conversion import tell
-from lightning_muon.flexdemo.config import FlexDeMoConfig
-from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.math.checksum import checksums
 from lightning_muon.monitor.step_monitor import StepMonitor
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.routing import route_module, routing_table
 
 __all__ = ["MuonMonitor", "Trainer", "optimizer"]
 _log = logging.getLogger(__name__)
-Config = MuonConfig | FlexDeMoConfig
 _DEFAULT = MuonConfig()
 # Option of ours -> what TrainingArguments calls it.
 _THEIRS = {
@@ -59,7 +53,7 @@ _THEIRS = {
 }
 
 
-class LazyState(PlannedOptimizer):
+class TrainerMuon(ParallelMuon):
     """Has no state before its parameters are sharded, or its first step, like the optimizers of torch.
 
     ``Accelerator.prepare`` asks the optimizer of a Trainer for its ``state_dict``, and loads that back, before it
@@ -82,59 +76,39 @@ class LazyState(PlannedOptimizer):
             torch.optim.Optimizer.load_state_dict(self, state_dict)
 
 
-class TrainerMuon(LazyState, ParallelMuon):
-    """The :class:`~lightning_muon.ParallelMuon` of a Trainer."""
-
-
-class TrainerFlexDeMo(LazyState, FlexDeMo):
-    """The :class:`~lightning_muon.FlexDeMo` of a Trainer."""
-
-    def _require_mesh(self) -> None:
-        try:
-            super()._require_mesh()
-        except ValueError:
-            raise ValueError(
-                "this Accelerator averages gradients over all ranks; give FlexDeMo nodes by `lightning-muon launch "
-                "--config_file FILE`, with `optimizer: {class_path: lightning_muon.FlexDeMoConfig}` in it"
-            ) from None
-
-
 class OptimizerFactory:
     """Makes the optimizer of a Trainer: ``OptimizerFactory()(model, config=config)``, as the Trainer calls it."""
 
     def __call__(
-        self, model: nn.Module, *, config: Config, given: Collection[str] = (), has_config: bool = True
-    ) -> PlannedOptimizer:
+        self, model: nn.Module, *, config: MuonConfig, given: Collection[str] = (), has_config: bool = True
+    ) -> ParallelMuon:
         """An optimizer for what trains of ``model``. Collective with DDP."""
-        config = _with_arguments(config, _arguments_of(calling_trainer()), given, has_config=has_config)
+        config = _with_arguments(config, calling_trainer(), given, has_config=has_config)
         require_one_sharding(model)
-        mesh = _mesh_of_replicas(config)
+        mesh = _mesh_of_replicas()
         named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        decayed = decayed_names(model)
+        no_trainer: Any = None  # The method reads the model alone: all but biases and what belongs to a norm.
+        decayed = set(transformers.Trainer.get_decay_parameter_names(no_trainer, model))
         groups: list[dict[str, Any]] = [
             {"params": [parameter for name, parameter in named if name in decayed]},
             {"params": [parameter for name, parameter in named if name not in decayed], "weight_decay": 0.0},
         ]
-        groups = [group for group in groups if group["params"]]
-        if isinstance(config, FlexDeMoConfig):
-            optimizer: PlannedOptimizer = TrainerFlexDeMo.from_config(groups, config)
-        else:
-            optimizer = TrainerMuon.from_config(groups, config, mesh=mesh)
-            if mesh is not None:
-                _require_averaged_gradients(optimizer, axis_group(mesh, (0,)))
-            if not dist.is_initialized() or dist.get_rank() == 0:
-                rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
-                table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
-                rates = sorted({group["muon_lr_factor"] for group in optimizer.param_groups})
-                times = " and ".join(f"{rate:g}" for rate in rates)
-                tell(_log, f"Optimizer: ParallelMuon for matrices, at {times} times lr, AdamW for the rest\n{table}")
+        optimizer = TrainerMuon.from_config([group for group in groups if group["params"]], config, mesh=mesh)
+        if mesh is not None:
+            _require_averaged_gradients(optimizer, axis_group(mesh, (0,)))
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            rows = zip(route_module(model, config).values(), model.parameters(), strict=True)
+            table = routing_table([(route, tuple(p.shape), not p.requires_grad) for route, p in rows])
+            rates = sorted({group["muon_lr_factor"] for group in optimizer.param_groups})
+            times = " and ".join(f"{rate:g}" for rate in rates)
+            tell(_log, f"Optimizer: ParallelMuon for matrices, at {times} times lr, AdamW for the rest\n{table}")
         # Not as an argument of the constructor: it would remember the parameters, which FSDP2 replaces.
         optimizer.route(model)
         return optimizer
 
 
-def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[OptimizerFactory], dict[str, Any]]:
-    """ParallelMuon (or FlexDeMo) for a ``transformers.Trainer``.
+def optimizer(config: MuonConfig = _DEFAULT, **options: Any) -> tuple[type[OptimizerFactory], dict[str, Any]]:
+    """ParallelMuon for a ``transformers.Trainer``.
 
     Example::
 
@@ -151,16 +125,18 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     warning names what is given in both places, and an ``optim`` that is not the default.
 
     Args:
-        config: A :class:`~lightning_muon.MuonConfig`, or a :class:`~lightning_muon.FlexDeMoConfig`.
+        config: A :class:`~lightning_muon.MuonConfig`. FlexDeMo is an option of ``lightning-muon launch``.
         **options: Fields of the config to change.
 
     Raises:
         TypeError: For an option that the config does not have.
     """
-    if not isinstance(config, MuonConfig | FlexDeMoConfig):
-        raise TypeError(f"config must be a MuonConfig or a FlexDeMoConfig, got {config!r}")
-    defaults = type(config)()
-    own = {field.name for field in fields(config) if getattr(config, field.name) != getattr(defaults, field.name)}
+    if not isinstance(config, MuonConfig):
+        raise TypeError(
+            f"config must be a MuonConfig, got {config!r} (a FlexDeMoConfig is the option `optimizer` of the file that "
+            "`lightning-muon launch` reads, and needs nothing here)"
+        )
+    own = {field.name for field in fields(config) if getattr(config, field.name) != getattr(_DEFAULT, field.name)}
     return OptimizerFactory, {
         "config": replace(config, **options),
         "given": own | options.keys(),
@@ -168,41 +144,27 @@ def optimizer(config: Config = _DEFAULT, **options: Any) -> tuple[type[Optimizer
     }
 
 
-def decayed_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that a ``Trainer`` decays: all but biases and what belongs to a norm."""
-    no_trainer: Any = None  # The method reads the model alone.
-    return set(transformers.Trainer.get_decay_parameter_names(no_trainer, model))
-
-
-def _arguments_of(trainer: Any) -> dict[str, tuple[Any, bool]]:
-    """``TrainingArguments``: name -> (value, whether the user set it); empty for what is no ``Trainer``."""
+def _with_arguments(config: MuonConfig, trainer: Any, given: Collection[str], *, has_config: bool) -> MuonConfig:
+    """The config with ``TrainingArguments`` in place of what the user has not given; warns on rank 0."""
     if not isinstance(trainer, transformers.Trainer):
-        return {}
+        return config
     defaults = {field.name: field.default for field in fields(transformers.TrainingArguments)}
-    values = {name: getattr(trainer.args, name) for name in ("optim", *chain.from_iterable(_THEIRS.values()))}
-    return {name: (value, value != defaults[name]) for name, value in values.items()}
-
-
-def _with_arguments(
-    config: Config, arguments: Mapping[str, tuple[Any, bool]], given: Collection[str], *, has_config: bool
-) -> Config:
-    """The config with ``arguments`` of the Trainer in place of what the user has not given; warns on rank 0."""
     taken, ignored = dict[str, Any](), list[str]()
-    for name, theirs in _THEIRS.items() if arguments else ():
-        values: tuple[Any, ...] = tuple(arguments[key][0] for key in theirs)
-        value = values[0] if name != "betas" else values
-        is_set = any(arguments[key][1] for key in theirs)
-        if name in given and is_set and value != getattr(config, name):
-            said = ", ".join(f"{key}={each!r}" for key, each in zip(theirs, values, strict=True))
-            ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
-        elif name not in given and (is_set or not has_config):
+    for name, keys in _THEIRS.items():
+        theirs = {key: getattr(trainer.args, key) for key in keys}
+        value = tuple(theirs.values()) if name == "betas" else theirs[keys[0]]
+        is_set = any(value != defaults[key] for key, value in theirs.items())
+        if name not in given and (is_set or not has_config):
             taken[name] = value
-    optim, is_set = arguments.get("optim", ("", False))
-    if is_set:
-        ignored.append(f"optim={str(getattr(optim, 'value', optim))!r}: the optimizer is that of hf.optimizer")
-    if ignored and (not dist.is_initialized() or dist.get_rank() == 0):
+        elif name in given and is_set and value != getattr(config, name):
+            said = ", ".join(f"{key}={value!r}" for key, value in theirs.items())
+            ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
+    optim: Any = trainer.args.optim
+    if optim != defaults["optim"]:
+        ignored.append(f"optim={optim.value!r}: the optimizer is that of hf.optimizer")
+    if ignored:
         text = f"TrainingArguments have values without effect; leave one of both out. {'; '.join(ignored)}"
-        warnings.warn(text, stacklevel=3)
+        warn_on_first_rank(text, stacklevel=3)
     return replace(config, **taken)
 
 
@@ -217,7 +179,7 @@ def require_one_sharding(model: Any) -> None:
         )
 
 
-def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
+def _mesh_of_replicas() -> DeviceMesh | None:
     """All ranks if they divide the work, having averaged gradients (DDP). Then collective."""
     from accelerate.state import AcceleratorState, DistributedType  # accelerate is an optional extra.
 
@@ -227,14 +189,10 @@ def _mesh_of_replicas(config: Config) -> DeviceMesh | None:
     check_kind(state)
     if state.distributed_type in (DistributedType.NO, DistributedType.FSDP):
         return None
-    if isinstance(config, FlexDeMoConfig) and state.num_processes > 1:
-        raise ValueError(
-            "DDP averages gradients over all ranks and leaves FlexDeMo nothing; use `lightning-muon launch`, FSDP2"
-        )
     return init_device_mesh(state.device.type, (state.num_processes,), mesh_dim_names=("replicate",))
 
 
-def _require_averaged_gradients(optimizer: PlannedOptimizer, ranks: AxisGroup) -> None:
+def _require_averaged_gradients(optimizer: ParallelMuon, ranks: AxisGroup) -> None:
     """Let the first step raise unless all ranks have the same gradients; that step is collective over ``ranks``."""
     has_checked = False  # A hook that removes itself breaks the loop over the hooks.
 
@@ -348,6 +306,4 @@ class Trainer(ShardedAtLoad, transformers.Trainer):
 
     def _open(self, folder: Path) -> Checkpoint:
         """Collective over all ranks."""
-        found = Checkpoint.open(folder / _FOLDER, metadata_name=_METADATA, weights_only=True)
-        found.state_advice = "load the weights with from_pretrained, and train without resume_from_checkpoint"
-        return found
+        return Checkpoint.open(folder / _FOLDER, metadata_name=_METADATA, weights_only=True)

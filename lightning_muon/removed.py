@@ -49,6 +49,7 @@ REMOVED: dict[str, str] = {
     "context_attention": "it only passed its arguments on; use torch.distributed.tensor.experimental.context_parallel",
     "pad_to_multiple": "pad the sequences with torch.nn.functional.pad, or in the collate_fn of the data loader",
     "QKClip": "it was one trick of one paper; norms of queries and keys in the model bound attention logits, too",
+    "prepare": "make a lightning_muon.accelerate.Accelerator, or start the script with lightning-muon launch",
     "ray": "examples/ray_train.py of the repository sets what Ray Train asks for",
     # commands, and options of commands
     **{

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from itertools import chain
@@ -32,7 +32,7 @@ from lightning_muon.checkpoint.newest import first_intact
 from lightning_muon.checkpoint.saving import NAMES, OptimizerState, Parts, Weights, names_in_groups
 from lightning_muon.comm.agreement import fail_together, gather, together
 from lightning_muon.compat.torch import CheckpointReader
-from lightning_muon.params.layout import divided_as, parameters_of
+from lightning_muon.params.layout import divided_as, local_tensor, own_part_of, parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import group_of, is_stage, names_of_copies
 from lightning_muon.sharding.units import original_class
@@ -44,10 +44,6 @@ _NUM_SHOWN = 4  # Names of each kind in an error.
 class Checkpoint:
     """A checkpoint that is being read; ``content`` is that of the single file, or of the file beside the shards."""
 
-    # Advice if weights do not fit, or the state of an optimizer.
-    weights_advice = "strict=False loads what fits"
-    state_advice = "load without {key!r}"
-
     def __init__(
         self, path: Path, content: dict[str, Any], *, is_sharded: bool, weights_only: bool | None = None
     ) -> None:
@@ -55,16 +51,10 @@ class Checkpoint:
         self._weights_only = weights_only
 
     @classmethod
-    def open(
-        cls,
-        *paths: Path,
-        metadata_name: str | None,
-        weights_only: bool | None,
-        read: Callable[[Path], Any] | None = None,
-    ) -> Self:
+    def open(cls, *paths: Path, metadata_name: str | None, weights_only: bool | None) -> Self:
         """Read the first of ``paths`` that is not damaged, but no shards; ``metadata_name`` is the file beside them.
 
-        A single file is read by ``read``, or by ``torch.load``. Collective over all ranks.
+        Collective over all ranks.
         """
         path, mark = first_intact(paths), metadata_name or INDEX
 
@@ -78,7 +68,7 @@ class Checkpoint:
         is_sharded = together(look)
         read_file = partial(torch.load, map_location="cpu", weights_only=weights_only)
         if not is_sharded:
-            content = together(lambda: read(path) if read else read_file(path, mmap=True))
+            content = together(lambda: read_file(path, mmap=True))
         else:
             content = together(lambda: read_file(path / metadata_name)) if metadata_name else {}
         if not isinstance(content, dict):
@@ -138,6 +128,16 @@ class Checkpoint:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not is_stage(module), strict=False)
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
+    def load_tensors(self, key: str, tensors: dict[str, Tensor]) -> bool:
+        """Fill tensors from what was saved by their names under ``key``, if anything was. Collective over all ranks."""
+        if self.is_sharded and self.shards_with(key):
+            load({key: tensors}, storage_reader=self.reader)
+            return True
+        for name, value in self.content.get(key, {}).items():
+            like = tensors[name]
+            local_tensor(like).copy_(own_part_of(value, like) if isinstance(like, DTensor) else value)
+        return key in self.content
+
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fill an optimizer, which steps ``module``, from ``key``. Collective over all ranks."""
         error: Exception | None = None
@@ -146,8 +146,8 @@ class Checkpoint:
         except (KeyError, ValueError, RuntimeError, CheckpointException) as problem:
             error = RuntimeError(
                 f"the state {key!r} in {self.path} does not fit {type(optimizer).__name__}: it was saved with another "
-                "optimizer, other options, other param groups or another model. To go on with the weights alone, "
-                f"{self.state_advice.format(key=key)}. ({_first_failure(problem)})"
+                "optimizer, other options, other param groups or another model. To go on with the weights alone, load "
+                f"them without it, and train without resuming. ({_first_failure(problem)})"
             )
         fail_together(error, None)
 
@@ -257,13 +257,11 @@ class Checkpoint:
         if not lines:
             fail_together(None, stages)
             return
-        advice = ["Give the path of a checkpoint of this model, or build the model that was saved"]
+        advice = "Give the path of a checkpoint of this model, or build the model that was saved"
         if not differing["of another size"]:
-            advice += [self.weights_advice] if self.weights_advice else []
-            if self.is_sharded and key == "state_dict":
-                advice.append("lightning-muon convert DIR FILE writes one file, in which names can be changed")
+            advice += "; strict=False (in a LightningModule strict_loading = False) loads what fits"
         name = original_class(getattr(module, "_orig_mod", module)).__name__
-        text = "\n".join([f"{key!r} in {self.path} does not fit {name}:", *lines, f"{'; '.join(advice)}."])
+        text = "\n".join([f"{key!r} in {self.path} does not fit {name}:", *lines, f"{advice}."])
         fail_together(RuntimeError(text), stages)
 
     def _absent(self, parts: Parts, *, strict: bool) -> set[str]:
@@ -279,8 +277,6 @@ class Checkpoint:
         message = f"{self.path} has no {', '.join(sorted(map(repr, absent)))}; it has {saved}"
         if strict:
             raise KeyError(f"{message}, and strict=False loads what is there")
-        if absent == parts.keys():
-            raise KeyError(f"{message}, and so nothing that could be loaded")
         if dist.get_rank() == 0:
             warnings.warn(f"{message}. What is not there stays as it is, because of strict=False.", stacklevel=2)
         return absent

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
 from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
-from lightning_muon.checkpoint.staging import README, replacing
+from lightning_muon.checkpoint.staging import replacing
 from lightning_muon.comm.agreement import await_all_ranks, fail_together, gather, on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 from lightning_muon.config import VERSION
@@ -34,12 +34,6 @@ from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_
 from lightning_muon.sharding.weights import broadcast_buffers, joined_state_dicts
 
 _MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
-_README_TEXT = """\
-A checkpoint of lightning_muon in shards. Trainer(strategy="parallel_muon" or "flexdemo") reads the directory.
-load_from_checkpoint, torch.load and other strategies read one file ("Is a directory" otherwise), with the weights:
-
-    lightning-muon convert THIS_DIRECTORY FILE
-"""
 NAMES = "qualified_names"  # Key in a param group of a single file: names of its parameters.
 Filters = Mapping[str, Callable[[str, Any], bool]]  # Key -> (name, value) -> whether to write it.
 
@@ -114,20 +108,20 @@ def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
         return of_first_node(state, mesh) if differ else state
 
 
-@joined_state_dicts()
-def bytes_to_save(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Bytes of whole weights and states of optimizers. Collective over all ranks."""
-    states: list[Any] = [get_optimizer_state_dict(module, optimizer)["state"] for optimizer in optimizers]
-    every = [get_model_state_dict(module), *(entries for state in states for entries in state.values())]
-    values = [value for entries in every for value in entries.values() if isinstance(value, torch.Tensor)]
-    return sum(value.numel() * value.element_size() for value in values)
+def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors on the CPU of rank 0, none elsewhere. Collective over all ranks."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0:
+            found[name] = whole.cpu()
+    return found
 
 
-def fits_one_file(module: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    """Whether rank 0 counts few enough :func:`bytes_to_save` for a single file. Collective over all ranks."""
-    is_small = [bytes_to_save(module, optimizers) < _MOST_OF_ONE_FILE]
-    dist.broadcast_object_list(is_small, src=0)
-    return is_small[0]
+def fits_one_file(module: nn.Module, num_states: int) -> bool:
+    """Whether weights, and so many states of their size, are few bytes for a single file; local, alike on all ranks."""
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    return (1 + num_states) * num_bytes < _MOST_OF_ONE_FILE
 
 
 def full_weights(module: nn.Module) -> dict[str, Any]:
@@ -237,11 +231,7 @@ def write(places: Mapping[Path, Content], how: Format) -> None:
                     content = {**states, **rest}
                     on_first_rank(partial(write_file, content.get("", content), draft, about), everyone)
                     continue
-                beside: dict[str, Callable[[Any], Any]] = {}
-                if how.metadata_name is not None:
-                    beside[how.metadata_name] = partial(torch.save, rest)
-                if "state_dict" in states:  # A Trainer's, which `lightning-muon convert` reads.
-                    beside[README] = lambda file: file.write(_README_TEXT.encode())
+                beside = {} if how.metadata_name is None else {how.metadata_name: rest}
                 write_shards(states, draft, about, beside, everyone=everyone)
 
     if how.saves is None:
@@ -262,22 +252,22 @@ def write_shards(
     content: Mapping[str, Any],
     directory: Path,
     about: Mapping[str, Any],
-    beside: Mapping[str, Callable[[HashedFile], Any]] | None = None,
+    beside: Mapping[str, Any] | None = None,
     *,
     everyone: AxisGroup | None = None,
 ) -> None:
     """Write the shards of each rank, then files of rank 0 ``beside`` them, and at last the manifest.
 
-    ``beside`` maps names of files to functions that write them. A thread gives ``everyone``, all ranks with a process
-    group of its own. Collective over all ranks.
+    ``beside`` maps names of files to what is in them. A thread gives ``everyone``, all ranks with a process group of
+    its own. Collective over all ranks.
     """
     writer, files = ShardWriter(directory), dict[str, Any]()
 
     def write_beside() -> None:
         directory.mkdir(exist_ok=True)
-        for name, write in (beside or {}).items():
+        for name, value in (beside or {}).items():
             with HashedFile(directory / name) as file:
-                write(file)
+                torch.save(value, cast("IO[bytes]", file))
             files[name] = file.entry
 
     on_first_rank(write_beside, everyone)

@@ -24,9 +24,8 @@ from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
 from lightning_muon.comm.agreement import on_first_rank, together
 from lightning_muon.comm.groups import AxisGroup
 
-# Files that torch.distributed.checkpoint, Fabric and we write into a directory.
-README = "README-lightning-muon.txt"
-_FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", README, MANIFEST)
+# Files that torch.distributed.checkpoint, Fabric and we write into a directory, or did in version 0.1.
+_FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", "README-lightning-muon.txt", MANIFEST)
 _UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
 # Folders in which nothing has changed for so long are of processes that were killed.
 _SECONDS_OF_QUIET = 15 * 60

@@ -7,7 +7,6 @@ import pickle
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def run(arguments: argparse.Namespace) -> None:
             _write_safetensors(content, draft)
         elif writes_shards:
             kind, weights = "a directory of shards", _weights(content)
-            write_rest: Any = partial(torch.save, {key: content[key] for key in content if key not in weights})
-            write_shards(weights, draft, about, {metadata_name: write_rest})
+            rest = {key: content[key] for key in content if key not in weights}
+            write_shards(weights, draft, about, {metadata_name: rest})
         else:
             kind = "one file"
             write_file(content, draft, about)

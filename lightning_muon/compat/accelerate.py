@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal
-
-
-def prepared_models(accelerator: Any) -> list[Any]:
-    """The models that an Accelerator has prepared."""
-    return accelerator._models
 
 
 def mark_prepared(accelerator: Any, optimizer: Any) -> None:
@@ -25,50 +20,29 @@ def is_prepared(value: Any) -> bool:
 
 @contextmanager
 def in_place_of_states(
-    accelerator: Any,
-    when: Literal["save", "load"],
-    action: Callable[[str, bool], None],
-    offer: Callable[[], Sequence[Any]] = tuple,
+    accelerator: Any, when: Literal["save", "load"], action: Callable[[str], None]
 ) -> Generator[None]:
-    """Let ``action`` do what ``save_state`` or ``load_state`` does for models and optimizers; local.
+    """Let ``action(directory)`` do what ``save_state`` or ``load_state`` does for models and optimizers; local.
 
-    Accelerate's own order: with FSDP models and optimizers, then the hooks of the user with an empty list, then all
-    else. Without FSDP the hooks come first, with a list of weights (save) or models (load); they take out what they
-    have dealt with themselves, and Accelerate deals with the rest.
-
-    Inside this context Accelerate finds no models and no optimizers, and hooks find ``accelerator._models`` as it was.
-    If ``offer`` returns nothing, ``action(directory, True)`` runs before the hooks, as with FSDP. Else the hooks get
-    that list, and ``action(directory, is_whole)`` runs behind them; ``is_whole``: they took nothing out of the list.
+    As with FSDP it comes before the hooks of the user, which get an empty list of weights (save) or models (load).
     """
     models, optimizers = accelerator._models, accelerator._optimizers
 
     def restore() -> None:
         accelerator._models, accelerator._optimizers = models, optimizers
 
-    offered: list[Any] = []
-
     def begin(*arguments: Any) -> None:
         restore()
-        offered.extend(offer())
-        arguments[-2].extend(offered)
-        if not offered:
-            action(str(arguments[-1]), True)
+        action(str(arguments[-1]))
 
-    def end(*arguments: Any) -> None:
-        if offered:
-            action(str(arguments[-1]), len(arguments[-2]) == len(offered))
-            arguments[-2].clear()
-
-    register = getattr(accelerator, f"register_{when}_state_pre_hook")
-    handles = [register(begin), register(end)]
-    getattr(accelerator, f"_{when}_model_state_pre_hook").move_to_end(handles[0].id, last=False)
+    handle = getattr(accelerator, f"register_{when}_state_pre_hook")(begin)
+    getattr(accelerator, f"_{when}_model_state_pre_hook").move_to_end(handle.id, last=False)
     accelerator._models, accelerator._optimizers = [], []
     try:
         yield
     finally:
         restore()
-        for handle in handles:
-            handle.remove()
+        handle.remove()
 
 
 def launch_on_cpus(arguments: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import importlib
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 PackageName = Literal["lightning.pytorch", "pytorch_lightning"]
 # The method of ModelCheckpoint that has the metrics to choose by.
 MONITOR_CANDIDATES = "_monitor_candidates"
-# Its methods that say whether there is nothing new to save, and that save one of the ``save_top_k`` checkpoints.
+# Its methods that say whether there is nothing new to save, and that save one of ``save_top_k``, or the last one.
 SKIPS_SAVING, SAVE_TOP_K = "_should_skip_saving_checkpoint", "_save_topk_checkpoint"
+SAVE_LAST = "_save_last_checkpoint"
 _FABRIC = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 
 
@@ -139,13 +140,3 @@ def num_accumulated(trainer: Any) -> int:
     """Micro-batches that are over since the last step of a fit; local."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return 0 if progress.is_last_batch else progress.current.processed % trainer.accumulate_grad_batches
-
-
-def forget_logged(trainer: Any, names: Collection[str]) -> None:
-    """Leave out what ``self.log`` was given under these names until it is given it again.
-
-    Lightning repeats the last value in every later row of a logger, until the epoch ends.
-    """
-    for metric in (trainer._results or {}).values():
-        if metric.meta.name in names:
-            metric.reset()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -51,11 +50,16 @@ def make_folders_first(trainer: Any) -> None:
     trainer.save_model = save_model
 
 
-class ShardedAtLoad(ABC):
+class ShardedAtLoad:
     """Mixed with a ``Trainer``: saves and loads what :func:`is_sharded_at_load`, which Trainers refuse.
 
-    Any other model is left to the Trainer.
+    Any other model is left to the Trainer. Subclasses have three methods, which take the folder of a checkpoint, and
+    are collective over all ranks: one for model, optimizer and scheduler, and two that load the first and the rest.
     """
+
+    save_states: Any
+    load_weights: Any
+    load_states: Any
 
     def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         mesh = getattr(model, "_device_mesh", None)
@@ -68,18 +72,6 @@ class ShardedAtLoad(ABC):
         super().__init__(model, args, *more, **options)  # pyright: ignore[reportCallIssue]
         if refused is not None:
             refused.save_only_model = False
-
-    @abstractmethod
-    def save_states(self, folder: Path) -> None:
-        """Save model, optimizer and scheduler. Collective over all ranks."""
-
-    @abstractmethod
-    def load_weights(self, folder: Path) -> None:
-        """Load the weights that :meth:`save_states` has saved. Collective over all ranks."""
-
-    @abstractmethod
-    def load_states(self, folder: Path) -> None:
-        """Load the states of optimizer and scheduler. Collective over all ranks."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         stock: Any = super()

@@ -138,7 +138,6 @@ class Session:
     @property
     def saves_one_file(self) -> bool:
         """Whether all models are small enough for single files, if the user has not said what checkpoints are."""
-        self._free_whole_weights()
         are_small = [engine.saves_one_file for engine in self.engines]
         return self.options.save_distributed_checkpoint is not True and all(are_small)
 

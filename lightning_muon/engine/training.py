@@ -441,9 +441,11 @@ class TrainingEngine:
 
     @cached_property
     def saves_one_file(self) -> bool:
-        """Whether checkpoints are single files, which the log says once. Collective over all ranks."""
+        """Whether checkpoints are single files, which the log says once; local, alike on all ranks."""
         choice = self.options.save_distributed_checkpoint
-        is_small = choice == "auto" and self.pipeline is None and fits_one_file(self.module, self.optimizers)
+        is_small = choice == "auto" and self.pipeline is None
+        if is_small:  # States are momenta of all nodes, or moments of AdamW.
+            is_small = fits_one_file(self.module, self.mesh.size(0) if self.options.has_nodes else 2)
         kind = "single files" if is_small else "directories of shards, of which lightning-muon convert makes files"
         if choice is not False:
             self._info(f"Checkpoints are {kind} (save_distributed_checkpoint={choice!r}).")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Unpack
@@ -27,6 +28,7 @@ class MuonStrategy:
 
     package: ClassVar[LightningPackage]
     user: ClassVar[str]  # Who takes such a strategy; `{}` stands for the name of the package.
+    of_base: ClassVar[Mapping[str, Any]] = {}  # What else the constructor of the class beside it takes.
     options: Options
     # Of the class beside it.
     root_device: torch.device
@@ -41,11 +43,8 @@ class MuonStrategy:
         self.options = Options(**options)
         log = self.package.fabric("utilities.rank_zero")
         self._session = Session(self.options, info=log.rank_zero_info, warn=log.rank_zero_warn)
-        self._begin(process_group_backend=self.options.process_group_backend, timeout=self.options.timeout)
-
-    def _begin(self, **arguments: Any) -> None:
-        """The rest of the constructor; ``arguments`` are those that the class beside it has, too."""
-        super().__init__(**arguments)
+        backend, timeout = self.options.process_group_backend, self.options.timeout
+        super().__init__(process_group_backend=backend, timeout=timeout, **self.of_base)  # type: ignore[call-arg]
 
     def __repr__(self) -> str:
         # A Trainer, or a Fabric of the other package, quotes it when it refuses the strategy.

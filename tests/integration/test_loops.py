@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -20,8 +19,8 @@ from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import adamw, network
-from tests.integration.training import EXACT, Block, Network, full_weights, loss_of, max_difference
-from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
+from tests.integration.training import EXACT, Network, full_weights, loss_of, max_difference
+from tests.support.accelerate_cpu import fresh_accelerate
 from tests.support.processes import ProcessPool
 
 Weights = dict[str, Tensor]
@@ -205,35 +204,6 @@ def _evaluation() -> Weights:
         return accelerator.get_state_dict(model)
 
 
-class _Own(Accelerator):
-    """Of a program that has its own."""
-
-    num_backward = 0
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        self.num_backward += 1
-        super().backward(loss, **kwargs)
-
-
-def _converted(*, own: bool) -> Weights:
-    """An Accelerator that becomes ours when it prepares."""
-    with ddp_on_cpu() if own else fsdp2_on_cpu(replicate_size=2, shard_size=2):
-        accelerator = (_Own if own else Accelerator)(gradient_accumulation_steps=2)
-        model: Any = network()
-        optimizer = adamw(model)
-        scheduler: Any = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        # Another function on each rank: ranks compare its name.
-        options = {"optimizer": EXACT, "wrap_policy": lambda _, module: isinstance(module, Block)}
-        prepared = lightning_muon.accelerate.prepare(accelerator, model, scheduler, optimizer, options=options)
-        model, scheduler, optimizer = prepared
-        assert isinstance(accelerator, lightning_muon.accelerate.Accelerator)
-        run_steps(accelerator, model, optimizer, clip=lambda: accelerator.clip_grad_norm_(model.parameters(), 0.1))
-        assert not own or (isinstance(accelerator, _Own) and accelerator.num_backward == 8)
-        result = accelerator.get_state_dict(model)
-        accelerator.free_memory()
-        return result
-
-
 def _without_launcher() -> Weights:
     dist.destroy_process_group()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -295,8 +265,6 @@ _LOOPS: dict[str, tuple[Callable[[], Weights], dict[str, Any], int]] = {
     "marked methods": (_marked_methods, {}, 2),
     "a LightningModule": (_lightning_module, {}, 2),
     "an evaluation": (_evaluation, {"steps": 2, "accumulate": 1}, 2),
-    "an Accelerator of torch": (partial(_converted, own=False), {"max_norm": 0.1}, 4),
-    "an Accelerator of the program": (partial(_converted, own=True), {"max_norm": 0.1}, 4),
     "without a launcher": (_without_launcher, {}, 1),
     "both kinds of backward": (_both_kinds_of_backward, {"steps": 2}, 2),
     "forward is called": (_calls_forward, {"steps": 3, "accumulate": 1}, 2),

@@ -128,23 +128,6 @@ def test_a_gan_trains_as_without_the_strategy(gloo: ProcessPool, world_size: int
     assert training.max_difference(weights, plain[1]) < 2e-4
 
 
-def _call_a_layer_of_a_child() -> str:
-    pl = training.load()
-    model = training.language_model(pl)
-    model.automatic_optimization = False
-    type(model).training_step = lambda self, batch, batch_idx: self.network.head(torch.ones(1, 16))
-    try:
-        training.trainer(pl).fit(model, training.loader())
-    except RuntimeError as error:
-        return "\n".join(error.__notes__)
-    return ""
-
-
-def test_a_layer_that_is_called_past_its_root_is_explained(gloo: ProcessPool) -> None:
-    for note in gloo.run(_call_a_layer_of_a_child, world_size=2):
-        assert "child of the LightningModule itself" in note
-
-
 def _forces(sharding: str) -> None:
     pl = training.load()
     model = training.language_model(pl)

@@ -224,9 +224,7 @@ def test_a_state_of_other_ranks_is_warned_of(gloo: ProcessPool, tmp_path: Path) 
     gloo.run(_run, str(tmp_path), "torchdata", None, [2], num_epochs=1, world_size=2)
     assert gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=2) == [[], []]
     ((text,),) = gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=1)
-    assert (
-        "that of 2 ranks with batches of 2 rows, and now 1 ranks read batches of 2: rows of this epoch are lost" in text
-    )
+    assert "the state of one of 2 ranks, and now there are 1: rows of this epoch are lost" in text
 
 
 @pytest.mark.parametrize("kind", ["plain", "random"])
@@ -287,7 +285,6 @@ def _resume_and_choose(directory: str, steps: int, every: int) -> tuple[str, lis
     with warnings.catch_warnings(record=True, action="always") as caught:
         auto.__init__(f"{directory}/auto", every_n_train_steps=every)  # Its filters of warnings.
         fitter.fit(model, training.loader())
-        assert not [each for each in warnings.filters if "ckpt_path" in str(each[1])]
     fitter.test(model, training.loader(), ckpt_path="best", verbose=False)
     assert fitter.checkpoint_callback is monitored and fitter.ckpt_path == monitored.best_model_path
     saved = sorted(os.listdir(f"{directory}/auto"))

@@ -19,22 +19,11 @@ _PROGRAM = f"""
 import os, runpy
 with open("pids", "a") as file:
     file.write(str(os.getpid()) + " ")
-if "FAULT_TOL_FINISHED_FLAG_FILE" in os.environ:
-    import lightning.pytorch as pl
-    from nvidia_resiliency_ext.ptl_resiliency import FaultToleranceCallback
-
-    class Trainer(pl.Trainer):
-        def __init__(self, callbacks, **options):
-            watched = FaultToleranceCallback(autoresume=True, calculate_timeouts=True, exp_dir=".")
-            super().__init__(callbacks=[*callbacks, watched], **options)
-
-    pl.Trainer = Trainer
 runpy.run_path({str(ROOT / "examples" / "restarts.py")!r}, run_name="__main__")
 """
 NUM_STEPS = 9
 _RANKS = ("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 TORCHRUN = ("-m", "torch.distributed.run", *_RANKS)
-_NVIDIA = "nvidia_resiliency_ext.fault_tolerance.launcher"
 
 
 def start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) -> subprocess.Popen[str]:
@@ -42,11 +31,10 @@ def start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) -
     program = folder / "program.py"
     program.write_text(_PROGRAM)
     options = ("--steps", NUM_STEPS, "--seconds-per-step", pause, "--kill-at", kill_at)
-    of_nvidia = {"FAULT_TOL_FINISHED_FLAG_FILE": str(folder / "finished")} if _NVIDIA in launcher else {}
     return subprocess.Popen(
         [warm_python(), *launcher, str(program), *map(str, options)],
         cwd=folder,
-        env=program_environment() | of_nvidia,
+        env=program_environment(),
         stdout=(folder / "printed").open("a"),
         stderr=subprocess.PIPE,
         text=True,
@@ -77,11 +65,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     return end(start(folder), folder)
 
 
-def require_restarted(
-    whole: list[list[str]], folder: Path, *, kill_at: int, launcher: tuple[str, ...] = TORCHRUN
-) -> None:
-    """A rank is killed in a step under a launcher that restarts; raises unless every loss is as without."""
-    broken = end(start(folder, *launcher, "--max-restarts=2", kill_at=kill_at), folder)
+def require_restarted(whole: list[list[str]], folder: Path, *, kill_at: int) -> None:
+    """A rank is killed in a step under torchrun, which restarts; raises unless every loss is as without."""
+    broken = end(start(folder, *TORCHRUN, "--max-restarts=2", kill_at=kill_at), folder)
     for before, after in zip(whole, broken, strict=True):
         again = NUM_STEPS - kill_at // 4 * 4  # The example saves every 4 steps.
         assert len(before) == NUM_STEPS and after[-again:] == before[-again:] and set(after) == set(before)
@@ -103,12 +89,6 @@ def require_saved(
 
 def test_killed_ranks_come_back_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
     require_restarted(whole, tmp_path, kill_at=6)
-
-
-def test_nvidias_launcher_and_callback_go_on_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
-    pytest.importorskip("nvidia_resiliency_ext")
-    require_restarted(whole, tmp_path, kill_at=6, launcher=("-m", _NVIDIA, *_RANKS))
-    assert (tmp_path / "finished").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
-"""``lightning_muon.accelerate.Accelerator``, and ``prepare``, which makes a stock Accelerator one of ours."""
+"""``lightning_muon.accelerate.Accelerator``, and that of a Trainer of transformers."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -23,10 +22,9 @@ from typing_extensions import override
 from lightning_muon.checkpoint.saving import collect
 from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.compat.accelerate import is_prepared, mark_prepared, prepared_models
+from lightning_muon.compat.accelerate import is_prepared, mark_prepared
 from lightning_muon.config import join_names
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.session import Session
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.accelerate.checkpoints import load_state, save_state
 from lightning_muon.integrations.accelerate.settings import (
@@ -88,18 +86,8 @@ class Accelerator(accelerate.Accelerator):
                 optimizer.zero_grad()
     """
 
-    options: Options
-    _session: Session
-
     def __init__(self, *args: Any, options: OptionsLike = None, **kwargs: Any) -> None:
-        stock = super().__init__
-        bound = inspect.signature(stock).bind(*args, **kwargs).arguments
-        bound["kwargs_handlers"] = _with_process_group(bound.get("kwargs_handlers"), options)
-        stock(**bound)
-        self.use_options(options)
-
-    def use_options(self, options: OptionsLike) -> None:
-        """Begin, on an Accelerator that exists. Collective over all ranks, and all raise."""
+        super().__init__(*args, **kwargs)
         # Another rank may see another file.
         self.options = together(lambda: self._checked(read_options(options)))
         require_equal(self.options.lines, None, "the options of lightning_muon")
@@ -204,20 +192,6 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     @override
-    @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Generator[None]:
-        """No effect on a sharded model, as with Accelerate's FSDP; an error if batches need not be even there."""
-        if self._engine is None:
-            with super().join_uneven_inputs(joinables, even_batches):
-                yield
-            return
-        if not (self.even_batches if even_batches is None else even_batches):
-            raise ValueError(
-                "a sharded model needs as many batches on each rank; leave even_batches=True (see gather_for_metrics)"
-            )
-        yield
-
-    @override
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip by the 2-norm over all shards, and return the norm before; 0 where ``accumulate`` reduces no gradients.
 
@@ -244,7 +218,7 @@ class Accelerator(accelerate.Accelerator):
         """Collective over all ranks.
 
         Writes directories with the shards of each rank or a file for each object, as ``fsdp_state_dict_type`` says, or
-        ``save_distributed_checkpoint`` where there is none. Hooks get weights that every rank has whole.
+        ``save_distributed_checkpoint`` where there is none. Hooks get no weights, as with Accelerate's FSDP.
         """
         local_path(output_dir or "")
         stock = partial(super().save_state, output_dir, *args, **kwargs)  # type: ignore[arg-type]
@@ -307,74 +281,6 @@ class TrainerAccelerator(Accelerator):
                 f"{what}; set distributed_type: FSDP and fsdp_version: 2, or sharding: ddp under lightning_muon"
             )
         return super()._checked(options)
-
-
-def prepare(
-    accelerator: Any, *args: Any, options: OptionsLike = None, device_placement: list[bool | None] | None = None
-) -> Any:
-    """Prepare ``args`` with an Accelerator that ``accelerate.Accelerator(...)`` has made; it becomes one of ours.
-
-    The Accelerator becomes one of ours: ``backward``, ``no_sync``, ``clip_grad_norm_``, ``save_state`` and so on do
-    what :class:`Accelerator` says. Collective over all ranks.
-
-    Example::
-
-        model, optimizer = lightning_muon.accelerate.prepare(accelerator, model, optimizer)
-
-    Args:
-        accelerator: One that has prepared no model yet, or one of ours.
-        *args: A model, its optimizers, schedulers, data loaders.
-        options: As in :class:`Accelerator`.
-        device_placement: As in ``accelerate.Accelerator.prepare``.
-
-    Raises:
-        ValueError: If the Accelerator has prepared a model in its own way, or has options already.
-    """
-    if isinstance(accelerator, Accelerator):
-        if options is not None:
-            raise ValueError("options were given to prepare, but the Accelerator has its own already; give them to one")
-        return accelerator.prepare(*args, device_placement=device_placement)
-    kind = type(accelerator)
-    if prepared_models(accelerator):
-        raise ValueError(
-            f"this {kind.__name__} has prepared a model already; call lightning_muon.accelerate.prepare instead"
-        )
-
-    def read() -> Options:
-        found = read_options(options)
-        if found.process_group_backend is not None or found.timeout != Options.timeout:
-            raise ValueError(
-                "process_group_backend and timeout come too late for an Accelerator that has its process group; give "
-                "an InitProcessGroupKwargs to it, or use lightning_muon.accelerate.Accelerator"
-            )
-        return found
-
-    chosen = together(read)
-    ours: type[Any] = Accelerator
-    if kind is not accelerate.Accelerator:  # A class of the user.
-        ours = type(kind.__name__, (Accelerator, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    accelerator.__class__ = ours
-    accelerator.use_options(chosen)
-    return accelerator.prepare(*args, device_placement=device_placement)
-
-
-def _with_process_group(handlers: Sequence[Any] | None, options: OptionsLike) -> list[Any]:
-    """The handlers of the user, with what our options say of the process group; only one of them may."""
-    given = list(handlers or [])
-    try:
-        options = read_options(options)
-    except Exception:  # It is raised on all ranks once there are means to tell them.
-        return given
-    ours: dict[str, Any] = {}
-    if options.process_group_backend is not None:
-        ours["backend"] = options.process_group_backend
-    if options.timeout != Options.timeout:
-        ours["timeout"] = options.timeout
-    if ours and any(isinstance(handler, InitProcessGroupKwargs) for handler in given):
-        raise ValueError(
-            f"{' and '.join(ours)} of lightning_muon, and an InitProcessGroupKwargs; give only one of them"
-        )
-    return [*given, InitProcessGroupKwargs(**ours)] if ours else given
 
 
 def _listed(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

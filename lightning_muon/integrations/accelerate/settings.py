@@ -68,6 +68,8 @@ def check_state(state: Any, options: Options) -> None:
             "pipeline; use ParallelMuonStrategy of Lightning, or ParallelMuonFabricStrategy of Fabric with "
             "lightning_muon.forward_backward in place of the model's call and of backward (see docs/pipelines.md)"
         )
+    if options.process_group_backend is not None or options.timeout != Options.timeout:
+        raise ValueError("process_group_backend, timeout: give Accelerate's InitProcessGroupKwargs in kwargs_handlers")
     is_fsdp, num_launched = state.distributed_type == DistributedType.FSDP, int(os.environ.get("WORLD_SIZE", "1"))
     if state.distributed_type == DistributedType.NO and num_launched > 1:
         raise ValueError(
@@ -167,7 +169,7 @@ def make_meshes(state: Any, options: Options) -> Meshes:
     """The meshes of a run. Collective over all ranks."""
     sizes, launched = mesh_sizes(state, options), launched_sizes(state.num_processes)
     if not dist.is_initialized():  # One process without a launcher.
-        backend = options.process_group_backend or ("nccl" if state.device.type == "cuda" else "gloo")
+        backend = "nccl" if state.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return sizes.make(state.device.type, by_nodes=options.has_nodes, **launched)
 

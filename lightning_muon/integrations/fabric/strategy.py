@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,10 @@ from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, require_precision
 from lightning_muon.engine.options import IN_PYTHON, Options
 from lightning_muon.engine.session import Session
-from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
+
+_SOURCE = "the optimizers that were set up"
 
 
 @takes_options(Options, IN_PYTHON)
@@ -40,13 +41,10 @@ class FabricStrategy(MuonStrategy):
     """
 
     user = "Fabric"
+    of_base: ClassVar[Mapping[str, Any]] = {"parallelize_fn": lambda module, _: module}
     # Of the class beside it.
     cluster_environment: Any
     broadcast: Callable[..., Any]
-
-    def _begin(self, **arguments: Any) -> None:
-        super()._begin(parallelize_fn=lambda module, _: module, **arguments)
-        set_no_backward_sync(self, self._no_backward_sync)
 
     @property
     def precision(self) -> Any:
@@ -70,6 +68,7 @@ class FabricStrategy(MuonStrategy):
         """Start the process group and make the mesh. Collective over all ranks."""
         self.accelerator.setup_device(self.root_device)
         self._start_processes()
+        set_no_backward_sync(self, self._no_backward_sync)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard the module. Collective over all ranks."""
@@ -93,14 +92,14 @@ class FabricStrategy(MuonStrategy):
             raise ValueError(
                 f"{type(optimizer).__name__} has parameters of {names} that was set up before it; set it up first"
             )
-        return self._attach(owners[0], [optimizer])[0]
+        return owners[0].attach([optimizer], source=_SOURCE)[0]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: Sequence[torch.optim.Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard the module, and return what becomes of its optimizers. Collective over all ranks."""
         entry = self.setup_module(module)
-        return entry, self._attach(self._session.engines[-1], optimizers), scheduler
+        return entry, self._session.engines[-1].attach(optimizers, source=_SOURCE), scheduler
 
     def report_tokens(self, num_tokens: int | Tensor) -> None:
         """Say how many tokens the loss that goes to ``fabric.backward`` next sums over; local.
@@ -187,15 +186,6 @@ class FabricStrategy(MuonStrategy):
         self.precision.teardown()
         self.accelerator.teardown()
         self.cluster_environment.teardown()
-
-    def _attach(self, engine: TrainingEngine, given: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        used = engine.attach(given, source="the optimizers that were set up")
-        if self.options.optimizer == "auto" and sum(bool(each.proxies) for each in self._session.engines) > 1:
-            self.package.fabric("utilities.rank_zero").rank_zero_warn(
-                "Optimizers of several modules were converted to ParallelMuon. If the modules train against each other "
-                "(a GAN), AdamW is better: set optimizer='keep' in the strategy."
-            )
-        return used
 
     def _parts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         return {key: self._part(value) for key, value in state.items()}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -74,7 +73,6 @@ class AutoResumeCallback:
             r"\.fit\(ckpt_path=\"last\"\) is set, but there is no",
         ):
             warnings.filterwarnings("ignore", message=f".*{text}")
-        self._filters = warnings.filters[:2]
 
     @property
     def state_key(self) -> str:
@@ -93,11 +91,8 @@ class AutoResumeCallback:
         if told_to_end and not getattr(self, SKIPS_SAVING)(trainer):
             getattr(self, SAVE_TOP_K)(trainer, getattr(self, MONITOR_CANDIDATES)(trainer))
 
-    def teardown(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Checkpoints stay; others see the warnings again."""
-        for each in self._filters:
-            with suppress(ValueError):  # The program may have reset them.
-                cast("list[Any]", warnings.filters).remove(each)
+    def teardown(self, *_: Any, **__: Any) -> None:
+        """Checkpoints stay, unlike those of ``OnExceptionCheckpoint``."""
 
 
 def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
@@ -107,15 +102,13 @@ def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
 
 
 def _save_and_remove(callback: Any, trainer: Any, found: dict[str, Any]) -> None:
-    """Save, and keep the newest. A checkpoint names those that are about to go, so that none outlives a kill."""
+    """Save, and keep the newest in the folder, those of earlier runs among them, but what other callbacks keep."""
     getattr(super(AutoResumeCallback, callback), SAVE_TOP_K)(trainer, found)
-    by_steps = sorted(callback.best_k_models, key=callback.best_k_models.get, reverse=True)
+    newest = max(callback.best_k_models, key=callback.best_k_models.get)  # It may be written later.
     others = [each for each in trainer.checkpoint_callbacks if each is not callback and hasattr(each, "best_k_models")]
-    theirs = {path for each in others for path in (each.best_model_path, each.last_model_path, *each.best_k_models)}
-    # Lightning forgets its checkpoints if the folder has another name, or the newest one is damaged.
+    kept = {path for each in others for path in (each.best_model_path, each.last_model_path, *each.best_k_models)}
     in_folder = [str(path) for path in newest_first(Path(callback.dirpath)) if PREFIX_OF_REQUEUE not in path.name]
-    unknown = [path for path in in_folder if path not in theirs and path not in by_steps]
-    for path in (*by_steps, *unknown)[callback._keep :]:
+    for path in [path for path in in_folder if path != newest and path not in kept][callback._keep - 1 :]:
         callback.best_k_models.pop(path, None)
         trainer.strategy.remove_checkpoint(path)
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import check_number, check_whole, takes_options
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.params.layout import local_tensor
+from lightning_muon.params.uses import clean_name
 
 AVERAGE = "average_state_dict"  # Its key in a checkpoint.
 
@@ -45,35 +45,36 @@ class EMAWeightsCallback:
             raise ValueError(f"decay must be at least 0 and less than 1, got {decay!r}")
         check_whole("every_n_steps", every_n_steps, at_least=1)
         self.decay, self.every_n_steps = decay, every_n_steps
-        self.average: nn.Module | None = None  # Has the averages, under the names of the weights, during a fit.
-        self._num_steps = self._num_averaged = 0
+        self.averages: dict[str, Tensor] = {}  # By the names of the weights, and divided as they are; during a fit.
+        self._num_steps = 0
         self._global_step = 0  # As last seen; several optimizers make it grow by more than one.
-        self._held: list[Tensor] = []  # This rank's parts of the weights, while the model has the average.
+        self._held: list[Tensor] = []  # This rank's parts of the weights, while the model has the averages.
 
     def setup(self, trainer: Any, *_: Any, **__: Any) -> None:
         """Refuse what has no average of its own on every rank; local, alike on all ranks."""
         strategy = trainer.strategy
-        if not hasattr(strategy, "load_average"):
-            raise ValueError(
-                f"EMAWeights averages what a rank of ParallelMuonStrategy holds; with {type(strategy).__name__} use "
-                "EMAWeightAveraging of Lightning"
-            )
+        if not hasattr(strategy, "load_averages"):
+            raise ValueError(f"EMAWeights does not go with {type(strategy).__name__}; use EMAWeightAveraging there")
         options = strategy.options
-        if options.pipeline_size > 1:
-            raise ValueError(f"EMAWeights does not go with pipeline_size={options.pipeline_size}; remove one of them")
-        if options.sharding == "zero2" and trainer.precision == "bf16-true":
-            raise ValueError(
-                "EMAWeights averages the weights that all ranks have, which sharding='zero2' with precision='bf16-true'"
-                " rounds in each step; use precision='bf16-mixed', or sharding='fsdp'"
-            )
-        if options.has_nodes and isinstance(options.config.replicator, LocalSteps):
-            raise ValueError("EMAWeights does not go with DiLoCo, whose nodes have weights of their own; remove it")
+        has_mains = options.sharding == "zero2" and trainer.precision == "bf16-true"
+        refused = {
+            f"pipeline_size={options.pipeline_size}": options.pipeline_size > 1,
+            "sharding='zero2' and precision='bf16-true', which round the weights that all ranks have": has_mains,
+            "DiLoCo, whose nodes have weights of their own": options.has_nodes
+            and isinstance(options.config.replicator, LocalSteps),
+        }
+        for what in (what for what, is_so in refused.items() if is_so):
+            raise ValueError(f"EMAWeights does not go with {what}; remove one of them")
 
     def on_fit_start(self, trainer: Any, module: nn.Module) -> None:
-        """Begin with the average of the checkpoint, or without one. Collective over all ranks."""
-        self.average = _like(module)
-        if not trainer.strategy.load_average(self.average):
-            self._num_steps = self._num_averaged = 0
+        """Begin with the averages of the checkpoint, or without any. Collective over all ranks."""
+        # In 16 bits small steps towards the weights would be lost.
+        self.averages = {
+            name: weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+            for name, weight in _weights(module).items()
+        }
+        if not trainer.strategy.load_averages(self.averages):
+            self._num_steps = 0
 
     def on_train_start(self, trainer: Any, *_: Any) -> None:
         """Count from here; local."""
@@ -87,76 +88,58 @@ class EMAWeightsCallback:
             return
         trainer.strategy.finish_parameters()
         for average, weight in self._pairs(module):
-            average.lerp_(weight.to(average.dtype), 1 - self.decay if self._num_averaged else 1.0)
-        self._num_averaged += 1
+            average.lerp_(weight.to(average.dtype), 1 - self.decay if self._num_steps > 1 else 1.0)
 
     def on_validation_epoch_start(self, trainer: Any, module: nn.Module) -> None:
-        """Evaluate with the average; local."""
-        self._show(trainer, module, is_shown=self._num_averaged > 0)
+        """Evaluate with the averages; local."""
+        if not self._num_steps or not self.averages:
+            return
+        trainer.strategy.finish_parameters()
+        self._held = [weight.clone() for _, weight in self._pairs(module)]
+        self._take(module)
+        trainer.strategy.weights_have_changed()
 
-    def on_validation_epoch_end(self, trainer: Any, module: nn.Module) -> None:
-        """Train on with the weights; local."""
-        self._show(trainer, module, is_shown=False)
+    def on_validation_epoch_end(self, trainer: Any, module: nn.Module, *_: Any) -> None:
+        """Train on with the weights, which a checkpoint has that is saved after an exception, too; local."""
+        if not self._held:
+            return
+        for (_average, weight), held in zip(self._pairs(module), self._held, strict=True):
+            weight.copy_(held)
+        self._held = []
+        trainer.strategy.weights_have_changed()
 
-    def on_exception(self, trainer: Any, module: nn.Module, _: BaseException) -> None:
-        """Let a checkpoint that is saved now have the weights; local."""
-        self._show(trainer, module, is_shown=False)
+    on_exception = on_validation_epoch_end
 
-    def on_fit_end(self, _: Any, module: nn.Module) -> None:
-        """Leave the average in the model; local."""
-        for average, weight in self._pairs(module) if self._num_averaged else ():
-            weight.copy_(average)
-        free_unsharded(module)
-        self.average = None
+    def on_fit_end(self, trainer: Any, module: nn.Module) -> None:
+        """Leave the averages in the model; local."""
+        if self._num_steps:
+            self._take(module)
+        trainer.strategy.weights_have_changed()
+        self.averages = {}
 
     def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-        """Save the average, too. Collective over all ranks."""
-        if self._num_averaged and self.average is not None:
-            checkpoint[AVERAGE] = trainer.strategy.average_to_save(self.average)
+        """Save the averages, too. Collective over all ranks."""
+        if self._num_steps and self.averages:
+            checkpoint[AVERAGE] = trainer.strategy.averages_to_save(self.averages)
 
     def state_dict(self) -> dict[str, int]:
-        """How often weights were averaged, and the number of steps."""
-        return {"num_averaged": self._num_averaged, "num_steps": self._num_steps}
+        """The number of steps."""
+        return {"num_steps": self._num_steps}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Go on from :meth:`state_dict`."""
-        self._num_averaged, self._num_steps = state_dict["num_averaged"], state_dict["num_steps"]
+        self._num_steps = state_dict["num_steps"]
 
-    def _show(self, trainer: Any, module: nn.Module, *, is_shown: bool) -> None:
-        """Let the model have the average, or its weights again."""
-        if is_shown == bool(self._held) or self.average is None:
-            return
-        trainer.strategy.finish_parameters()
-        pairs = self._pairs(module)
-        if is_shown:
-            self._held = [weight.clone() for _, weight in pairs]
-        for (average, weight), held in zip(pairs, self._held, strict=True):
-            weight.copy_(average if is_shown else held)
-        if not is_shown:
-            self._held = []
-        trainer.strategy.weights_have_changed()
+    def _take(self, module: nn.Module) -> None:
+        for average, weight in self._pairs(module):
+            weight.copy_(average)
 
     def _pairs(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """This rank's part of each average, and of the weight."""
-        assert self.average is not None
-        weights = dict(module.named_parameters())
-        named = self.average.named_parameters()
-        return [(local_tensor(each.detach()), local_tensor(weights[name].detach())) for name, each in named]
+        weights = _weights(module)
+        return [(local_tensor(average), local_tensor(weights[name])) for name, average in self.averages.items()]
 
 
-def _like(module: nn.Module) -> nn.Module:
-    """A module with copies of the floating-point weights, of 32 bits at least, in the same places; local."""
-    result = nn.Module()
-    for name, parameter in module.named_parameters():
-        if not parameter.is_floating_point():
-            continue
-        owner, (*path, attribute) = result, name.split(".")
-        for part in path:
-            if part not in owner._modules:
-                owner.add_module(part, nn.Module())
-            owner = owner.get_submodule(part)
-        # In 16 bits small steps towards the weights would be lost.
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        average = parameter.detach().to(dtype, copy=True)
-        owner.register_parameter(attribute, nn.Parameter(average, requires_grad=False))
-    return result
+def _weights(module: nn.Module) -> dict[str, Tensor]:
+    named = {clean_name(name): parameter.detach() for name, parameter in module.named_parameters()}
+    return {name: weight for name, weight in named.items() if weight.is_floating_point()}

@@ -6,14 +6,12 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, count
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from lightning_muon.comm.agreement import missing_at, together
-from lightning_muon.compat.lightning import LightningPackage, signal_handlers
+from lightning_muon.comm.agreement import missing_at
+from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_LAST, LightningPackage, signal_handlers
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.signals import SharedSignals
 
@@ -106,7 +104,7 @@ class FirstCallback:
 
 
 def save_last(trainer: Any, package: LightningPackage) -> None:
-    """Save what ``ckpt_path="last"`` goes on from, by the first ``ModelCheckpoint``; others that do it are left to it.
+    """Save what ``ckpt_path="last"`` goes on from by the first ``ModelCheckpoint``, unless callbacks do it themselves.
 
     Collective over all ranks, after the same batch.
     """
@@ -118,16 +116,8 @@ def save_last(trainer: Any, package: LightningPackage) -> None:
     saving = [each for each in trainer.checkpoint_callbacks if isinstance(each, known.ModelCheckpoint)]
     if not saving or any(each.save_on_exception for each in saving) or saving[0].save_weights_only:
         return
-    last = Path(saving[0].dirpath) / f"{saving[0].CHECKPOINT_NAME_LAST}{saving[0].FILE_EXTENSION}"
-    versions = (last.with_stem(f"{last.stem}-v{number}") for number in count(1))
-    # That of another run stays, as Lightning leaves it.
-    own = [Path(str(path)) for path in (saving[0].last_model_path, trainer.ckpt_path)]
-
-    def choose() -> str:
-        return str(next(path for path in chain([last], versions) if path in own or not path.exists()))
-
-    path = together(choose if trainer.is_global_zero else lambda: "")
-    trainer.save_checkpoint(trainer.strategy.broadcast(path))
+    saving[0].save_last = True
+    getattr(saving[0], SAVE_LAST)(trainer, getattr(saving[0], MONITOR_CANDIDATES)(trainer))
 
 
 def require_all_ranks(trainer: Any) -> None:

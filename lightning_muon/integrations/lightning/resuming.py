@@ -36,7 +36,6 @@ class TrainingData:
         # The random states before the first micro-batch since the last step, where batches are accumulated.
         self.window: dict[str, Any] | None = None
         self._trainer: Any = None
-        self._size: int | None = None  # Rows of a batch of a loader with a state of its own.
         # In which epoch the loaders came, and the first batch and the last one of this run.
         self._epoch, self._resumed_epoch, self._epoch_of_batch = -1, -1, -1
 
@@ -59,7 +58,7 @@ class TrainingData:
         epoch = self.epoch_to_come(trainer)
         if self._epoch_of_batch >= 0:  # Lightning counts one too few in a run that began at the end of an epoch.
             epoch = self._epoch_of_batch + trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        place = {"epoch": epoch, "num_accumulated": num_again, "batch_size": self._size}
+        place = {"epoch": epoch, "num_accumulated": num_again}
         return {"num_data_ranks": num_data_ranks, "random": states, **place}
 
     def resume(self, checkpoint: Mapping[str, Any], num_data_ranks: int, *, by_steps: bool) -> None:
@@ -89,12 +88,18 @@ class TrainingData:
         has_order = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         has_state = hasattr(loader, "load_state_dict")
         if self._rest is not None and self.num_read is None:
-            if has_state:
-                self._warn_of_other_ranks(loader)
+            num_before, num_ranks = self._rest[0]["num_data_ranks"], self._rest[1]
+            if has_state and num_before != num_ranks:
+                text = (
+                    f"this {type(loader).__name__} goes on from the state of one of {num_before} ranks, and now there "
+                )
+                text += (
+                    f"are {num_ranks}: rows of this epoch are lost or read twice. Go on with as many ranks, or take a "
+                )
+                warn_on_first_rank(f"{text}DataLoader of a map-style dataset, which goes on by rows", stacklevel=2)
             self.num_read = self._batches_to_leave_out(loader if has_order else None, has_state=has_state)
             set_batches_read(trainer, self.num_read)
         if has_state:
-            self._size = _batch_size(loader)
             return loader if has_order or _length(loader) is not None else _OneAhead(loader)
         if self.num_read is not None and not has_order:
             text = f"the run goes on in mid-epoch, and this {type(loader).__name__} begins the epoch anew: take a "
@@ -107,21 +112,6 @@ class TrainingData:
             saved = dict(enumerate(self.saved.get("loaders", ())))
             self._orders.append(_Order(loader, self, saved.get(len(self._orders), {})))
         return loader
-
-    def _warn_of_other_ranks(self, loader: Any) -> None:
-        """Warn where the state of a loader is of another number of ranks, or of other batches; local."""
-        assert self._rest is not None
-        (saved, num_ranks), size = self._rest, _batch_size(loader)
-        then = saved["num_data_ranks"], saved.get("batch_size", size)
-        if then != (num_ranks, size):
-            text = (
-                f"the state of this {type(loader).__name__} is that of {then[0]} ranks with batches of {then[1]} rows, "
-            )
-            text += (
-                f"and now {num_ranks} ranks read batches of {size}: rows of this epoch are lost or read twice. Go on "
-            )
-            text += "as it was saved, or take a DataLoader of torch with a map-style dataset, which goes on by rows"
-            warn_on_first_rank(text, stacklevel=3)
 
     def _batches_to_leave_out(self, loader: Any, *, has_state: bool) -> int:
         """How many batches each rank has read already, in batches of now: as many rows as were read; local."""

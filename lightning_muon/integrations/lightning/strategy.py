@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.nodes import forget_own
-from lightning_muon.checkpoint.saving import OptimizerState, Weights, collect, write
+from lightning_muon.checkpoint.saving import OptimizerState, collect, whole_on_first_rank, write
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
 from lightning_muon.compat.lightning import (
@@ -45,7 +45,6 @@ from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
-    require_own_files,
     require_single_batches,
     sharded_plugin,
 )
@@ -116,8 +115,6 @@ class TrainerStrategy(MuonStrategy):
         for each in trainer.checkpoint_callbacks:
             local_path(getattr(each, "dirpath", None) or "")
             share_metrics(each, self.package)
-        if self.options.async_save:
-            require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.
@@ -378,30 +375,21 @@ class TrainerStrategy(MuonStrategy):
         if is_last and how.saves is not None:
             how.saves.finish()
 
-    def average_to_save(self, average: nn.Module) -> dict[str, Any]:
-        """What a checkpoint has of the module of :class:`EMAWeights`, as of the weights. Collective over all ranks."""
-        engine = self._running_engine
-        return collect(Weights(average, engine.mesh), engine.format(whole=engine.saves_one_file))
+    def averages_to_save(self, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What a checkpoint has of those of ``EMAWeights``: shards, or on rank 0 all. Collective over all ranks."""
+        return whole_on_first_rank(averages) if self._running_engine.saves_one_file else dict(averages)
 
-    def load_average(self, average: nn.Module) -> bool:
-        """Fill that module from the checkpoint of a resumed run, if it has one. Collective over all ranks."""
-        opened = self._checkpoint
-        if opened is None or not (opened.shards_with(AVERAGE) if opened.is_sharded else AVERAGE in opened.content):
-            return False
-        opened.load_weights(AVERAGE, average, strict=True)
-        return True
+    def load_averages(self, averages: dict[str, Tensor]) -> bool:
+        """Fill them from the checkpoint of a resumed run; return whether it has them. Collective over all ranks."""
+        return self._checkpoint is not None and self._checkpoint.load_tensors(AVERAGE, averages)
 
     def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
         """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""
         key, parts = self.lightning_module.CHECKPOINT_HYPER_PARAMS_KEY, set(self.lightning_module.modules())
         given: Mapping[str, Any] = checkpoint.get(key) or {}
-        names = [name for name, value in given.items() if isinstance(value, nn.Module) and value in parts]
-        if names:
-            checkpoint[key] = {name: value for name, value in given.items() if name not in names}
-            self.package.fabric("utilities.rank_zero").rank_zero_warn(
-                f"checkpoints leave out the hyper-parameters {names}, which are parts of the module: give them to "
-                f"load_from_checkpoint, and save_hyperparameters(ignore={names}) says that this is meant"
-            )
+        left_out = [name for name, value in given.items() if isinstance(value, nn.Module) and value in parts]
+        if left_out:
+            checkpoint[key] = {name: value for name, value in given.items() if name not in left_out}
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint; local, done by rank 0."""
@@ -421,8 +409,6 @@ class TrainerStrategy(MuonStrategy):
             metadata_name=metadata_filename(self.package),
             weights_only=weights_only,
         )
-        opened.weights_advice = "LightningModule.strict_loading = False loads what fits"
-        opened.state_advice = "load them into the model and train without resuming (Trainer.fit without ckpt_path)"
         if opened.is_sharded and (num_optimizers := len(opened.shards_with("optimizer_"))):
             # Lightning asks whether the key is there; the states follow later.
             opened.content["optimizer_states"] = [{} for _ in range(num_optimizers)]

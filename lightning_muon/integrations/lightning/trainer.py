@@ -26,15 +26,12 @@ from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.sharding.modes import MODES
 
-_AVERAGE_INSTEAD = "use lightning_muon.EMAWeights, which averages the shards of each rank"
-# Callback class -> (why, what to use in its place)
+_AVERAGES = "averages whole weights; use lightning_muon.EMAWeights, which averages the shards of each rank"
+# Callback class -> why not with shards, and what to use in its place.
 _REFUSED = {
-    "StochasticWeightAveraging": ("it copies whole weights and averages them with shards", _AVERAGE_INSTEAD),
-    "WeightAveraging": ("it copies whole weights and averages them with shards", _AVERAGE_INSTEAD),
-    "ModelPruning": (
-        "it puts masks on whole weights",
-        "prune after the training, on the module that load_from_checkpoint returns",
-    ),
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+    "ModelPruning": "puts masks on whole weights; prune the module that load_from_checkpoint returns",
 }
 
 
@@ -55,49 +52,35 @@ def check_run(module: Any, options: Options, package: LightningPackage) -> None:
     finetuning = [c for c in module.trainer.callbacks if isinstance(c, known.BaseFinetuning)]
     if options.pipeline_size > 1 and finetuning:
         raise ValueError(
-            f"the callback {type(finetuning[0]).__name__} does not work with pipeline_size={options.pipeline_size}: it "
-            "compares all weights of a stage with those of its optimizer, and other stages have other numbers of them. "
-            "Instead, give the optimizer all parameters, AdamW(self.parameters()), and freeze and unfreeze them with "
-            "requires_grad_ in setup and on_train_epoch_start of a Callback."
+            f"the callback {type(finetuning[0]).__name__} does not work with pipeline_size={options.pipeline_size}: "
+            "give the optimizer all parameters, and freeze and unfreeze them with requires_grad_ in setup and "
+            "on_train_epoch_start of a Callback"
         )
     for callback in module.trainer.callbacks if MODES[options.sharding].shards_weights else ():
-        for name, (reason, instead) in _REFUSED.items():
+        for name, reason in _REFUSED.items():
             if isinstance(callback, getattr(known, name, ())):
-                raise ValueError(
-                    f"the callback {type(callback).__name__} does not work with shards: {reason}. Instead, {instead}."
-                )
+                raise ValueError(f"the callback {type(callback).__name__} does not work with shards: it {reason}")
 
 
 def _check_async_save(trainer: Any, package: LightningPackage) -> None:
-    links = [each for each in trainer.checkpoint_callbacks if getattr(each, "save_last", None) == "link"]
-    if links:
+    saving = [
+        each for each in trainer.checkpoint_callbacks if isinstance(each, package.module("callbacks").ModelCheckpoint)
+    ]
+    if any(each.save_last == "link" for each in saving):
         raise ValueError(
-            f"{type(links[0]).__name__}(save_last='link') does not go with async_save=True: the link would be there "
-            "before the checkpoint is written; use AutoResume, or save_last=True"
+            "ModelCheckpoint(save_last='link') does not go with async_save=True: the link would be there before the "
+            "checkpoint is written; use AutoResume, or save_last=True"
+        )
+    names = [(each.dirpath, each.filename) for each in saving if each.save_top_k != 0]
+    names += [(each.dirpath, each.CHECKPOINT_NAME_LAST) for each in saving if each.save_last]
+    if len(set(names)) < len(names):  # Without async_save the second one sees the file of the first.
+        raise ValueError(
+            "two ModelCheckpoint write files of one name, and with async_save=True that of the first is not there yet "
+            "when the second looks for it; give one of them another dirpath, or another filename"
         )
     plugin = type(trainer.strategy.checkpoint_io)
     if plugin is not package.fabric("plugins").TorchCheckpointIO:
         raise ValueError(f"async_save=True does not go with {plugin.__name__}, which writes by itself; remove one")
-
-
-def require_own_files(trainer: Any, package: LightningPackage) -> None:
-    """Raise ``ValueError`` if two ``ModelCheckpoint`` would write one file; local, on all ranks, after their ``setup``.
-
-    Without ``async_save`` the second one sees the file of the first, and gives its own a version.
-    """
-    owners: dict[str, Any] = {}
-    for each in trainer.checkpoint_callbacks:
-        if not isinstance(each, package.module("callbacks").ModelCheckpoint):
-            continue
-        names = [each.format_checkpoint_name({})] if each.save_top_k != 0 else []
-        names += [each.format_checkpoint_name({}, each.CHECKPOINT_NAME_LAST)] if each.save_last else []
-        for name in names:
-            if owners.setdefault(name, each) is not each:
-                raise ValueError(
-                    f"{type(owners[name]).__name__} and {type(each).__name__} both write such files as {name}; with "
-                    "async_save=True the second cannot see that of the first, which is not there yet. Give one of them "
-                    "another filename or dirpath (for save_last: another dirpath, or CHECKPOINT_NAME_LAST)"
-                )
 
 
 def require_single_batches(trainer: Any) -> None:

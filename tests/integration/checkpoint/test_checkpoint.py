@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.utils._pytree import tree_leaves
 
-from lightning_muon import DCTTopK, FlexDeMoConfig, ParallelMuon
-from lightning_muon.checkpoint.saving import bytes_to_save, fits_one_file
+from lightning_muon import ParallelMuon
+from lightning_muon.checkpoint.saving import fits_one_file
 from tests.integration.integrations.fabric.loop import adamw, launch, micro_batch, network, own_rows, run_steps, weights
 from tests.integration.training import EXACT, VOCABULARY, full_weights, loss_of
 from tests.support.processes import ProcessPool
@@ -51,29 +50,12 @@ def _save(path: str, **options: Any) -> dict[str, Tensor]:
     return run.finish()
 
 
-_NODES = FlexDeMoConfig(base="adamw", replicator=DCTTopK(chunk_size=8, top_k=4), dense_below=100)
-
-
-def _saved_by_size(path: str, **options: Any) -> int:
-    run = _Run(save_distributed_checkpoint="auto", **options)
-    run.train(1)
-    run.fabric.save(path, run.state)
-    result = bytes_to_save(run.model.module, [run.optimizer.optimizer])
-    run.fabric.strategy.teardown()
-    return result
-
-
-def _fit(columns: int) -> bool:
-    """Whether a model with 2**17 bytes in each column is small enough."""
-    return fits_one_file(nn.Linear(columns, 2**15, bias=False, device="meta"), [])
-
-
-@pytest.mark.parametrize("options", [{}, {"sharding": "zero2"}, {"replicate_size": 3, "optimizer": _NODES}])
-def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path, options: dict[str, Any]) -> None:
-    counted = gloo.run(_saved_by_size, f"{tmp_path}/saved", world_size=3, **options)
-    leaves = tree_leaves(torch.load(tmp_path / "saved", weights_only=True))
-    assert counted == [sum(each.nbytes for each in leaves if isinstance(each, Tensor))] * 3
-    assert gloo.run(_fit, 2**14 - 1, world_size=1) == [True] and gloo.run(_fit, 2**14, world_size=1) == [False]
+def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path) -> None:
+    gloo.run(_save, f"{tmp_path}/saved", save_distributed_checkpoint="auto", world_size=2)
+    assert (tmp_path / "saved").is_file()
+    columns = 2**12  # Of 2**17 bytes each, with three states of that size 2 GiB.
+    fits = [fits_one_file(nn.Linear(columns - few, 2**15, bias=False, device="meta"), 3) for few in (1, 0)]
+    assert fits == [True, False]
 
 
 class _Wider(nn.Module):
@@ -122,13 +104,12 @@ def _parts(path: str, sharded: bool) -> list[str]:
     run.fabric.strategy.teardown()
     run = _Run(seed=1, save_distributed_checkpoint=sharded)
     before = weights(run.model)
-    with pytest.raises(RuntimeError, match=r"(?s)(?=.*head\.(weight|bias)).*; strict=False loads what fits"):
+    with pytest.raises(RuntimeError, match=r"(?s)(?=.*head\.(weight|bias)).*; strict=False .* loads what fits"):
         run.fabric.load(path, {"first.model": run.model})
     there = r"it has \['first.model', 'note', 'step'\]"
     for strict, asked, message in (
         (True, {"first.model": run.model, "optimizer": run.optimizer}, f"no 'optimizer'; {there}, and strict=False"),
         (True, {"net": run.model, "note": ""}, f"no 'net'; {there}, and strict=False"),
-        (False, {"net": run.model}, f"no 'net'; {there}, and so nothing"),
     ):
         with pytest.raises(KeyError, match=message):
             run.fabric.load(path, asked, strict=strict)

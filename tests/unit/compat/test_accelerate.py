@@ -17,7 +17,7 @@ def test_after_an_error_everything_is_as_before(tmp_path: Path, monkeypatch: pyt
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
-    def fail(folder: str, with_model: bool) -> None:
+    def fail(folder: str) -> None:
         raise OSError(folder)
 
     with fresh_accelerate({"ACCELERATE_TORCH_DEVICE": "cpu"}):

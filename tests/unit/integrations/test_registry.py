@@ -84,11 +84,6 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert getattr(registry, name).package.name == "pytorch_lightning"
 
 
-def _fabric(package: str, **options: Any) -> Any:
-    fabric = pytest.importorskip(package)
-    return fabric.Fabric(accelerator="cpu", devices=4, strategy=strategy_class(package)(), **options)
-
-
 @pytest.fixture(params=PACKAGES)
 def cls(request: pytest.FixtureRequest) -> Any:
     pytest.importorskip(request.param)

@@ -94,6 +94,7 @@ STRATEGIES = {
             (({"ignored_modules": ["head"]}, {}), "fsdp_ignored_modules"),
             (({"activation_checkpointing": True}, {}), "fsdp_auto_wrap_policy"),
             (({}, {"context_size": 2}), "context_size=2"),
+            (({}, {"process_group_backend": "gloo"}), "InitProcessGroupKwargs"),
             (({"kind": DistributedType.MULTI_CPU}, {"pipeline_size": 2}), "pipeline_size=2: no loop of Accelerate"),
             (({}, {"pipeline_size": 2, "sharding": "none"}), "use ParallelMuonStrategy of Lightning, or .* of Fabric"),
         ],

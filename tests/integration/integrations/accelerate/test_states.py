@@ -1,6 +1,5 @@
 """States that are saved and loaded: the same training goes on, also on other ranks."""
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import adamw, network
 from tests.integration.training import full_weights, max_difference
-from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
+from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 from tests.support.tensors import whole as gathered
 
@@ -80,57 +79,6 @@ def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_p
     gloo.expect_error_on_all_ranks(_save_twice, str(tmp_path), match=match, exception=FileExistsError, world_size=2)
 
 
-def _with_hooks(directory: str, sharding: str) -> tuple[list[str], Tensor, Tensor]:
-    """Files, and a weight that is loaded by a hook; and one after it was loaded by us."""
-    taken: list[Any] = []
-
-    def save(models: list[Any], weights: list[Any], folder: str) -> None:
-        if accelerator.is_main_process:
-            torch.save(weights.pop(), f"{folder}/own.pt")
-
-    def load(models: list[Any], folder: str) -> None:
-        taken.append(models.pop())
-        state = torch.load(f"{folder}/own.pt")
-        taken[-1].load_state_dict({name: 2 * value for name, value in state.items()})
-
-    with training_on_cpu(is_fsdp=False, sharding=sharding) as (accelerator, model, _):
-        own = accelerator.register_save_state_pre_hook(save)
-        accelerator.save_state(directory)
-        files = sorted(path.name for path in Path(directory).iterdir())
-        own.remove()
-        accelerator.save_state(directory)  # The model, too.
-        own = accelerator.register_load_state_pre_hook(load)
-        accelerator.load_state(directory)
-        assert taken == [model]
-        by_hook = model.head.weight.detach().clone()
-        own.remove()
-        accelerator.load_state(directory)
-        return files, by_hook, model.head.weight.detach().clone()
-
-
-def test_hooks_may_take_whole_weights_and_the_model(gloo: ProcessPool, tmp_path: Path) -> None:
-    weight = network().head.weight.detach()
-    for files, by_hook, by_us in gloo.run(_with_hooks, str(tmp_path), "zero2", world_size=2):
-        assert files == ["optimizer.bin", "own.pt", "random_states_0.pkl", "random_states_1.pkl"]
-        assert torch.equal(by_hook, 2 * weight) and torch.equal(by_us, weight)
-
-
-def _saved_in_a_window(directory: str) -> list[str]:
-    with training_on_cpu() as (accelerator, model, optimizer):
-        run_steps(accelerator, model, optimizer, steps=range(1))
-        with warnings.catch_warnings(record=True, action="always") as caught:
-            accelerator.save_state(directory)
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.arange(6).reshape(1, 6)).sum())
-            accelerator.save_state(directory)
-        return [str(each.message) for each in caught if "accumulated batch" in str(each.message)]
-
-
-def test_a_save_inside_of_an_accumulated_batch_warns(gloo: ProcessPool, tmp_path: Path) -> None:
-    texts, others = gloo.run(_saved_in_a_window, str(tmp_path), world_size=2)
-    assert len(texts) == 1 and "where accelerator.sync_gradients is true" in texts[0] and others == []
-
-
 class _FailsOnOneRank(_Counter):
     def load_state_dict(self, state: dict[str, int]) -> None:
         _fail_on_one_rank()
@@ -149,8 +97,6 @@ def _fails(directory: str, what: str) -> None:
             accelerator.register_for_checkpointing(_FailsOnOneRank())
         if what not in ("missing", "empty"):
             accelerator.save_state(directory)
-        if what == "load hook":
-            accelerator.register_load_state_pre_hook(lambda models, _: models.pop() if dist.get_rank() else None)
         accelerator.load_state(f"{directory}/missing" if what == "missing" else directory)
 
 
@@ -161,7 +107,6 @@ def _fails(directory: str, what: str) -> None:
         ("empty", "has none of"),
         ("custom", "own mistake"),
         ("save hook", "own mistake"),
-        ("load hook", "leave to be loaded differs"),
     ],
 )
 def test_all_ranks_fail_together(gloo: ProcessPool, tmp_path: Path, what: str, match: str) -> None:
@@ -197,8 +142,8 @@ def _train_or_load(
 ) -> tuple[dict[str, Tensor], Any]:
     """Weights, and one first moment, or momentum."""
     with ExitStack() as stack:
-        if kind.startswith("stock"):
-            stack.enter_context((ddp_on_cpu if kind == "stock ddp" else fsdp2_on_cpu)(**variables))
+        if kind == "stock":
+            stack.enter_context(fsdp2_on_cpu(**variables))
             accelerator: Any = Accelerator(gradient_accumulation_steps=2)
         else:
             choice = {"optimizer": "keep"} if kind == "kept" else {}
@@ -216,9 +161,7 @@ def _train_or_load(
 
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}])
-@pytest.mark.parametrize(
-    ("writer", "reader"), [("kept", "stock"), ("stock", "kept"), ("stock", "muon"), ("stock ddp", "muon")]
-)
+@pytest.mark.parametrize(("writer", "reader"), [("kept", "stock"), ("stock", "kept"), ("stock", "muon")])
 def test_accelerate_and_we_read_what_the_other_wrote(
     gloo: ProcessPool, tmp_path: Path, writer: str, reader: str, variables: dict[str, str]
 ) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import lightning_muon.hf
-from lightning_muon import FlexDeMoConfig
 from lightning_muon.cli.main import main
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
@@ -140,16 +139,6 @@ def test_flexdemo_in_an_unchanged_trainer_trains_and_resumes(gloo: ProcessPool, 
     again = {"resume": f"{tmp_path}/out/checkpoint-2", "accumulate": 2}
     _, resumed = gloo.run(_trained, *options, **again)[0]
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
-
-
-def _with_stock_accelerator(directory: str) -> None:
-    chosen = lightning_muon.hf.optimizer(FlexDeMoConfig(base="adamw", lr=runs.LR))
-    with runs.accelerator_of("hsdp"):
-        runs.trainer(directory, runs.causal_lm(), optimizer_cls_and_kwargs=chosen).train()
-
-
-def test_flexdemo_with_a_stock_accelerator_is_an_error(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.expect_error_on_all_ranks(_with_stock_accelerator, str(tmp_path), match="lightning-muon launch")
 
 
 def test_the_last_model_is_loaded_if_it_is_the_best(gloo: ProcessPool, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_muon import FlexDeMoConfig, MuonConfig
 from lightning_muon.engine.options import Options
 from lightning_muon.integrations.accelerate.settings import (
-    check_state,
     launched_sizes,
     mesh_sizes,
     mode_options,
@@ -54,15 +53,6 @@ def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read_options(None) == given
     side.write_text("optimizer: {muon_lr_factor: 4}\n")
     assert read_options(None) == Options(optimizer=MuonConfig(muon_lr_factor=4.0))
-
-
-def test_processes_that_accelerate_overlooks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    state = accelerate_state(DistributedType.NO)
-    check_state(state, Options())
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="2 processes were launched"):
-        check_state(state, Options())
-    check_state(accelerate_state(DistributedType.MULTI_CPU), Options())
 
 
 def test_sizes_come_from_either_side_and_may_not_contradict() -> None:

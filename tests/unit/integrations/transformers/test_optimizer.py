@@ -11,13 +11,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
-from lightning_muon import FlexDeMoConfig, MuonConfig, ParallelMuon
-from lightning_muon.hf import decayed_names
+from lightning_muon import MuonConfig, ParallelMuon
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -57,7 +55,6 @@ def test_the_example_makes_a_parallel_muon(
     [
         ((), {}, (5e-5, 0.0, (0.9, 0.999), 1e-8), None),
         ((), _SET, (2e-4, 0.3, (0.8, 0.9), 1e-6), None),
-        ((FlexDeMoConfig(base="adamw"),), _SET, (2e-4, 0.3, (0.8, 0.9), 1e-6), None),
         ((MuonConfig(lr=3e-3, weight_decay=0.2),), {}, (3e-3, 0.2, (0.9, 0.999), 1e-8), None),
         ((MuonConfig(lr=3e-3, weight_decay=0.3),), _SET, (3e-3, 0.3, (0.8, 0.9), 1e-6), r"0\.0002: .*given lr=0\.003$"),
         ((), {"optim": "adafactor"}, (5e-5, 0.0, (0.9, 0.999), 1e-8), "optim='adafactor': the optimizer is that of hf"),
@@ -76,11 +73,10 @@ def test_numbers_of_the_arguments_count_where_none_are_given(
     assert len(texts) == (warned is not None) and all(re.search(warned or "", text) for text in texts), texts
 
 
-def _make_under(kind: str, config: Any) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
-    with fsdp2_on_cpu(FSDP_VERSION="1") if kind == "fsdp1" else fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
+def _make_under_fsdp1() -> None:
+    with fsdp2_on_cpu(FSDP_VERSION="1"):
         Accelerator()
-        _make(model, config)
+        _make(torch.nn.Linear(3, 4))
 
 
 def _ranks_that_divide_the_work() -> int:
@@ -98,25 +94,5 @@ def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
     assert gloo.run(_ranks_that_divide_the_work, world_size=2) == [2, 2]
 
 
-@pytest.mark.parametrize(
-    ("kind", "config", "message"),
-    [
-        ("fsdp1", MuonConfig(), "FSDP1 flattens parameters.*fsdp_version: 2"),
-        ("ddp", FlexDeMoConfig(), "DDP averages gradients over all ranks.*lightning-muon launch"),
-    ],
-)
-def test_what_cannot_be_right_is_an_error(gloo: ProcessPool, kind: str, config: Any, message: str) -> None:
-    gloo.expect_error_on_all_ranks(_make_under, kind, config, match=message, world_size=2)
-
-
-_LLAMA = LlamaConfig(
-    vocab_size=11, hidden_size=4, intermediate_size=6, num_hidden_layers=1, num_attention_heads=1, attention_bias=True
-)
-_T5 = T5Config(vocab_size=11, d_model=4, d_kv=2, d_ff=6, num_layers=1, num_heads=2)
-
-
-def test_names_that_decay_are_those_of_a_trainer(tmp_path: Path) -> None:
-    for model in (LlamaForCausalLM(_LLAMA), T5ForConditionalGeneration(_T5)):
-        run = Trainer(model, TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"))
-        assert decayed_names(model) == set(run.get_decay_parameter_names(model))
-    assert decayed_names(nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))) == {"0.weight"}
+def test_what_cannot_be_right_is_an_error(gloo: ProcessPool) -> None:
+    gloo.expect_error_on_all_ranks(_make_under_fsdp1, match="FSDP1 flattens parameters.*fsdp_version: 2", world_size=2)
