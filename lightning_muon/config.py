@@ -9,10 +9,9 @@ import difflib
 import functools
 import inspect
 import math
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from lightning_muon.removed import removed
 
@@ -20,7 +19,6 @@ VERSION = "0.2.0"
 T = TypeVar("T")
 
 AdjustLr = Literal["original", "match_rms_adamw", "spectral_mup"]
-Lora = Literal["both", "b_only"]
 # (a, b, c) of a Newton-Schulz step x <- a x + b x^3 + c x^5.
 Quintic = tuple[float, float, float]
 NsPreset = Literal["jordan", "polar_express"]
@@ -47,26 +45,19 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     return next(iter(difflib.get_close_matches(name, names, n=1)), None)
 
 
-def unknown_option(
-    key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None, *, of: str = ""
-) -> str:
+def unknown_option(key: object, names: Sequence[str], *, of: str = "") -> str:
     """Text for an option that the class ``of`` does not have: why it went, or that of :func:`no_option`."""
-    return removed(str(key), of) or no_option(key, names, elsewhere)
+    return removed(str(key), of) or no_option(key, names)
 
 
-def no_option(key: object, names: Sequence[str], elsewhere: Mapping[str, Collection[str]] | None = None) -> str:
-    """Text for an option that does not exist: the nearest one, where it belongs, or all of ``names``.
-
-    ``elsewhere`` maps another place, such as ``"under optimizer:"``, to its options.
-    """
-    places = {name: f"belongs {place}" for place, others in (elsewhere or {}).items() for name in others}
-    found = nearest(str(key), [*names, *places])
-    if found is None:
-        hint = f"the options are {', '.join(names)}" if names else "it takes none"
-    elif found in names:
+def no_option(key: object, names: Sequence[str]) -> str:
+    """Text for an option that does not exist: where it belongs, the nearest one, or all of ``names``."""
+    if key in [field.name for field in fields(MuonConfig)]:
+        hint = "it is one of MuonConfig, which optimizer= takes"
+    elif (found := nearest(str(key), names)) is not None:
         hint = f"did you mean {found!r}?"
     else:
-        hint = f"it {places[found]}" if found == key else f"did you mean {found!r}? It {places[found]}"
+        hint = f"the options are {', '.join(names)}" if names else "it takes none"
     return f"there is no option {key!r}; {hint}"
 
 
@@ -75,22 +66,19 @@ def from_arguments(config: type[T], arguments: Mapping[str, Any]) -> T:
     return config(**{field.name: arguments[field.name] for field in fields(config) if field.name in arguments})  # type: ignore[arg-type]
 
 
-def takes_options(
-    config: type[Any] | None = None, elsewhere: Mapping[str, Collection[str]] | None = None
-) -> Callable[[type[T]], type[T]]:
+def takes_options(config: type[Any] | None = None) -> Callable[[type[T]], type[T]]:
     """Decorator of a class whose keyword arguments are options.
 
-    Where a constructor takes ``**options``, its signature, which LightningCLI reads, has the fields of ``config``, the
-    dataclass that declares them (by default the class itself). An unknown keyword raises a ``TypeError`` with the text
-    of :func:`unknown_option`. The docstring gets what that of ``config`` says of the same options.
+    Where a constructor takes ``**options``, its signature, which LightningCLI reads, has the fields of the dataclass
+    ``config``. An unknown keyword raises a ``TypeError`` with the text of :func:`unknown_option`.
     """
 
     def decorate(kind: type[T]) -> type[T]:
-        init, declared = kind.__init__, config or (kind if is_dataclass(kind) else None)
+        init = kind.__init__
         if is_dataclass(kind):
             # jsonargparse looks up names of types in the module of the class, which may lack those of its bases.
             init.__annotations__ |= get_type_hints(kind)
-        signature = _signature(init, declared)
+        signature = _signature(init, config)
         names = [name for name in signature.parameters if name != "self"]
         are_named = all(signature.parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in names)
 
@@ -101,13 +89,11 @@ def takes_options(
                 raise TypeError(f"{of}: name the option that the {got} is for; the options are {', '.join(names)}")
             for key in kwargs:
                 if key not in names:
-                    raise TypeError(f"{(of := type(self).__name__)}: {unknown_option(key, names, elsewhere, of=of)}")
+                    raise TypeError(f"{(of := type(self).__name__)}: {unknown_option(key, names, of=of)}")
             init(self, *args, **kwargs)
 
         setattr(checked, "__signature__", signature)  # noqa: B010
         setattr(kind, "__init__", checked)  # noqa: B010 - type checkers refuse the plain assignment
-        if declared is not None and kind.__doc__:
-            kind.__doc__ = _with_arguments(kind.__doc__, option_docs(declared), names)
         return kind
 
     return decorate
@@ -129,34 +115,6 @@ def _signature(init: Callable[..., None], config: type[Any] | None) -> inspect.S
                 )
             )
     return own.replace(parameters=parameters)
-
-
-_ENTRY = re.compile(r" {8}(\w+): ")
-
-
-def option_docs(config: type[Any]) -> dict[str, str]:
-    """Name of each option -> what the docstrings of ``config`` and its base classes say of it, in one line."""
-    docs: dict[str, str] = {}
-    for kind in reversed(config.__mro__):
-        name = None
-        for line in (kind.__doc__ or "").partition("Args:\n")[2].splitlines():
-            entry = _ENTRY.match(line)
-            if entry:
-                name = entry[1]
-                docs[name] = line[entry.end() :]
-            elif name is None or not line.startswith(" " * 9):
-                break
-            else:
-                docs[name] += " " + line.strip()
-    return docs
-
-
-def _with_arguments(doc: str, docs: Mapping[str, str], names: Collection[str]) -> str:
-    """``doc`` with those of ``docs`` in its section of arguments that are in ``names`` and not there yet."""
-    before, section, after = doc.partition("Args:\n")
-    known = {entry[1] for entry in map(_ENTRY.match, after.splitlines()) if entry}
-    lines = [f"        {name}: {text}\n" for name, text in docs.items() if name in names and name not in known]
-    return (before if section else f"{doc.rstrip()}\n\n    ") + "".join(["Args:\n", *lines, after])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +153,6 @@ class OptimizerConfig:
         adamw_eps: Denominator term of AdamW.
         adamw_patterns: Shell patterns of qualified names that AdamW takes whatever their type.
         muon_patterns: Shell patterns of qualified names that Muon takes whatever their type.
-        lora: Which factors of LoRA run on Muon: ``"both"``, or ``"b_only"``, with A on AdamW. Patterns outweigh it.
         fused: Pattern of a fused weight -> number of equal parts, or the sizes of the parts (Q, K, V, or the heads of
             each) along its output features; every part is orthogonalized on its own.
         fused_inputs: The same along the input features, as the heads lie in the output projection of attention.
@@ -222,7 +179,6 @@ class OptimizerConfig:
     adamw_eps: float = 1e-8
     adamw_patterns: tuple[str, ...] = ()
     muon_patterns: tuple[str, ...] = ()
-    lora: Lora = "both"
     fused: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     fused_inputs: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict[str, "int | tuple[int, ...]"])
     compute_dtype: ComputeDtypeName = "auto"
@@ -234,7 +190,6 @@ class OptimizerConfig:
         check_hyperparameters(vars(self))
         check_one_of("compute_dtype", self.compute_dtype, get_args(ComputeDtypeName))
         check_one_of("wire_dtype", self.wire_dtype, get_args(DtypeName))
-        check_one_of("lora", self.lora, get_args(Lora))
         for key in ("adamw_patterns", "muon_patterns"):
             patterns = getattr(self, key)
             is_sequence = isinstance(patterns, Collection) and not isinstance(patterns, str)
@@ -287,11 +242,7 @@ class ExchangeOptions:
             check_one_of(key, getattr(self, key), get_args(allowed))
 
 
-# Where options belong that are none of an optimizer; engine/options.py, which comes later, adds them.
-NOT_OF_OPTIMIZERS = dict[str, Collection[str]]()
-
-
-@takes_options(elsewhere=NOT_OF_OPTIMIZERS)
+@takes_options()
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(ExchangeOptions, OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.ParallelMuon`.
@@ -308,43 +259,6 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
     def __post_init__(self) -> None:
         OptimizerConfig.__post_init__(self)
         ExchangeOptions.__post_init__(self)
-
-
-class OptimizerOptions(TypedDict, total=False):
-    """The fields of :class:`OptimizerConfig` that optimizers take as ``**options``, for editors."""
-
-    cautious_weight_decay: bool
-    nesterov: bool
-    ns_coefficients: NsCoefficients
-    eps: float
-    ns_steps: int
-    ns_quality: NsQuality
-    orthogonalize: Orthogonalize
-    adjust_lr_fn: AdjustLr
-    muon_lr_factor: float | Literal["auto"]
-    betas: tuple[float, float]
-    adamw_eps: float
-    adamw_patterns: tuple[str, ...]
-    muon_patterns: tuple[str, ...]
-    lora: Lora
-    fused: Mapping[str, int | tuple[int, ...]]
-    fused_inputs: Mapping[str, int | tuple[int, ...]]
-    compute_dtype: ComputeDtypeName
-    wire_dtype: DtypeName
-    error_if_nonfinite: bool
-    max_skipped_steps: int
-
-
-class MuonOptions(OptimizerOptions, total=False):
-    """Those of :class:`MuonConfig`."""
-
-    bucket_bytes: int
-    assignment: Assignment
-    dedupe: Dedupe
-    overlap: Overlap
-    look_ahead: int
-    normuon: bool
-    normuon_beta2: float
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

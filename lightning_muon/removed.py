@@ -18,6 +18,10 @@ REMOVED: dict[str, str] = {
     "early_all_gather": "gathers wait for all that is queued; call set_post_optim_event of FSDP2 after a step",
     "delay": "steps of FlexDeMo were slower with it, and their loss higher; remove it",
     "chunk_bytes": "it is called bucket_bytes",
+    "lora": "for 'both' leave it out; for 'b_only' write adamw_patterns=('*lora_A*',)",
+    # options of strategies
+    "data_parallel_size": "write replicate_size=1 and shard_size",
+    "tensor_parallel_size": "write tensor_size",
     # values of these options
     "overlap='backward'": "clipping voided what it sent, and it was predicted to pay in 5 of 60 settings only, with "
     "shards on several machines; use overlap='step', the default",

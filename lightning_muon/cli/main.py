@@ -145,10 +145,7 @@ def _explained(prog: str, message: str, options: Sequence[str]) -> str:
     if not kinds or key in options:  # One of the classes has it.
         return message
     path, _, name = tried[0]
-    from lightning_muon.engine.options import ELSEWHERE
-
-    hint = no_option(key, options, ELSEWHERE if name == "ParallelMuonStrategy" else None)
-    return (removed(key, name) if is_ours else None) or f"{message}\n{path}: {hint}"
+    return (removed(key, name) if is_ours else None) or f"{message}\n{path}: {no_option(key, options)}"
 
 
 def _run_lightning_cli(args: Sequence[str] | None) -> None:

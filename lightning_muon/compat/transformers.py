@@ -7,16 +7,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-
-
-def pretrained_parts(module: nn.Module) -> list[nn.Module]:
-    """The models in ``module`` whose weights ``from_pretrained`` has loaded, ``module`` itself among them.
-
-    Their configs say no more than those of ``from_config(AutoConfig.from_pretrained(...))``, which has fresh weights.
-    """
-    return [each for each in module.modules() if "_weight_conversions" in vars(each)]
 
 
 def calling_trainer() -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -14,15 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
 from lightning_muon.comm.groups import ALONE, AxisGroup
-from lightning_muon.compat.transformers import pretrained_parts
 from lightning_muon.config import MuonConfig
-from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
+from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.optim.parameters import as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
-from lightning_muon.params.routing import Route, lora_factor, require_muon
+from lightning_muon.params.routing import Route, require_muon
 
 OptimizerChoice = Literal["auto", "keep"] | MuonConfig | FlexDeMoConfig
 
@@ -43,10 +42,6 @@ _LEAST_BETA = 0.8
 _SAME_GROUPS = (
     "Options are saved, and scheduled, by the number of a param group: make the same groups on every stage of the "
     "pipeline, also those that have no parameters there."
-)
-_WAITS_FOR_MATRICES = (
-    "AdamW updates all parameters that train now, because the matrices of the model are frozen. These run on Muon once "
-    "they are unfrozen and in the optimizer (add_param_group); optimizer='keep' stays with AdamW."
 )
 
 
@@ -90,16 +85,9 @@ def convert_optimizers(
             return conversions
     # No error if the user sends every group to AdamW.
     if any(group["algorithm"] != "adamw" for optimizer in ours for group in optimizer.param_groups):
-        try:
-            require_muon(with_frozen)
-        except ValueError as error:
-            instead = "optimizer='keep' trains with the optimizer as it is"
-            if isinstance(choice, FlexDeMoConfig):
-                instead = "optimizer=FlexDeMoConfig(base='adamw') needs no matrices"
-            raise ValueError(f"{error}\nThe option {instead}.") from None
-        if all(route.algorithm == "adamw" for route in routes):
-            first = conversions[0]
-            return [replace(first, warning=f"{first.warning} {_WAITS_FOR_MATRICES}".strip()), *conversions[1:]]
+        require_muon(with_frozen)
+        if all(route.algorithm == "adamw" for route in routes):  # All matrices are frozen, and may be thawed.
+            return conversions
     for index, (old, conversion) in enumerate(zip(optimizers, conversions, strict=True)):
         new: Any = conversion.optimizer
         if new is old or any(route.algorithm == "muon" for route in new.routes):
@@ -142,11 +130,10 @@ def tell(log: Any, text: str) -> None:
 
 
 def optimizer_warnings(
-    conversions: Sequence[Conversion], module: nn.Module, choice: OptimizerChoice, *, is_default: bool = False
+    conversions: Sequence[Conversion], choice: OptimizerChoice, *, is_default: bool = False
 ) -> list[str]:
     """Warnings for the user; ``is_default``: the optimizers were made from ``choice``, not by the user."""
     warnings = [conversion.warning for conversion in conversions if conversion.warning]
-    warnings += filter(None, [_fine_tunes_with_muon(conversions, module)])
     # strategy="flexdemo" brings the defaults without being asked.
     is_given = isinstance(choice, MuonConfig | FlexDeMoConfig) and choice != FlexDeMoConfig() and not is_default
     if is_given and conversions and all(conversion.is_as_configured for conversion in conversions):
@@ -157,40 +144,14 @@ def optimizer_warnings(
     return warnings
 
 
-def _fine_tunes_with_muon(conversions: Sequence[Conversion], module: nn.Module) -> str:
-    """Warning if Muon trains matrices that AdamW has probably pretrained (not LoRA factors); else empty."""
-    pretrained = {parameter for part in pretrained_parts(module) for parameter in part.parameters()}
-    for optimizer in (each.optimizer for each in conversions):
-        if not isinstance(optimizer, PlannedOptimizer):
-            continue
-        found = [
-            route.name
-            for parameter, route in zip(parameters_of(optimizer), optimizer.routes, strict=True)
-            if parameter in pretrained and parameter.requires_grad
-            if route.algorithm == "muon" and not lora_factor(route.name)
-        ]
-        if found:
-            keep = "optimizer='keep' with an AdamW"
-            if isinstance(optimizer, FlexDeMo):
-                keep = "FlexDeMoConfig(base='adamw')"
-            return (
-                f"Muon fine-tunes {len(found)} matrices ({found[0]}, ...) of a model that from_pretrained has loaded. "
-                "Those that AdamW has trained, as in most published models, are better left to AdamW: set "
-                f"{keep}, or lower muon_lr_factor, or train LoRA. See docs/family.md and docs/performance.md."
-            )
-    return ""
-
-
 def _require_works_on_shards(optimizer: torch.optim.Optimizer) -> None:
-    name, where = type(optimizer).__name__, "on the shards of FSDP2; use {}, or sharding='ddp', where each rank has all"
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"{name} of torch does not work on the shards of FSDP2; use another optimizer, such as AdamW")
-    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
-        raise ValueError(f"{name} of torch does not work {where.format('another optimizer')}")
-    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
-        group.get("fused") for group in optimizer.param_groups
-    ):
-        raise ValueError(f"{name}(fused=True) of torch does not work {where.format('fused=False')}")
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    takes_whole = isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop)
+    if takes_whole or (is_fused and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)):
+        raise ValueError(
+            f"{type(optimizer).__name__}{'' if takes_whole else '(fused=True)'} of torch does not work on the shards "
+            "of FSDP2; use another one, such as AdamW, or sharding='ddp', where each rank has all"
+        )
 
 
 def convert_optimizer(
@@ -241,9 +202,7 @@ def convert_optimizer(
         summary = f"{name} -> {new} for matrices{rate}, AdamW for the rest"
     converted = _translated(kind, optimizer, config)
     converted.route(module)
-    found = (_other_updates(name, config), _tables_on_muon(converted), _without_effect(config, converted, name))
-    warning = " ".join(filter(None, found))
-    return Conversion(optimizer=converted, summary=summary, warning=warning)
+    return Conversion(optimizer=converted, summary=summary, warning=_without_effect(config, converted, name))
 
 
 def _reason_against(optimizer: torch.optim.Optimizer, base: str | None) -> str:
@@ -280,28 +239,6 @@ def _reason_to_keep(optimizer: torch.optim.Optimizer, is_one_of_several: bool) -
         f"{'the program has several optimizers' if is_one_of_several else f'betas={small[0]}'}, as in adversarial "
         "trainings, at which AdamW is better (docs/performance.md); optimizer=MuonConfig() moves the matrices to Muon "
         "all the same"
-    )
-
-
-def _other_updates(name: str, config: MuonConfig | FlexDeMoConfig) -> str:
-    """Warning if a converted optimizer updates in a way that its learning rate was not chosen for; else empty."""
-    if not isinstance(config, FlexDeMoConfig) or config.base != "sgd" or (name == "SGD" and not config.takes_sign):
-        return ""
-    if config.takes_sign:
-        return f"{name} now runs as sign SGD, for FlexDeMoConfig.base is 'sgd': {SIGN_SGD}."
-    return f"{name} now runs as plain SGD, because FlexDeMoConfig.base is 'sgd'; base='adamw' keeps its moments."
-
-
-def _tables_on_muon(converted: PlannedOptimizer) -> str:
-    """Warning of parameters such as embeddings that the program sends to Muon; else empty."""
-    reasons = {route.name: route.reason.partition(", algorithm='muon'") for route in converted.routes}
-    named = [f"{name} ({reason})" for name, (reason, is_forced, _) in reasons.items() if is_forced]
-    if not named:
-        return ""
-    return (
-        f"torch.optim.Muon has {len(named)} parameters that are better with AdamW: {', '.join(named[:3])}"
-        f"{', ...' if len(named) > 3 else ''}. Move them to a second optimizer (torch.optim.AdamW), name them in "
-        "adamw_patterns, or return one AdamW of all parameters, whose matrices alone go to Muon."
     )
 
 

@@ -43,9 +43,9 @@ class UserMesh(DeviceMesh):
 class Meshes:
     """The meshes of a run, seen from one rank."""
 
-    # `LightningModule.device_mesh`: axes `("replicate", "shard")`, then `"context"` and `"tensor"` where larger than 1;
-    # or Lightning's `("data_parallel", "tensor_parallel")`. Lightning's two names always give a submesh: `data`, and
-    # the tensor ranks, which may be one.
+    # `LightningModule.device_mesh`: axes `("replicate", "shard")`, then `"context"` and `"tensor"` where larger than 1.
+    # The names of Lightning's ModelParallelStrategy give a submesh: `"data_parallel"` is `data`, `"tensor_parallel"`
+    # has the tensor ranks, which may be one.
     user: DeviceMesh
     # The ranks over which FSDP shards and replicates: (replicate, shard), or 1-D (shard) for one replica that is not a
     # node of FlexDeMo. Its shard axis covers shard x context ranks, because context ranks hold gradients of different
@@ -70,10 +70,6 @@ class MeshSizes:
         context_size: Number of ranks that share the sequences of a data rank; weights are sharded over them too.
         tensor_size: Number of ranks that share each layer which ``configure_model`` parallelizes.
         pipeline_size: Number of ranks over which the layers are divided into stages.
-        data_parallel_size: As in Lightning's ``ModelParallelStrategy``: shard over that many ranks, with one replica.
-            The mesh then has Lightning's axes ``("data_parallel", "tensor_parallel")`` only; also if
-            ``tensor_parallel_size`` alone is given, and more than 1.
-        tensor_parallel_size: Lightning's name of ``tensor_size``. ``"auto"`` is ``tensor_size``.
     """
 
     replicate_size: SizeOrAuto = "auto"
@@ -81,8 +77,6 @@ class MeshSizes:
     context_size: int = 1
     tensor_size: int = 1
     pipeline_size: int = 1
-    data_parallel_size: SizeOrAuto = "auto"
-    tensor_parallel_size: SizeOrAuto = "auto"
 
     def __post_init__(self) -> None:
         for key, value in self.asked_sizes.items():
@@ -90,35 +84,18 @@ class MeshSizes:
                 check_whole(key, value, at_least=1)
             elif value != "auto":
                 check_whole(key, value, at_least=1, other="'auto' or ")
-        if self.tensor_size != 1 and self.tensor_parallel_size not in ("auto", self.tensor_size):
-            raise ValueError(
-                f"tensor_size={self.tensor_size} contradicts tensor_parallel_size={self.tensor_parallel_size}; give one"
-            )
-        if self.pipeline_size > 1 and (self.context_size > 1 or self.num_tensor_ranks > 1 or self.has_lightning_names):
+        if self.pipeline_size > 1 and (self.context_size > 1 or self.tensor_size > 1):
             raise ValueError(
                 f"pipeline_size={self.pipeline_size} goes with replicate_size and shard_size only; remove "
-                "context_size, tensor_size and the sizes of Lightning's ModelParallelStrategy"
-            )
-        if self.data_parallel_size == "auto":
-            return
-        if self.replicate_size not in ("auto", 1) or self.shard_size not in ("auto", self.data_parallel_size):
-            raise ValueError(
-                f"data_parallel_size={self.data_parallel_size} shards one replica over that many ranks, which "
-                f"contradicts replicate_size={self.replicate_size!r}, shard_size={self.shard_size!r}; give only these"
-            )
-        if self.context_size > 1:
-            raise ValueError(
-                f"data_parallel_size makes a mesh that has no context axis for context_size={self.context_size}"
+                "context_size and tensor_size"
             )
 
     def resolve(self, *, num_nodes: int, num_processes: int) -> tuple[int, int]:
         """Return (replicas, shards) for ``num_nodes`` nodes with ``num_processes`` devices each, or raise."""
         world_size = num_nodes * num_processes
-        inner = self.context_size * self.num_tensor_ranks * self.pipeline_size
+        inner = self.context_size * self.tensor_size * self.pipeline_size
         replicas, shards = self.replicate_size, self.shard_size
-        if self.has_lightning_names:
-            replicas, shards = 1, self.data_parallel_size
-        elif replicas == shards == "auto":
+        if replicas == shards == "auto":
             # Replicas between nodes only where whole shard groups lie inside of one; stages go to different nodes.
             nodes_of_stage, rest = divmod(num_nodes, self.pipeline_size)
             if self.pipeline_size == 1:
@@ -131,7 +108,7 @@ class MeshSizes:
             shards = max(1, world_size // (int(replicas) * inner))
         sizes = int(replicas), int(shards)
         if math.prod(sizes) * inner != world_size:
-            others = {"context": self.context_size, "tensor": self.num_tensor_ranks, "pipeline": self.pipeline_size}
+            others = {"context": self.context_size, "tensor": self.tensor_size, "pipeline": self.pipeline_size}
             factors = [f"{size} {axis} ranks" for axis, size in others.items() if size > 1]
             product = " x ".join([f"{sizes[0]} replicas", f"{sizes[1]} shards", *factors])
             asked = [f"{key}={value}" for key, value in self.asked_sizes.items() if value != getattr(MeshSizes, key)]
@@ -151,53 +128,33 @@ class MeshSizes:
         what = "the size of the mesh"
         # Process groups of different sizes would wait for each other.
         replicas, shards = together(resolve, then=lambda _, ranks: require_equal(lines, ranks, what))
-        context_size, tensor_size = self.context_size, self.num_tensor_ranks
-        num_data_ranks = replicas * shards
-        if self.has_lightning_names:
-            user = _named_mesh(device_type, {"data_parallel": shards, "tensor_parallel": tensor_size})
-            data, tensor = user["data_parallel"], user["tensor_parallel"]
-        else:
-            axes = {"pipeline": self.pipeline_size} if self.pipeline_size > 1 else {}
-            axes |= {"replicate": replicas, "shard": shards}
-            axes |= {"context": context_size} if context_size > 1 else {}
-            outer = _named_mesh(device_type, axes | {"tensor": tensor_size})
-            user, tensor = outer[tuple(axes)] if tensor_size == 1 else outer, outer["tensor"]
-            if context_size > 1:
-                # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of
-                # different axes, as long as these number all ranks alike.
-                flat = {"replicate": replicas, "shard": shards * context_size, "tensor": tensor_size}
-                outer = _named_mesh(device_type, flat)
-            nodes = outer["replicate", "shard"]
-            flat_data = nodes if replicas > 1 else outer["shard"]
-            user.__class__ = UserMesh
-            vars(user)["lightning_parts"] = {"data_parallel": flat_data, "tensor_parallel": tensor}
-            data = nodes if by_nodes else flat_data
+        axes = {"pipeline": self.pipeline_size} if self.pipeline_size > 1 else {}
+        axes |= {"replicate": replicas, "shard": shards}
+        axes |= {"context": self.context_size} if self.context_size > 1 else {}
+        outer = _named_mesh(device_type, axes | {"tensor": self.tensor_size})
+        user, tensor = outer[tuple(axes)] if self.tensor_size == 1 else outer, outer["tensor"]
+        if self.context_size > 1:
+            # FSDP2 takes one shard axis. Its mesh and that of tensor parallelism may be cut from meshes of different
+            # axes, as long as these number all ranks alike.
+            flat = {"replicate": replicas, "shard": shards * self.context_size, "tensor": self.tensor_size}
+            outer = _named_mesh(device_type, flat)
+        nodes = outer["replicate", "shard"]
+        data = nodes if replicas > 1 else outer["shard"]
+        user.__class__ = UserMesh
+        vars(user)["lightning_parts"] = {"data_parallel": data, "tensor_parallel": tensor}
         return Meshes(
             user=user,
-            data=data,
+            data=nodes if by_nodes else data,
             stages=user if self.pipeline_size > 1 else None,
-            tensor=tensor if tensor_size > 1 else None,
-            data_rank=dist.get_rank() // (context_size * tensor_size) % num_data_ranks,
-            num_data_ranks=num_data_ranks,
+            tensor=tensor if self.tensor_size > 1 else None,
+            data_rank=dist.get_rank() // (self.context_size * self.tensor_size) % (replicas * shards),
+            num_data_ranks=replicas * shards,
         )
 
     @property
     def asked_sizes(self) -> dict[str, SizeOrAuto]:
         """Name of each size -> what was asked for."""
         return {each.name: getattr(self, each.name) for each in fields(MeshSizes)}
-
-    @property
-    def num_tensor_ranks(self) -> int:
-        """The number of tensor-parallel ranks, given by either name."""
-        return self.tensor_size if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
-
-    @property
-    def has_lightning_names(self) -> bool:
-        """Whether the user's mesh has Lightning's axes, and so one replica."""
-        if self.data_parallel_size != "auto":
-            return True
-        only_lightning = (self.replicate_size, self.shard_size, self.context_size, self.tensor_size)
-        return self.tensor_parallel_size not in ("auto", 1) and only_lightning == ("auto", "auto", 1, 1)
 
 
 def _named_mesh(device_type: str, axes: dict[str, int]) -> DeviceMesh:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, get_args
+from typing import Any, Literal, Self, get_args
 
 from lightning_muon.config import (
-    NOT_OF_OPTIMIZERS,
     MuonConfig,
     check_flag,
     check_one_of,
@@ -19,29 +18,23 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
+from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.sharding.base import Accumulate, BucketBytes, ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import Accumulate, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
-from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
 SECTION = "lightning_muon"  # Section of a file that has the options of Accelerate, too.
 
 _CONFIGS = (MuonConfig, FlexDeMoConfig)
-# Where else a wrong key may belong, in a file and in Python.
-ELSEWHERE = {"under optimizer:": [field.name for config in _CONFIGS for field in fields(config)]}
-IN_PYTHON = {f"in optimizer={kind.__name__}(...)": [each.name for each in fields(kind)] for kind in _CONFIGS[::-1]}
-
-
 # Options of FSDP2 that a pipeline decides.
 _OF_UNITS = ("wrap_policy", "reshard_after_forward", "reshard_after_backward", "accumulate")
 
 
-@takes_options(elsewhere=IN_PYTHON)
+@takes_options()
 @dataclass(frozen=True, kw_only=True)
 class Options(ShardingOptions, PipelineOptions, MeshSizes):
     """The options of a training, beside its model and data.
@@ -114,7 +107,7 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             ValueError: For a wrong value.
         """
         if isinstance(mapping, Mapping):
-            check_keys(mapping, [field.name for field in fields(cls)], where=source, elsewhere=ELSEWHERE)
+            check_keys(mapping, [field.name for field in fields(cls)], where=source)
             if isinstance(given := mapping.get("optimizer"), Mapping):
                 mapping = {**mapping, "optimizer": build_class(given, _CONFIGS, where=f"{source}: optimizer")}
         return build(cls, mapping, where=source)
@@ -171,20 +164,9 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
         if self.bucket_bytes != "auto":
             check_whole("bucket_bytes", self.bucket_bytes, at_least=1, other="'auto' or ")
         check_whole("check_replicas_every_n_steps", self.check_replicas_every_n_steps, at_least=0)
-        backend = self.process_group_backend
-        if not isinstance(backend, str | None):
-            raise ValueError(f"process_group_backend must be None or a name such as 'nccl', got {backend!r}")
         for name, value in (("timeout", self.timeout), ("max_silence", self.max_silence or timedelta(1))):
             if not (isinstance(value, timedelta) and value > timedelta(0)):
                 raise ValueError(f"{name} must be a datetime.timedelta of more than 0 seconds, got {value!r}")
-        policy: object = self.wrap_policy  # Whether the model has such classes is known later.
-        is_function = callable(policy) and not isinstance(policy, type)
-        is_classes = isinstance(policy, Collection) and all(isinstance(name, str | type) for name in policy)
-        if policy != "auto" and not is_function and (isinstance(policy, str) or not is_classes):
-            raise ValueError(
-                "wrap_policy must be 'auto', a sequence of classes or class names, such as ('Block',), or a function "
-                f"(name, module) -> bool, got {policy!r}"
-            )
 
     def _check_combinations(self) -> None:
         """Raise ``ValueError`` for what ``sharding`` cannot honour, and replicas that cannot be nodes of a FlexDeMo."""
@@ -206,8 +188,8 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
                 "save a directory, of which lightning-muon convert makes one file"
             )
         mode = MODES[self.sharding]
-        if self.num_tensor_ranks > 1 and not mode.shards_weights:
-            raise ValueError(f"tensor_size={self.num_tensor_ranks} needs sharding='fsdp', got {self.sharding!r}")
+        if self.tensor_size > 1 and not mode.shards_weights:
+            raise ValueError(f"tensor_size={self.tensor_size} needs sharding='fsdp', got {self.sharding!r}")
         for field in fields(ShardingOptions):
             key, value = field.name, getattr(self, field.name)
             if value != field.default and key not in mode.takes:
@@ -219,42 +201,5 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             return
         if "decoupled_nodes" not in mode.takes:
             raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
-        if self.num_tensor_ranks > 1 or self.has_lightning_names:
-            raise ValueError(
-                "optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, without tensor_size and "
-                "data_parallel_size; give replicate_size and shard_size"
-            )
-
-
-NOT_OF_OPTIMIZERS["beside optimizer, to the strategy"] = [field.name for field in fields(Options)]
-
-
-class StrategyOptions(TypedDict, total=False):
-    """The fields of :class:`Options`, which strategies take as ``**options``, for editors."""
-
-    replicate_size: SizeOrAuto
-    shard_size: SizeOrAuto
-    optimizer: OptimizerChoice
-    wrap_policy: WrapPolicy
-    reshard_after_forward: bool
-    context_size: int
-    tensor_size: int
-    pipeline_size: int
-    data_parallel_size: SizeOrAuto
-    tensor_parallel_size: SizeOrAuto
-    pipeline_schedule: str
-    pipeline_microbatches: int | Literal["auto"]
-    pipeline_split: Sequence[str] | None
-    pipeline_stages_per_rank: int | Literal["auto"]
-    reshard_after_backward: bool
-    accumulate: Accumulate
-    bucket_bytes: BucketBytes
-    sharding: Sharding
-    loss_scaling: LossScaling
-    clip_groups: ClipGroups
-    save_distributed_checkpoint: bool | Literal["auto"]
-    check_replicas_every_n_steps: int
-    async_save: bool
-    process_group_backend: str | None
-    timeout: timedelta
-    max_silence: timedelta | None
+        if self.tensor_size > 1:
+            raise ValueError("optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, no tensor_size")

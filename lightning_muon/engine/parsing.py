@@ -11,7 +11,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from lightning_muon.config import nearest, unknown_option
+from lightning_muon.config import unknown_option
 from lightning_muon.errors import UnknownOptionError
 from lightning_muon.removed import removed_value
 
@@ -78,13 +78,11 @@ def build_class(value: Mapping[str, Any], kinds: Sequence[type[Any]], *, where: 
         if not issubclass(kind, tuple(kinds)):
             wanted = " or ".join(each.__name__ for each in kinds) or "class that this option takes"
             raise ValueError(f"{where}: class_path {value['class_path']!r} names no {wanted}")
-        elsewhere = {"under init_args:": list(inspect.signature(kind).parameters)}
-        check_keys(value, ("class_path", "init_args"), where=where, elsewhere=elsewhere)
+        check_keys(value, ("class_path", "init_args"), where=where)
         return build(kind, value.get("init_args") or {}, where=where)
     parameters = {kind: list(inspect.signature(kind).parameters) for kind in kinds}
     best = max(kinds, key=lambda kind: sum(key in parameters[kind] for key in value))
-    elsewhere = {f"to {kind.__name__}": parameters[kind] for kind in kinds if kind is not best}
-    check_keys(value, parameters[best], where=f"{where} ({best.__name__})", elsewhere=elsewhere, of=best.__name__)
+    check_keys(value, parameters[best], where=f"{where} ({best.__name__})", of=best.__name__)
     return build(best, value, where=where)
 
 
@@ -94,31 +92,19 @@ def _classes_in(annotation: Any) -> list[type[Any]]:
     return [each for each in members if isinstance(each, type) and each.__module__.startswith(f"{_PACKAGE}.")]
 
 
-def check_keys(
-    given: Collection[object],
-    allowed: Sequence[str],
-    *,
-    where: str,
-    elsewhere: Mapping[str, Collection[str]] | None = None,
-    of: str = "",
-) -> None:
-    """Raise ``UnknownOptionError`` for a key that is not allowed; the rest is as in :func:`unknown_option`."""
+def check_keys(given: Collection[object], allowed: Sequence[str], *, where: str, of: str = "") -> None:
+    """Raise ``UnknownOptionError`` for a key that the class ``of`` does not take."""
     for key in given:
         if key not in allowed:
-            raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, elsewhere, of=of)}")
+            raise UnknownOptionError(f"{where}: {unknown_option(key, allowed, of=of)}")
 
 
 def _import_class(path: object, where: str) -> type[Any]:
     module_name, _, name = str(path).rpartition(".")
     try:
-        module = importlib.import_module(module_name or _PACKAGE)
-        found = getattr(module, name, None)
+        found = getattr(importlib.import_module(module_name or _PACKAGE), name, None)
     except ImportError as error:
         raise ValueError(f"{where}: class_path {path!r} cannot be imported: {error}") from error
     if not isinstance(found, type):
-        # By their names: to look at all of them would import what they need.
-        meant = nearest(name, [key for key in dir(module) if key[0].isupper()])
-        raise ValueError(
-            f"{where}: class_path {path!r} names no class" + (f"; did you mean {meant!r}?" if meant else "")
-        )
+        raise ValueError(f"{where}: class_path {path!r} names no class")
     return found

@@ -56,17 +56,6 @@ from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.tokens import TokenCount
 from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
-_READ_EARLY = (
-    "With this sharding the weights of the last step arrive while the next forward runs, each before the forward of "
-    "its module. A loss that reads weights in another way, such as a penalty on their norm, calls "
-    "self.trainer.strategy.finish_parameters() first."
-)
-_STILL_SHARDS = (
-    "FSDP2 gathers the weights of a module when its forward is called. With manual optimization call the child of the "
-    "LightningModule itself, not a layer or another method of it; or name the layer in wrap_policy, or the method in "
-    "torch.distributed.fsdp.register_fsdp_forward_method from on_fit_start."
-)
-
 
 class TrainingEngine:
     """Shards one module, attaches its optimizers, and does what a step needs beside the user's code.
@@ -187,14 +176,7 @@ class TrainingEngine:
 
         if before:
             self._stop()  # A sharding mode is attached once, to all optimizers.
-        try:
-            self.mode.attach(module, self.optimizers)
-        except ValueError as error:
-            if choice == "keep":
-                error.add_note(
-                    "The option optimizer='keep' has left it as it is; 'auto' makes a ParallelMuon of an AdamW."
-                )
-            raise
+        self.mode.attach(module, self.optimizers)
         self._is_attached = True
         self._names = {parameter: name for name, parameter in names_of(module).items()}
         if self.pipeline is not None:
@@ -206,7 +188,7 @@ class TrainingEngine:
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))
-        for message in optimizer_warnings(fresh, module, choice, is_default=is_default):
+        for message in optimizer_warnings(fresh, choice, is_default=is_default):
             self._warn(message)
         return self.optimizers[len(before) :]
 
@@ -257,9 +239,7 @@ class TrainingEngine:
                 yield
                 if frees and not has_grad:
                     free_unsharded(self.module)
-            except BaseException as error:
-                if "mixed torch.Tensor and DTensor" in str(error):
-                    error.add_note(_STILL_SHARDS)
+            except BaseException:
                 self.mode.pass_failed()
                 raise
 
@@ -295,12 +275,10 @@ class TrainingEngine:
             try:
                 self._begin_backward(loss_divided_by)
                 yield
-            except BaseException as error:
+            except BaseException:
                 if self.tokens is not None:
                     self.tokens.reset()
                 self.mode.pass_failed()
-                if self.mode.parameters_arrive_late and "modified by an inplace operation" in str(error):
-                    error.add_note(_READ_EARLY)
                 raise
             self.finish_backward()
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from typing_extensions import override
 
 from lightning_muon.config import (
-    NOT_OF_OPTIMIZERS,
     MuonConfig,
     OptimizerConfig,
-    OptimizerOptions,
     check_number,
     check_one_of,
     check_whole,
@@ -31,17 +27,9 @@ SIGN_SGD = (
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormat = Literal["fp32", "bf16"]
-# Where options belong that FlexDeMo does not have -> the options.
-ELSEWHERE = ChainMap[str, Collection[str]](
-    {
-        "to other implementations; for their strips set replicator=DCTTopK(strips=True)": ("compat",),
-        "to ParallelMuon": ("normuon", "normuon_beta2"),
-    },
-    NOT_OF_OPTIMIZERS,
-)
 
 
-@takes_options(OptimizerConfig, ELSEWHERE)
+@takes_options()
 @dataclass(frozen=True, kw_only=True)
 class FlexDeMoConfig(OptimizerConfig):
     """Hyper-parameters and execution options of :class:`lightning_muon.FlexDeMo`.
@@ -131,19 +119,3 @@ class FlexDeMoConfig(OptimizerConfig):
         # those that nodes exchange.
         own = {"dedupe": "never", "bucket_bytes": MuonConfig.bucket_bytes}
         return from_arguments(MuonConfig, {**vars(self), **own})
-
-
-class FlexDeMoOptions(OptimizerOptions, total=False):
-    """The fields of :class:`FlexDeMoConfig` that FlexDeMo takes as ``**options``, for editors."""
-
-    base: Base
-    replicator: Replicator | LocalSteps | Literal["auto"]
-    decay: float
-    sign: bool | Literal["auto"]
-    merge: Merge
-    weight_decay: float
-    value_format: ValueFormat
-    dense_below: int
-    check_every: int
-    bucket_bytes: int
-    momentum: float

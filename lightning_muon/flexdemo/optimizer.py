@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from typing_extensions import override
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
-from lightning_muon.flexdemo.config import ELSEWHERE, SIGN_SGD, FlexDeMoConfig, FlexDeMoOptions
+from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
 from lightning_muon.flexdemo.diloco import DiLoCoSync
 from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
@@ -33,7 +33,7 @@ _DEFAULTS = FlexDeMoConfig()
 _OF_BASE = ("algorithm", "momentum", "nesterov")
 
 
-@takes_options(FlexDeMoConfig, ELSEWHERE)
+@takes_options(FlexDeMoConfig)
 class FlexDeMo(PlannedOptimizer):
     """Muon, AdamW or SGD on momenta of which the nodes send each other only a few components.
 
@@ -58,6 +58,7 @@ class FlexDeMo(PlannedOptimizer):
         params: A module, parameters, named parameters, or groups; as in :class:`~lightning_muon.ParallelMuon`.
         mesh: 2-D, with the axes ``("replicate", "shard")``: nodes, and the ranks of each. Needed as soon as there is
             more than one process.
+        options: The fields of :class:`~lightning_muon.FlexDeMoConfig`.
 
     Source: From et al. 2025, arXiv:2502.06728, Algorithm 1; DeMo: Peng et al. 2024, arXiv:2411.19870.
     """
@@ -68,7 +69,7 @@ class FlexDeMo(PlannedOptimizer):
         lr: float | Tensor = FlexDeMoConfig.lr,
         *,
         mesh: DeviceMesh | None = None,
-        **options: Unpack[FlexDeMoOptions],
+        **options: Any,
     ) -> None:
         self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Unpack
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.config import NOT_OF_OPTIMIZERS, Algorithm, MuonConfig, MuonOptions, takes_options
+from lightning_muon.config import Algorithm, MuonConfig, takes_options
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
-@takes_options(MuonConfig, NOT_OF_OPTIMIZERS)
+@takes_options(MuonConfig)
 class ParallelMuon(PlannedOptimizer):
     """Muon whose Newton-Schulz runs once per matrix, on one owner rank, with AdamW for the rest.
 
@@ -38,6 +38,7 @@ class ParallelMuon(PlannedOptimizer):
         algorithm: ``"auto"`` routes each parameter; ``"muon"`` and ``"adamw"`` force a whole group.
         mesh: 1-D or 2-D mesh on which the plain tensors in ``params`` are replicated with equal gradients (as after a
             DDP backward), so that the ranks divide the work. Without it plain tensors are local to their process.
+        options: The fields of :class:`~lightning_muon.MuonConfig`.
 
     Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; ownership of whole matrices after Liu et al.
     2025, arXiv:2502.16982, section 2.3.
@@ -52,9 +53,9 @@ class ParallelMuon(PlannedOptimizer):
         *,
         algorithm: Algorithm = "auto",
         mesh: DeviceMesh | None = None,
-        **options: Unpack[MuonOptions],
+        **options: Any,
     ) -> None:
-        if options.get("adjust_lr_fn", "") is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if options.get("adjust_lr_fn", "") is None:
             options["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
         config = MuonConfig(lr=lr, weight_decay=weight_decay, momentum=momentum, **options)  # type: ignore[arg-type]
         super().__init__(params, config, mesh=mesh, algorithm=algorithm)

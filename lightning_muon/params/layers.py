@@ -74,16 +74,13 @@ def is_transposed(use: Use) -> bool:
     owner, _ = _layer_of(use)
     if isinstance(owner, _TRANSPOSED) or _is_transposed_linear(owner):
         return True
-    stored = ("inputs first", "transposed convolution")
-    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) in stored
+    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) == "inputs first"
 
 
 def _usage(use: Use) -> Usage:
-    """What the code of its layer does with a parameter; entries of a ParameterList are used by the module above."""
+    """What the code of its layer does with a parameter."""
     owner, attribute = _layer_of(use)
-    if isinstance(owner, nn.ParameterList | nn.ParameterDict) and len(use.path) > 1:
-        return usage(type(use.path[-2][1]), use.path[-1][0].rsplit(".", 1)[-1], attribute, use.parameter.ndim)
-    return usage(type(owner), attribute, ndim=use.parameter.ndim)
+    return usage(type(owner), attribute, use.parameter.ndim)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:
@@ -126,7 +123,7 @@ def _raw_kind(use: Use) -> tuple[ParameterKind, str]:
         return "elementwise", "not multiplied as a matrix" if used == "no product" else "unknown use; see muon_patterns"
     if len(shape) == 2:
         return "matrix", "raw 2-D parameter"
-    is_stack = len(shape) == 3 and "convolution" not in used
+    is_stack = len(shape) == 3 and used != "convolution"
     return ("stack", f"stack of {shape[0]} matrices") if is_stack else ("convolution", f"raw {len(shape)}-D")
 
 

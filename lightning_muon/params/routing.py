@@ -19,7 +19,6 @@ from lightning_muon.params.uses import Use, parameter_uses
 _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Attribute of a module: its routes, by name, from before it was cut into stages.
 _TIED = "lightning_muon_tied"  # Attribute of a module: the other names of each parameter from before the cut.
-_LORA = re.compile(r"(?:^|\.)lora_([ab])(?:\.|$)", re.IGNORECASE)  # As PEFT and torchtune call the factors.
 # Layers, and MultiheadAttention.in_proj_weight, that hold Q, K and V, K and V, or gate and up one after the other.
 _FUSED_NAME = re.compile(r"qkv|kv_proj|c_attn|gate_up_proj|^in_proj(_weight)?$", re.IGNORECASE)
 
@@ -116,14 +115,9 @@ def require_muon(routes: Iterable[Route]) -> None:
         lines = "\n".join(f"  {route.name}: {route.reason}" for route in listed)
         raise ValueError(
             f"None of the {len(listed)} parameters is routed to Muon:\n{lines}\n"
-            "Name matrices in muon_patterns (for example muon_patterns=('head.weight',)), or use torch.optim.AdamW"
+            "Name matrices in muon_patterns (for example muon_patterns=('head.weight',)), or use torch.optim.AdamW; "
+            "a strategy keeps it by optimizer='keep', and FlexDeMoConfig(base='adamw') needs no matrices"
         )
-
-
-def lora_factor(name: str) -> str:
-    """``"A"`` or ``"B"`` for the name of a factor of LoRA, else empty."""
-    found = _LORA.search(name)
-    return found[1].upper() if found else ""
 
 
 def _route_parameter(uses: tuple[Use, ...], heads: Mapping[int, str]) -> Route:
@@ -157,8 +151,6 @@ def _apply_patterns(
             if not any(fnmatchcase(name, pattern) for name in names):
                 nearest = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
                 raise ValueError(f"{key}: pattern {pattern!r} matches no parameter; the nearest names are {nearest}")
-    if options.lora == "b_only" and "A" not in map(lora_factor, names):
-        raise ValueError("lora='b_only', but no parameter has lora_A in its name, as PEFT calls it; use adamw_patterns")
     routes = [_override(route, uses, options) for route, uses in zip(routes, places, strict=True)]
     for key in ("fused", "fused_inputs"):
         for pattern, parts in getattr(options, key).items():
@@ -183,8 +175,6 @@ def _override(route: Route, uses: tuple[Use, ...], options: OptimizerConfig) -> 
     if to_adamw is not None:
         return replace(route, kind="elementwise", reason=f"adamw_patterns {to_adamw!r}")
     if to_muon is None:
-        if options.lora == "b_only" and route.algorithm == "muon" and lora_factor(route.name) == "A":
-            return replace(route, kind="elementwise", reason="factor A of LoRA, lora='b_only'")
         return route
     shape = tuple(uses[0].parameter.shape)
     if len(shape) < 2:

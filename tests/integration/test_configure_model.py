@@ -57,7 +57,7 @@ def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("sizes", "options", "world_size"),
-    [({}, {}, 2), ({"replicate_size": 2}, {"tied": True}, 4), ({"data_parallel_size": 2}, {"shard": True}, 2)],
+    [({}, {}, 2), ({"replicate_size": 2}, {"tied": True}, 4), ({}, {"shard": True}, 2)],
 )
 def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(
     gloo: ProcessPool, sizes: dict[str, int], options: dict[str, Any], world_size: int

@@ -154,7 +154,7 @@ def _fit(what: str) -> None:
     if what == "meta":
         model.automatic_optimization, model.scale = False, nn.Parameter(torch.ones(3, device="meta"))
     if what == "tensor":
-        strategy = {"tensor_parallel_size": 2}
+        strategy = {"tensor_size": 2}
     if what == "EMA":
         kwargs["callbacks"] = [pl.callbacks.EMAWeightAveraging()]
     if what.startswith("stages"):

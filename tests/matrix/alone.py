@@ -120,8 +120,7 @@ def is_on_muon(row: Row, name: str, tensor: Tensor) -> bool:
 
     if matches("muon_patterns"):
         return True
-    is_other = matches("adamw_patterns")
-    is_other |= tensor.ndim < 2 or (config.get("lora") == "b_only" and "lora_A" in name)
+    is_other = matches("adamw_patterns") or tensor.ndim < 2
     return not is_other and any(fnmatchcase(name, pattern) for pattern in ON_MUON[row.model])
 
 

@@ -63,11 +63,11 @@ def _loops() -> None:
         for what in ("units", "model"):
             _add(f"{mode}, compiled {what}", "plain", 2, options={"sharding": mode}, compiles=what, accumulate=2,
                  max_norm=0.3)  # fmt: skip
-    for lora in ("both", "b_only"):
+    for what, patterns in (("both", ()), ("b_only", ("*lora_A*",))):
         # AdamW divides by moments of gradients that are near zero, since B begins with zeros.
         for ranks, sizes in ((3, {}), (4, {"replicate_size": 2})):
-            _add(f"LoRA, {lora}, {ranks} ranks", "fully_shard", ranks, options=sizes, optimizer={"lora": lora},
-                 parts=("lora",))  # fmt: skip
+            _add(f"LoRA, {what}, {ranks} ranks", "fully_shard", ranks, options=sizes,
+                 optimizer={"adamw_patterns": patterns}, parts=("lora",))  # fmt: skip
     _add("fully_shard, 2 replicas", "fully_shard", 4, options={"replicate_size": 2}, max_norm=0.3, accumulate=2,
          parts=("conv", "experts", "inputs first", "frozen", "unused", "tied"))  # fmt: skip
 

@@ -18,7 +18,7 @@ from lightning_muon.compat.lightning import metadata_filename, set_no_backward_s
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import SUPPORTED, require_precision
-from lightning_muon.engine.options import IN_PYTHON, Options
+from lightning_muon.engine.options import Options
 from lightning_muon.engine.session import Session
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.params.layout import parameters_of
@@ -26,12 +26,12 @@ from lightning_muon.params.layout import parameters_of
 _SOURCE = "the optimizers that were set up"
 
 
-@takes_options(Options, IN_PYTHON)
+@takes_options(Options)
 class FabricStrategy(MuonStrategy):
     """Trains the modules of a Fabric program with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one package of Fabric: launcher, process group and
-    collectives are Fabric's.
+    collectives are Fabric's. Its arguments are the fields of :class:`~lightning_muon.Options`.
 
     Example::
 

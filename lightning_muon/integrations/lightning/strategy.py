@@ -27,7 +27,7 @@ from lightning_muon.compat.lightning import (
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
-from lightning_muon.engine.options import IN_PYTHON, Options
+from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
@@ -54,13 +54,13 @@ from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.pipeline.runtime import GIVE_ALL
 
 
-@takes_options(Options, IN_PYTHON)
+@takes_options(Options)
 class TrainerStrategy(MuonStrategy):
     """Trains any LightningModule with FSDP2 hybrid sharding and ParallelMuon.
 
     The base class beside it is the ``ModelParallelStrategy`` of one Lightning package: launcher, process group, and the
     writing of checkpoints are Lightning's. No ``configure_model`` is needed; one that shards parts of the model, or
-    creates it on the meta device, is respected.
+    creates it on the meta device, is respected. Its arguments are the fields of :class:`~lightning_muon.Options`.
 
     Example::
 

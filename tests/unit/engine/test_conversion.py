@@ -1,7 +1,6 @@
 """Conversion keeps what the user set: groups, order, numbers, schedulers; and says what becomes of an optimizer."""
 
 import logging
-import re
 import warnings
 from typing import Any
 
@@ -99,22 +98,10 @@ def test_adamw_is_kept_where_models_train_against_each_other(
     optimizers = [torch.optim.AdamW(part.parameters(), betas=b) for part, b in zip(parts, betas, strict=True)]
     kept = convert_optimizers(optimizers, model, choice="auto")
     assert [each.optimizer for each in kept] == optimizers
-    for warning in optimizer_warnings(kept, model, "auto"):
+    for warning in optimizer_warnings(kept, "auto"):
         assert reason in warning and "optimizer=MuonConfig() moves the matrices to Muon" in warning
     converted = convert_optimizers(optimizers, model, choice=MuonConfig())
     assert [type(each.optimizer) for each in converted] == [ParallelMuon] * len(betas)
-
-
-def test_tables_in_a_torch_muon_are_named(model: nn.Sequential) -> None:
-    old = torch.optim.Muon([each for each in model.parameters() if each.ndim == 2])
-    conversion = convert_optimizer(old, model, "auto")
-    assert "0.weight (embedding), 4.weight (output head (last layer registered))" in conversion.warning
-    assert isinstance(conversion.optimizer, ParallelMuon)
-    assert {route.algorithm for route in conversion.optimizer.routes} == {"muon"}, "its numbers stay"
-    conversion = convert_optimizer(old, model, MuonConfig(adamw_patterns=("0.*", "4.*")))
-    assert conversion.warning == ""
-    assert isinstance(conversion.optimizer, ParallelMuon)
-    assert [route.algorithm for route in conversion.optimizer.routes] == ["adamw", "muon", "muon", "adamw"]
 
 
 @pytest.mark.parametrize(("kind", "choice"), [(ParallelMuon, "keep"), (FlexDeMo, FlexDeMoConfig())])
@@ -143,7 +130,7 @@ class _OwnAdamW(torch.optim.AdamW):
 def test_what_muon_cannot_stand_in_for_is_kept(model: nn.Module, make: Any, reason: str) -> None:
     optimizer = make(model.parameters())
     conversions = convert_optimizers([optimizer], model, choice="auto")
-    (warning,) = optimizer_warnings(conversions, model, "auto")
+    (warning,) = optimizer_warnings(conversions, "auto")
     assert conversions[0].optimizer is optimizer and reason in conversions[0].summary
     assert "is kept and does not run on Muon" in warning and reason in warning
 
@@ -208,19 +195,10 @@ def test_flexdemo_keeps_groups_and_numbers_of_adamw(model: nn.Sequential, base: 
         (1e-2, 0.02, (0.7, 0.8), 1e-6, "late"), (3e-4, 0.02, (0.7, 0.8), 1e-6, None),
     ]  # fmt: skip
     assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
-    assert ("AdamW now runs as sign SGD" in conversion.warning) == (base == "sgd")
     assert any(route.algorithm == "muon" for route in new.routes) == (base == "muon")
     factor = MEASURED_FLEXDEMO_LR_FACTOR if base == "muon" else 1.0
     assert _groups(new, "muon_lr_factor") == [(factor,), (factor,)]
     assert (f"with {factor:g} times its learning rate" in conversion.summary) == (base == "muon")
-
-
-def test_flexdemo_takes_rates_of_sgd_and_warns_of_signs(model: nn.Sequential) -> None:
-    old = torch.optim.SGD([{"params": model[1].parameters(), "lr": 0.5}, {"params": model[3].parameters()}], lr=0.1)
-    conversion = convert_optimizer(old, model, FlexDeMoConfig(base="sgd"))
-    assert _groups(conversion.optimizer, "lr", "muon_lr_factor") == [(0.5, 1.0), (0.1, 1.0)]
-    assert "sign=False takes it" in conversion.warning
-    assert convert_optimizer(old, model, FlexDeMoConfig(base="sgd", sign=False)).warning == ""
 
 
 @pytest.mark.parametrize(
@@ -235,13 +213,12 @@ def test_flexdemo_has_momentum_of_muon_only_in_nodes(
     conversion = convert_optimizer(old, model, FlexDeMoConfig(base="muon", **config))
     expected = (*kept.values(), "muon", *momentum)
     assert _groups(conversion.optimizer, *kept, "algorithm", "momentum", "nesterov") == [expected]
-    assert conversion.warning == ""
 
 
 @pytest.mark.parametrize("choice", [MuonConfig(lr=0.5, weight_decay=0.02), FlexDeMoConfig(base="adamw", lr=0.5)])
 def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice: Any) -> None:
     adamw = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=choice.weight_decay)
-    (warning,) = optimizer_warnings(convert_optimizers([adamw], model, choice=choice), model, choice)
+    (warning,) = optimizer_warnings(convert_optimizers([adamw], model, choice=choice), choice)
     assert "AdamW of the program decides" in warning and "weight_decay" not in warning
     assert "lr=0.5 (it says 0.003)" in warning
 
@@ -256,10 +233,10 @@ def test_options_that_the_optimizer_overrules_are_named(model: nn.Module, choice
 )
 def test_a_config_that_nothing_uses_is_named(model: nn.Module, kind: Any, config: Any, warned: bool) -> None:
     conversions = convert_optimizers([kind(model.parameters())], model, choice=config)
-    found = optimizer_warnings(conversions, model, config)
+    found = optimizer_warnings(conversions, config)
     assert len(found) == warned
     assert all(f"has no effect: the program made a {kind.__name__}" in text for text in found)
-    assert optimizer_warnings(conversions, model, config, is_default=True) == []
+    assert optimizer_warnings(conversions, config, is_default=True) == []
 
 
 @pytest.mark.parametrize(
@@ -275,25 +252,12 @@ def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choi
         assert [_groups(each.optimizer, "algorithm") for each in conversions] == [[("muon",)], [("adamw",)]]
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ("auto", "AdamW -> ParallelMuon for matrices with 3 times its learning rate"),
-        (
-            FlexDeMoConfig(),
-            "AdamW -> FlexDeMo(base='muon') for matrices with .* times its learning rate, in weight decay",
-        ),
-        (FlexDeMoConfig(base="adamw"), "AdamW -> FlexDeMo(base='adamw'), same learning rates"),
-    ],
-)
-def test_what_replaces_adamw_is_told_once_with_its_rate(
-    model: nn.Sequential, capsys: pytest.CaptureFixture[str], config: Any, said: str
-) -> None:
-    text = describe_optimizers(convert_optimizers([torch.optim.AdamW(model.parameters())], model, choice=config))
+def test_what_replaces_adamw_is_told_once_with_its_rate(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:
+    text = describe_optimizers(convert_optimizers([torch.optim.AdamW(model.parameters())], model, choice="auto"))
     log = logging.Logger("nobody.listens")
     tell(log, text)
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.search(re.escape(said).replace(r"\.\*", ".*"), line) and "logging.basicConfig(level='INFO')" in line
+    assert "AdamW -> ParallelMuon for matrices with 3 times its learning rate" in line and "level='INFO'" in line
     log.addHandler(logging.StreamHandler())
     tell(log, text)
     assert capsys.readouterr().err == f"{text}\n"

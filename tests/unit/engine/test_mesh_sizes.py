@@ -19,16 +19,11 @@ from tests.support.processes import ProcessPool
         ({"replicate_size": 1}, 2, 4, (1, 8)),
         ({"shard_size": 2}, 2, 4, (4, 2)),
         ({"shard_size": 1}, 1, 4, (4, 1)),
-        ({"data_parallel_size": 8}, 2, 4, (1, 8)),
-        ({"tensor_parallel_size": 1}, 3, 2, (3, 2)),
         ({"context_size": 2}, 1, 4, (1, 2)),
         ({"context_size": 2, "tensor_size": 2}, 3, 8, (3, 2)),
         ({"tensor_size": 3}, 3, 4, (1, 4)),
         ({"shard_size": 2, "context_size": 2}, 1, 12, (3, 2)),
         ({"replicate_size": 3, "tensor_size": 2}, 1, 12, (3, 2)),
-        ({"data_parallel_size": 2, "tensor_parallel_size": 4}, 2, 4, (1, 2)),
-        ({"tensor_parallel_size": 2}, 2, 4, (1, 4)),
-        ({"tensor_parallel_size": 2, "replicate_size": 2}, 2, 4, (2, 2)),
         # Stages on different nodes, replicas between those that are left.
         ({"pipeline_size": 2}, 1, 2, (1, 1)),
         ({"pipeline_size": 2}, 1, 8, (1, 4)),
@@ -52,6 +47,6 @@ def _timeouts(**sizes: int) -> set[datetime.timedelta]:
     return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
 
 
-@pytest.mark.parametrize("sizes", [{"replicate_size": 2}, {"data_parallel_size": 2, "tensor_parallel_size": 2}])
+@pytest.mark.parametrize("sizes", [{"replicate_size": 2}, {"context_size": 2, "tensor_size": 2}])
 def test_all_axes_have_the_timeout_of_the_run(gloo: ProcessPool, sizes: Any) -> None:
     assert gloo.run(_timeouts, timeout=100.0, **sizes) == [{datetime.timedelta(seconds=75)}] * 4

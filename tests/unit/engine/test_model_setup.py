@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.engine.forward_methods import STEPS, register_steps
+from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.model_setup import MetaTensors, has_meta_tensors
 from tests.support.processes import ProcessPool
 
@@ -148,8 +148,3 @@ def _check_steps() -> None:
 
 def test_a_step_gathers_weights_and_keeps_its_signature(gloo: ProcessPool) -> None:
     gloo.run(_check_steps, world_size=2)
-
-
-def test_the_steps_are_those_of_lightning() -> None:
-    pl = pytest.importorskip("lightning.pytorch")
-    assert all(callable(getattr(pl.LightningModule, name)) for name in STEPS)

@@ -97,9 +97,3 @@ def test_the_defaults_go_with_every_schedule(name: str, num_ranks: int) -> None:
     assert options.num_microbatches(num_ranks) == 4 * num_ranks
     assert options.stages_per_rank == {"interleaved_1f1b": 2, "zb_1p": 1}.get(name, STAGES_PER_RANK.get(name))
     assert set(BUILT_IN) <= set(SCHEDULES)
-
-
-def test_numbers_of_a_pipeline_take_the_place_of_auto() -> None:
-    options = PipelineOptions(pipeline_schedule="zb_1p", pipeline_microbatches=6, pipeline_stages_per_rank=3)
-    options.check_pipeline(2)
-    assert (options.num_microbatches(2), options.stages_per_rank) == (6, 3)

@@ -96,121 +96,70 @@ def test_a_raw_parameter_is_judged_by_shape_and_name(name: str, shape: tuple[int
     assert _kinds(Raw(name, *shape)) == {name: kind}
 
 
-class Mixed(nn.Module):
-    """Its parameters are named after what `forward` does with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        planes = ("outputs_first", "inputs_first", "turned", "both", "added", "exponent", "handed", "inputs_first_row")
-        stacks = ("stack_inputs_first", "stack_outputs_first", "stack_turned", "stack_einsum", "over_heads", "filter")
-        for name in (*planes, *stacks, "filter_in_groups"):
-            shape = (4, 4, 4)[: 2 if name in planes else 3]
-            self.register_parameter(name, nn.Parameter(torch.zeros(shape)))
-        self.listed = nn.ParameterList([torch.zeros(4, 4)])
-        self.by_name = nn.ParameterDict({"used": torch.zeros(4, 4), "scale": torch.zeros(4, 4)})
-
-    def forward(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        x = F.linear(x, weight=self.outputs_first) @ self.inputs_first + x.matmul(self.turned.T)
-        x = F.linear(x @ self.both, self.both) + self.added * -torch.exp(self.exponent.float())
-        x = max(x, self.handed)
-        expert = self.stack_inputs_first[number].to(x.dtype)
-        x = torch.mm(x, expert) + F.linear(x, self.stack_outputs_first[number])
-        x = torch.bmm(x, self.stack_turned.transpose(-2, -1)) + torch.einsum("eci, eio -> eco", x, self.stack_einsum)
-        x = torch.einsum("bi,ihd->bhd", x, self.over_heads)
-        x = F.conv1d(x, self.filter) + F.conv1d(x, self.filter_in_groups, groups=2)
-        x = sum(x @ weight.T for weight in self.listed)
-        return x @ self.by_name["used"] * self.by_name["scale"] @ self.inputs_first_row.mT.mT
-
-
-def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
-    routes = route_module(Mixed())
-    assert {name for name, route in routes.items() if route.kind == "elementwise"} == {
-        "added", "exponent", "handed", "over_heads", "filter_in_groups", "by_name.scale",
-    }  # fmt: skip
-    assert {name for name, route in routes.items() if route.is_transposed and "(inputs, outputs)" in route.reason} == {
-        "inputs_first", "inputs_first_row", "stack_inputs_first", "stack_einsum", "by_name.used",
-    }  # fmt: skip
-    kinds = {name: route.kind for name, route in routes.items()}
-    assert (kinds["both"], kinds["listed.0"], kinds["stack_turned"]) == ("matrix", "matrix", "stack")
-    assert kinds["filter"] == "convolution"
-
-
 class Base(nn.Module):
-    """Its parameters are named after how the code comes to them, and `start` is what is multiplied."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.inherited)
 
-    def returned(self) -> torch.Tensor:
-        return self.by_method
-
 
 class Idioms(Base):
-    """What is a matrix, stored as (outputs, inputs) or turned, and what is none."""
+    """Its parameters are named after what `forward` does with them: read as (outputs, inputs), turned, or as no matrix.
+
+    `both` and `paired` are read in two ways; the lines of `followed` are not understood.
+    """
 
     outputs_first = (
-        "inherited by_method paired typed scaled masked keyword joined bare walrus again left_of_own viewed by_function"
+        "inherited both paired typed scaled masked keyword turned expert_rows experts_turned experts_each".split()
+    )
+    inputs_first = "plain turned_twice expert experts_einsum".split()
+    others = (
+        "added exponent handed over_heads start looked_up gathered indexed in_groups per_head activation followed"
     ).split()
-    inputs_first = "equation einops_order chosen enumerated zipped item both_branches transposed_filter".split()
-    others = "start looked_up gathered indexed handed in_groups other_layer per_head added activation".split()
 
     def __init__(self) -> None:
         super().__init__()
-        for name in (*self.outputs_first, *self.inputs_first, *self.others):
-            size = torch.zeros((4, 4, 4) if name in ("in_groups", "transposed_filter") else (4, 4))
-            self.register_parameter(name, nn.Parameter(size))
-        for name in ("enumerated", "zipped", "item"):
-            delattr(self, name)
-            setattr(self, name, nn.ParameterDict({"0": size}) if name == "item" else nn.ParameterList([size]))
+        for name in (*self.outputs_first, *self.inputs_first, *self.others, "filter"):
+            is_stack = name.startswith(("expert", "over", "in_groups", "filter"))
+            self.register_parameter(name, nn.Parameter(torch.zeros((4, 4, 4) if is_stack else (4, 4))))
         self.linear = nn.Linear(4, 4)
 
     @property
     def device(self) -> torch.device:
         return self.inherited.device
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        from einops import einsum
-
-        equation = "bd,dh->bh"
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         x, w = super().forward(x), self.paired
         typed: torch.Tensor = self.typed
         scaled = self.scaled * 0.5
-        x = F.linear(x, w) + F.linear(x, typed) + F.linear(x, scaled) + F.linear(x, self.masked * mask)
-        x = F.linear(input=x, bias=None, weight=self.keyword) + F.linear(x, self.returned())
-        x = F.linear(x, torch.cat([self.joined, self.bare])) + F.linear(x, self.bare)
-        x = x @ (w := self.walrus).T
-        w = self.again.to(x.dtype)
-        x = torch.einsum(equation, x, self.equation) + (self.left_of_own * self.scaling) @ x
-        x = x @ w.T + einsum(x, self.einops_order, "batch i, i o -> batch o")
-        x = x @ self.viewed.view(4, 4) + torch.matmul(x, self.by_function.t())
-        x = x @ (self.chosen if mask is None else self.chosen.half())
-        for _, w in enumerate(self.enumerated):
-            x = x @ w
-        for w, _ in zip(self.zipped, ids, strict=True):
-            x = x @ w
-        for key, w in self.item.items():
-            x = x @ w + len(key)
-        if mask is None:
-            w = self.both_branches
-        else:
-            w = self.both_branches.half()
-        x = F.conv_transpose1d(x @ w, self.transposed_filter)
+        x = F.linear(x, typed) + F.linear(x, scaled) + F.linear(x, self.masked * self.mask)
+        x = F.linear(input=x, bias=None, weight=self.keyword) + x.matmul(self.turned.T)
+        x = F.linear(x @ self.both, self.both) + F.linear(x, self.paired) @ self.plain.to(x.dtype)
+        for number in ids:
+            expert = self.expert[number].to(x.dtype)
+            x = torch.mm(x, expert) + F.linear(x, self.expert_rows[number])
+        x = torch.bmm(x, self.experts_turned.transpose(-2, -1)) @ self.turned_twice.mT.mT
+        x = sum(F.linear(x, each) for each in self.experts_each)
+        x = torch.einsum("eci, eio -> eco", x, self.experts_einsum) + torch.einsum("bi,ihd->bhd", x, self.over_heads)
+        x = x + torch.einsum("bhd,hd->bh", x, self.per_head) + self.added * -torch.exp(self.exponent.float())
         state = self.start
         for _ in range(3):
-            state = torch.tanh(state @ self.paired.T)
-        x = x + F.embedding(ids, self.looked_up) @ self.looked_up.T + self.gathered[ids] @ self.gathered.T
-        x = x + self.indexed.index_select(0, ids) @ self.indexed + F.conv1d(x, self.in_groups, None, 1, 1, 1, 2)
-        x = self.linear(self.handed) + F.linear(self.other_layer, x) + torch.einsum("bhd,hd->bh", x, self.per_head)
-        return (x * self.activation) @ x + self.added
+            state = torch.tanh(state @ w.T)
+        x = x + F.embedding(ids, self.looked_up) @ self.looked_up.T + self.gathered[ids.long()] @ self.gathered.T
+        x = x + self.indexed.index_select(0, ids) @ self.indexed + F.conv1d(x, self.filter)
+        for followed in (self.followed, None):
+            x = x @ followed
+        x = max(self.linear(x), self.handed) + F.conv1d(x, self.in_groups, None, 1, 1, 1, 2)
+        return (x * self.activation) @ x
 
 
-def test_plain_idioms_are_understood() -> None:
-    routes = {name.removesuffix(".0"): route for name, route in route_module(Idioms()).items()}
+def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
+    routes = route_module(Idioms())
     kinds = {name: (route.kind != "elementwise", route.is_transposed) for name, route in routes.items()}
     assert {name for name in Idioms.outputs_first if kinds[name] != (True, False)} == set()
     assert {name for name in Idioms.inputs_first if kinds[name] != (True, True)} == set()
     assert {name for name in Idioms.others if kinds[name][0]} == set()
+    assert [routes[name].kind for name in ("both", "experts_turned", "filter")] == ["matrix", "stack", "convolution"]
     assert routes["gathered"].reason == "looked up" and routes["handed"].reason.startswith("unknown use")
+    assert routes["plain"].reason.endswith("(inputs, outputs)")
 
 
 def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:

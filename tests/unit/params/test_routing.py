@@ -101,7 +101,7 @@ def test_gpt2_is_divided_along_its_outputs() -> None:
     assert (route.kind, route.splits, route.split_dim, route.is_transposed) == ("matrix", (8, 8, 8), 1, True)
 
 
-def test_lora_b_only_leaves_factor_a_to_adamw() -> None:
+def test_factors_of_lora_are_matrices_but_those_of_embeddings() -> None:
     block = nn.Module()
     block.base_layer = nn.Linear(4, 6)
     block.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
@@ -111,11 +111,7 @@ def test_lora_b_only_leaves_factor_a_to_adamw() -> None:
     block.lora_magnitude_vector = nn.ParameterDict({"default": nn.Parameter(torch.zeros(6))})
     model, factors = nn.Sequential(block), {"0.lora_A.default.weight", "0.lora_B.default.weight"}
     assert _muon(model) == {"0.base_layer.weight", *factors}
-    assert _muon(model, lora="b_only") == {"0.base_layer.weight", "0.lora_B.default.weight"}
-    reasons = {name: route.reason for name, route in _routes(model, lora="b_only").items()}
-    assert reasons["0.lora_A.default.weight"] == "factor A of LoRA, lora='b_only'"
-    assert reasons["0.lora_embedding_A.default"] == reasons["0.lora_embedding_B.default"] == "learned table"
-    assert _muon(model, lora="b_only", muon_patterns=("*.lora_A.*",)) == _muon(model), "patterns outweigh it"
+    assert _muon(model, adamw_patterns=("*lora_A*",)) == {"0.base_layer.weight", "0.lora_B.default.weight"}
 
 
 def test_weights_with_fused_names_ask_for_fused() -> None:

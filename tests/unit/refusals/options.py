@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,6 @@ _WRONG_VALUES: dict[str, list[Any]] = {
     "fused": [["*.qkv"], {"*": True}, {"*": "4"}, {"*": (2, 2.0)}, {"*": ()}, {3: 3}, {"*": 0}],
     "fused_inputs": [["*.o_proj"], {"*": 0}],
     "look_ahead": [True],
-    "lora": ["b", True],
     "lr": [-1e-3, INF, "1e-3", None],
     "max_skipped_steps": [-1, "x"],
     "momentum": [1.0, True],
@@ -135,16 +133,13 @@ OPTIONS = {
             ({"reshard_after_backward": "no"}, "reshard_after_backward must be True or False, got 'no'"),
             ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
             ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
-            ({"process_group_backend": 3}, "process_group_backend must be None or a name such as 'nccl', got 3"),
-            *(({"wrap_policy": value}, "wrap_policy must be 'auto', a sequence of") for value in ("Block", [3], Path)),
             ({"optimizer": {"momentun": 0.5}}, r"^optimizer \(MuonConfig\): .*did you mean 'momentum'"),
             ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
             ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
             ({"clip_groups": "muon"}, r"clip_groups must be one of \('all', 'elementwise'\), got 'muon'"),
             ({"bucket_bytes": 0}, "bucket_bytes must be 'auto' or an integer of at least 1, got 0"),
             ({"optimizer": FlexDeMoConfig(), "sharding": "zero2"}, "needs sharding='fsdp', got 'zero2'"),
-            ({"optimizer": FlexDeMoConfig(), "tensor_parallel_size": 2}, "needs the axes replicate .* without tensor_"),
-            ({"optimizer": FlexDeMoConfig(), "data_parallel_size": 4}, "data_parallel_size; give replicate_size and"),
+            ({"optimizer": FlexDeMoConfig(), "tensor_size": 2}, "needs the axes replicate .* no tensor_size"),
             ({"sharding": "ddp", "tensor_size": 2}, "tensor_size=2 needs sharding='fsdp', got 'ddp'"),
             ({"sharding": "ddp", "reshard_after_forward": False}, "reshard_after_forward=False means nothing"),
             ({"bucket_bytes": 1000}, r"bucket_bytes=1000 means nothing with sharding='fsdp'; .*\['zero2', 'ddp'\]"),
@@ -159,14 +154,9 @@ OPTIONS = {
             ({"pipeline_schedule": "1f1p"}, "there is no schedule '1f1p'; did you mean '1f1b'"),
             ({"pipeline_schedule": "nothing of the kind"}, "there is no schedule .*; there are .*gpipe, 1f1b"),
             ({"pipeline_microbatches": 0}, "pipeline_microbatches must be 'auto' or"),
-            ({"pipeline_stages_per_rank": 0}, "pipeline_stages_per_rank must be 'auto' or"),
             ({"pipeline_stages_per_rank": 2}, "1f1b needs exactly 1 stages per rank"),
-            ({"pipeline_schedule": "zb_v", "pipeline_stages_per_rank": 1}, "zb_v needs exactly 2"),
-            ({"pipeline_microbatches": 1}, "1f1b needs at least 2 micro-batches"),
-            ({"pipeline_schedule": "interleaved_1f1b", "pipeline_microbatches": 5}, "to be divisible by"),
             ({"pipeline_size": 0}, "pipeline_size must be"),
             ({"context_size": 2}, "pipeline_size=2 goes with replicate_size and shard_size only"),
-            ({"data_parallel_size": 2}, "pipeline_size=2 goes with"),
             ({"sharding": "zero2"}, "pipeline_size=2 needs sharding='fsdp'"),
             ({"save_distributed_checkpoint": False}, "does not go with pipeline_size"),
             ({"wrap_policy": ("Block",)}, "wrap_policy=.*means nothing with pipeline_size"),
@@ -182,26 +172,17 @@ OPTIONS = {
             ({"shard_size": True}, "shard_size must be"),
             ({"context_size": "auto"}, "context_size must be an integer"),
             ({"tensor_size": 0}, "tensor_size must be an integer"),
-            ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 'auto' or an integer"),
-            ({"tensor_size": 2, "tensor_parallel_size": 1}, "tensor_size=2 contradicts tensor_parallel_size=1"),
-            ({"data_parallel_size": 4, "replicate_size": 2}, "contradicts"),
-            ({"data_parallel_size": 4, "context_size": 2}, "no context axis for context_size=2"),
         ],
     ),
     "sizes on 2 nodes of 4": Table(
         lambda **sizes: MeshSizes(**sizes).resolve(num_nodes=2, num_processes=4),
         [
             ({"shard_size": 3}, "^2 replicas x 3 shards = 6 ranks, but there are 8 .*change shard_size=3, or"),
-            ({"replicate_size": 3}, "^3 replicas x 2 shards = 6"),
-            ({"tensor_size": 3}, "x 3 tensor ranks = 6 ranks"),
             ({"pipeline_size": 3}, "3 pipeline ranks = 6 ranks, but there are 8"),
-            ({"shard_size": 4, "context_size": 4}, "x 4 shards x 4 context ranks = 16 .*shard_size=4, context_size=4"),
-            ({"replicate_size": 2, "shard_size": 2}, "= 4 ranks, but there are 8 .*2 nodes x 4 dev.*replicate_size=2"),
             (
                 {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},
                 "2 replicas x 2 shards x 3 context ranks x 4 tensor ranks = 48 ranks, .*context_size=3, tensor_size=4",
             ),
-            ({"data_parallel_size": 4}, "but there are 8"),
         ],
     ),
     "CostModel": Table(
@@ -209,10 +190,7 @@ OPTIONS = {
         [
             ({"bandwith": [1]}, "CostModel: there is no option 'bandwith'; did you mean 'bandwidth'"),
             ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
-            ({"bandwidth": [1.0, -2.0]}, r"bandwidth must be finite and above 0, got \(1.0, -2.0\)"),
-            ({"bandwidth": []}, r"bandwidth must be finite and above 0, got \(\)"),
             ({"latency_seconds": -1}, r"latency_seconds must be finite and at least 0, got \(-1,\)"),
-            ({"flops_per_second": INF}, "flops_per_second must be finite and above 0, got inf"),
             ({"op_seconds": NAN}, "op_seconds must be finite and at least 0, got nan"),
             ({"bandwidth": "fast"}, r"bandwidth must be finite and above 0, got \('fast',\)"),
         ],
@@ -229,14 +207,10 @@ KEYWORDS = {
             *(((kind, {"ns_stepss": 3}), "did you mean 'ns_steps'") for kind in (MuonConfig, ParallelMuon)),
             ((FlexDeMo, {"ns_stepss": 3}), "^FlexDeMo: .*'ns_stepss'; did you mean 'ns_steps'"),
             *(((kind, {"replicat_size": 2}), r"did you mean 'replicate_size'\?") for kind in _STRATEGIES),
-            *(((kind, {"momentum": 0.9}), "'momentum'; it belongs in optimizer=MuonConfig") for kind in _STRATEGIES),
-            *(((kind, {"shard_size": 2}), "'shard_size'; it belongs beside optimizer, to the strategy$")
-              for kind in (MuonConfig, FlexDeMoConfig)),
-            ((Options, {"momentum": 1}), r"^Options: there is no option 'momentum'; it belongs in optimizer=Muon"),
-            ((Options, {"learning_rate": 1}), r"did you mean 'lr'\? It belongs in optimizer=MuonConfig\("),
-            ((Options, {"replicator": 1}), r"it belongs in optimizer=FlexDeMoConfig\(\.\.\.\)$"),
+            *(((kind, {"momentum": 0.9}), "'momentum'; it is one of MuonConfig, which optimizer= takes$")
+              for kind in _STRATEGIES),
             ((lambda **options: FlexDeMo([nn.Parameter(torch.eye(3))], **options), {"normuon": True}),
-             "there is no option 'normuon'; it belongs to ParallelMuon"),
+             "there is no option 'normuon'; it is one of MuonConfig"),
             ((lightning_muon.hf.optimizer, {"wieght_decay": 0.1}), "MuonConfig: .* did you mean 'weight_decay'"),
         ],
         TypeError,
@@ -255,11 +229,10 @@ MAPPINGS = {
         _mapping,
         [
             (({"optimizer": {"base": "sgd", "decy": 0}},), r"FlexDeMoConfig\): .*'decy'; did you mean 'decay'"),
-            (({"learning_rate": 1},), "^side.yaml: .*'learning_rate'; did you mean 'lr'. It belongs under optimizer:"),
-            (({"replicator": {}},), "^side.yaml: there is no option 'replicator'; it belongs under optimizer:"),
+            (({"nesterov": True},), "^side.yaml: there is no option 'nesterov'; it is one of MuonConfig"),
             (({1: 2},), "^side.yaml: there is no option 1; the options are replicate_size, shard_size, .*optimizer, "),
             (({"optimizer": {"look_ahead": 2, "base": "adamw"}},),
-             r"optimizer \(MuonConfig\): there is no option 'base'; it belongs to FlexDeMoConfig"),
+             r"optimizer \(MuonConfig\): there is no option 'base'"),
             *((({"optimizer": config},), rf"^side.yaml: optimizer{key}: class_path '.*Popen' names no {names}$")
               for config, key, names in (
                   (_POPEN, "", "MuonConfig or FlexDeMoConfig"),
@@ -269,7 +242,6 @@ MAPPINGS = {
             (({"optimizer": {"orthogonalize": _CALLABLE}},), "orthogonalize: class_path 'sympy.Lambda' names no class"),
             (({"optimizer": {"fused": _MAPPING}},), "fused: class_path 'shelve.DbfilenameShelf' names no class that"),
             (({"wrap_policy": _CALLABLE},), "^side.yaml: wrap_policy: .* names no class that"),
-            (({"wrap_policy": None},), "^side.yaml: wrap_policy must be 'auto', .* got None"),
             (({"wrap_policy": "os.system"},), "^side.yaml: wrap_policy: 'os.system' is a function of Python itself"),
             (({"optimizer": {"orthogonalize": "subprocess.getoutput"}},), "orthogonalize: 'subprocess.getoutput' is"),
             (({"optimizer": {"orthogonalize": "no_module.f"}},), "expects a function or a callable class"),
