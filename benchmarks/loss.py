@@ -62,7 +62,6 @@ CONFIGURATIONS: dict[str, dict[str, Any] | None] = {
     "muon": {},
     "polar_express": {"ns_coefficients": "polar_express"},
     "fast": {"ns_quality": "fast"},
-    "cautious decay": {"cautious_weight_decay": True},
     **{name: {"adjust_lr_fn": name} for name in ("original", "spectral_mup")},
     "normuon": {"normuon": True},
 }

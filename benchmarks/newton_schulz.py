@@ -27,8 +27,7 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.coefficients import FAST, steps_of
-from lightning_muon.math.newton_schulz import NewtonSchulz, gram_restarts, worth_batching
+from lightning_muon.math.newton_schulz import FAST, NewtonSchulz, gram_restarts, steps_of, worth_batching
 from lightning_muon.math.symmetric import share_of_full_product
 
 SHAPES = {

@@ -36,8 +36,8 @@ from benchmarks.ranks import run_on_ranks
 from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon import ParallelMuon
 from lightning_muon.config import NsQuality
-from lightning_muon.math.coefficients import steps_of
-from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, NewtonSchulzOptions, lr_scale, orthogonalize
+from lightning_muon.math import newton_schulz as ns
+from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, lr_scale, orthogonalize
 from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
 from lightning_muon.schedule.assign import longest_first
 
@@ -150,7 +150,7 @@ def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> 
         adjust_lr="rms_norm",
         # Its own coefficients are other ones; as many steps of ours are as much work.
         newton_schulz_func=lambda matrix, epsilon: orthogonalize(
-            matrix, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=torch.bfloat16
+            matrix, steps=ns.steps_of("jordan", 5), eps=1e-7, compute_dtype=torch.bfloat16
         ),
     )
 
@@ -158,7 +158,7 @@ def make_dion(params: list[nn.Parameter], *, mesh: DeviceMesh, folder: Path) -> 
 def make_floor(mesh: DeviceMesh, shapes: str, dtype: torch.dtype, quality: NsQuality) -> Step:
     """Newton-Schulz of this rank's share, balanced by FLOPs."""
     sizes = [(rows, cols) for rows, cols, count in SHAPES[shapes] for _ in range(count)]
-    options, arithmetic = NewtonSchulzOptions(quality, "jordan", 5), Arithmetic("cpu", dtype)
+    options, arithmetic = ns.NewtonSchulzOptions(quality, "jordan", 5), Arithmetic("cpu", dtype)
     costs = [options.flops(rows, cols, arithmetic) for rows, cols in sizes]
     owners = longest_first(costs, costs, [(0, 0)] * mesh.size(), taken=range(len(sizes)))
     mine = [torch.randn(size) for index, size in enumerate(sizes) if owners[index] == mesh.get_rank()]
@@ -193,7 +193,7 @@ class RedundantMuon:
             self._update(param, gathered)
 
     def _update(self, param: nn.Parameter, whole: Tensor) -> None:
-        update = orthogonalize(whole, steps=steps_of("jordan", 5), eps=1e-7, compute_dtype=self.dtype)
+        update = orthogonalize(whole, steps=ns.steps_of("jordan", 5), eps=1e-7, compute_dtype=self.dtype)
         mesh = param.device_mesh
         mine = update.chunk(mesh.size(-1))[mesh.get_local_rank(mesh.ndim - 1)]
         local = param.to_local()
@@ -207,7 +207,7 @@ def check_equal(mine: list[nn.Parameter], others: list[nn.Parameter], *, atol: f
 
 
 def table(rows: dict[str, Row], shapes: str) -> str:
-    newton_schulz = NewtonSchulz(steps_of("jordan", 5), torch.float32)
+    newton_schulz = NewtonSchulz(ns.steps_of("jordan", 5), torch.float32)
     flops = sum(newton_schulz.flops(r, c) * n for r, c, n in SHAPES[shapes])
     cells: list[list[str]] = []
     for mesh, row in rows.items():

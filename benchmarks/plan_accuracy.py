@@ -35,8 +35,7 @@ from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.coefficients import JORDAN
-from lightning_muon.math.newton_schulz import NewtonSchulz
+from lightning_muon.math.newton_schulz import JORDAN, NewtonSchulz
 from lightning_muon.monitor.recorder import TimelineRecorder
 from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.parallel_muon import ParallelMuon

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_args, get_type_hints
 
 from lightning_muon.removed import removed
 
@@ -30,7 +30,6 @@ Orthogonalize = Callable[..., Any] | Literal["newton_schulz"]
 Algorithm = Literal["auto", "muon", "adamw"]
 DtypeName = Literal["auto", "float32", "bfloat16"]
 ComputeDtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-Assignment = Literal["lpt", "round_robin", "redundant"]
 Dedupe = Literal["auto", "always", "never"]
 Overlap = Literal["step", "off"]
 # Muon's learning rate over AdamW's, where one was chosen for AdamW: see docs/performance.md.
@@ -129,8 +128,6 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay. A step multiplies matrices on Muon by ``1 - lr * muon_lr_factor *
             weight_decay``, other parameters by ``1 - lr * weight_decay``. The factor of ``adjust_lr_fn`` is no part of
             it.
-        cautious_weight_decay: Decay only the weights that the update moves towards zero, ``update * weight >= 0`` (Chen
-            et al. 2025, arXiv:2510.12402, Algorithm 1); for matrices on Muon and for parameters on AdamW.
         momentum: Decay of the exponential moving average of the gradients.
         nesterov: Orthogonalize the look-ahead ``lerp(grad, momentum_buffer, momentum)``, not the buffer itself.
         ns_coefficients: ``(a, b, c)`` of the quintic Newton-Schulz polynomial (https://kellerjordan.github.io/posts/muon),
@@ -165,7 +162,6 @@ class OptimizerConfig:
 
     lr: float = 1e-3
     weight_decay: float = 0.1
-    cautious_weight_decay: bool = False
     momentum: float = 0.95
     nesterov: bool = True
     ns_coefficients: NsCoefficients = (3.4445, -4.7750, 2.0315)
@@ -220,8 +216,6 @@ class ExchangeOptions:
     Args:
         bucket_bytes: How many bytes of a bucket, the matrices that travel together, a rank owns on average; a bucket
             has at least one matrix for each rank, however large.
-        assignment: How matrices get their owners. ``"lpt"``: longest first to the least loaded rank. ``"round_robin"``:
-            in turn. ``"redundant"``: every rank gathers and computes all of them.
         dedupe: Where parameters are replicated (hybrid sharding, DDP): ``"always"`` one owner for all replicas,
             ``"never"`` one in each, ``"auto"`` by the FLOPs that it saves and the bytes that it costs, per matrix.
         overlap: ``"step"``: transfers hide behind the arithmetic of the step, ``"off"``: one after the other. The
@@ -230,7 +224,6 @@ class ExchangeOptions:
     """
 
     bucket_bytes: int = 4 * 2**20
-    assignment: Assignment = "lpt"
     dedupe: Dedupe = "auto"
     overlap: Overlap = "step"
     look_ahead: int = 3
@@ -238,7 +231,7 @@ class ExchangeOptions:
     def __post_init__(self) -> None:
         for key in ("bucket_bytes", "look_ahead"):
             check_whole(key, getattr(self, key), at_least=1)
-        for key, allowed in (("assignment", Assignment), ("dedupe", Dedupe), ("overlap", Overlap)):
+        for key, allowed in (("dedupe", Dedupe), ("overlap", Overlap)):
             check_one_of(key, getattr(self, key), get_args(allowed))
 
 
@@ -261,6 +254,40 @@ class MuonConfig(ExchangeOptions, OptimizerConfig):
         ExchangeOptions.__post_init__(self)
 
 
+class OptimizerOptions(TypedDict, total=False):
+    """The fields of :class:`OptimizerConfig` that optimizers take as ``**options``, for editors."""
+
+    nesterov: bool
+    ns_coefficients: NsCoefficients
+    eps: float
+    ns_steps: int
+    ns_quality: NsQuality
+    orthogonalize: Orthogonalize
+    adjust_lr_fn: AdjustLr
+    muon_lr_factor: float | Literal["auto"]
+    betas: tuple[float, float]
+    adamw_eps: float
+    adamw_patterns: tuple[str, ...]
+    muon_patterns: tuple[str, ...]
+    fused: Mapping[str, int | tuple[int, ...]]
+    fused_inputs: Mapping[str, int | tuple[int, ...]]
+    compute_dtype: ComputeDtypeName
+    wire_dtype: DtypeName
+    error_if_nonfinite: bool
+    max_skipped_steps: int
+
+
+class MuonOptions(OptimizerOptions, total=False):
+    """Those of :class:`MuonConfig`."""
+
+    bucket_bytes: int
+    dedupe: Dedupe
+    overlap: Overlap
+    look_ahead: int
+    normuon: bool
+    normuon_beta2: float
+
+
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` for the first hyper-parameter of a parameter group that is out of range."""
     for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps", "muon_lr_factor"):
@@ -276,7 +303,6 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
     _check_newton_schulz(group)
     check_flag("nesterov", group.get("nesterov", True))
-    check_flag("cautious_weight_decay", group.get("cautious_weight_decay", False))
     check_one_of("adjust_lr_fn", group.get("adjust_lr_fn", "original"), get_args(AdjustLr))
     check_one_of("algorithm", group.get("algorithm", "auto"), get_args(Algorithm))
     check_flag("normuon", group.get("normuon", False))

@@ -18,6 +18,8 @@ REMOVED: dict[str, str] = {
     "early_all_gather": "gathers wait for all that is queued; call set_post_optim_event of FSDP2 after a step",
     "delay": "steps of FlexDeMo were slower with it, and their loss higher; remove it",
     "chunk_bytes": "it is called bucket_bytes",
+    "cautious_weight_decay": "it gained nothing in our runs; remove it",
+    "assignment": "owners are found longest first, as by 'lpt'; remove it",
     "lora": "for 'both' leave it out; for 'b_only' write adamw_patterns=('*lora_A*',)",
     # options of strategies
     "data_parallel_size": "write replicate_size=1 and shard_size",

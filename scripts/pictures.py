@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from lightning_muon import MuonConfig
-from lightning_muon.math.coefficients import steps_of
-from lightning_muon.math.newton_schulz import orthogonalize
+from lightning_muon.math.newton_schulz import orthogonalize, steps_of
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.pipeline import Pipeline, StageCosts, add_reduce_grad, build_program, make_order
 from lightning_muon.schedule.simulate import simulate

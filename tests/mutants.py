@@ -61,8 +61,8 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("rounding is thought to grow too slowly", "noise *= a * a", "noise *= a"),
     ],
-    "math/normuon.py": [
-        ("weights of a moving average the wrong way round", "mean(-1), 1 - beta2)", "mean(-1), beta2)"),
+    "math/dct.py": [
+        ("cosines of neighbours", "(2 * numbers + 1)", "(2 * numbers)"),
     ],
     "schedule/assign.py": [
         ("the heap of loads is stale", "(*loads[rank], rank))", "(load_flops, load_bytes, rank))"),
@@ -71,7 +71,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
             "filled + sizes[matrix] > least * bucket_bytes",
             "filled + sizes[matrix] >= least * bucket_bytes",
         ),
-        ("an owner's own piece counts as sent", "gather_sent[owner] -= own", "gather_sent[owner] -= 0"),
+        ("an owner's own piece counts as sent", "to_owners[owner] -= own", "to_owners[owner] -= 0"),
     ],
     "schedule/pipeline/play.py": [
         (
@@ -138,8 +138,8 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "optim/matrix_step.py": [
         (
             "no weight decay of matrices",
-            "self._decay(views, updates, lr * weight_decay,",
-            "self._decay(views, updates, 0.0,",
+            "decay_(views, lr * weight_decay)",
+            "decay_(views, 0.0)",
         ),
         (
             "the learning rate of the first step stays",
@@ -148,7 +148,8 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "optim/moments.py": [
-        ("second moments of NorMuon are not saved", "if matrix.owners[0] == axes.rank:", "if matrix.owners[0] == -1:"),
+        ("weights of a moving average the wrong way round", "mean(-1), 1 - beta2)", "mean(-1), beta2)"),
+        ("second moments of NorMuon are not saved", "if matrix.owner == axes.rank:", "if matrix.owner == -1:"),
     ],
     "flexdemo/bucket.py": [
         ("sums over the nodes are no means", "self._received.float().div_(self._num_nodes)", "self._received.float()"),
@@ -156,7 +157,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "flexdemo/replicators.py": [
         ("what was sent is added to the residual", "components.indices, alpha=-1)", "components.indices, alpha=1)"),
     ],
-    "flexdemo/diloco.py": [
+    "flexdemo/sync.py": [
         (
             "nodes average one step too early",
             "if self.num_steps % self._options.period == 0:",

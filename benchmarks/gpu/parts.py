@@ -151,8 +151,8 @@ def _as_it_runs(device: Device, matrices: Tensor) -> Callable[[], Tensor]:
         graph = NewtonSchulzGraphs(matrices.dtype, matrices.device).take((num, rows, cols), way, eps=1e-7)
     if graph is None:
         return partial(way.orthogonalize, matrices, eps=1e-7)
-    graph.matrices.copy_(matrices)
-    return graph.replay
+    graph[0].copy_(matrices)
+    return graph[1]
 
 
 def merging(device: Device) -> Iterator[Row]:

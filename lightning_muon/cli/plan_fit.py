@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal, NamedTuple, get_args
 
 from lightning_muon.cli.plan_step import Setting
-from lightning_muon.flexdemo.bucket_plan import Shape, plan_buckets
+from lightning_muon.flexdemo.bucket import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
 from lightning_muon.params.matrices import matrices_in

@@ -176,7 +176,7 @@ def _owners(step: SimulatedStep) -> RenderableType:
     mean = sum(loads) / len(loads)
     rows: list[tuple[Any, ...]] = []
     for rank, label in rows_shown(step.timeline).items():
-        owned = [matrix for matrix in step.plan.matrices if rank in matrix.owners]
+        owned = [matrix for matrix in step.plan.matrices if matrix.owner == rank]
         shapes = Counter((matrix.rows, matrix.cols) for matrix in owned)
         text = ", ".join(f"{number} x {shape}" for shape, number in shapes.most_common())
         rows.append((label.replace("\n", " "), len(owned), loads[rank] / 1e12, loads[rank] / mean, text or "nothing"))

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _described(about: Mapping[str, Any]) -> str:
     """Facts on the run from the manifest, as text."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in about.get("mesh", {}).items())
-    facts = {"step": about.get("step"), "mesh": mesh, "plan": ", ".join(map(str, filter(None, about.get("plans", []))))}
+    facts = {"step": about.get("step"), "mesh": mesh}
     return "".join(f", {name} {fact}" for name, fact in facts.items() if fact not in (None, ""))
 
 

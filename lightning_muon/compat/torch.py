@@ -328,14 +328,6 @@ def fsdp_units_of(parameters: Collection[torch.Tensor]) -> list[FSDPModule]:
     return list(found.values())
 
 
-def holds_all_of(units: Sequence[FSDPModule], parameters: Collection[torch.Tensor]) -> bool:
-    """Whether ``parameters`` are all that train of the models of ``units``, of which there is one at least; local."""
-    given = set(parameters)
-    states = [state for unit in units for state in unit._get_fsdp_state()._state_ctx.all_states]
-    sharded = [held.sharded_param for state in states for group in _groups_of(state) for held in group.fsdp_params]
-    return bool(sharded) and all(each in given or not each.requires_grad for each in sharded)
-
-
 def has_unfinished_forward(unit: FSDPModule) -> bool:
     """Whether the outermost FSDP2 forward pass that runs, or that an exception has ended, is that of this unit."""
     state = unit._get_fsdp_state()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, TypedDict, get_args
 
 from lightning_muon.config import (
     MuonConfig,
@@ -18,12 +18,13 @@ from lightning_muon.config import (
     takes_options,
 )
 from lightning_muon.engine.conversion import OptimizerChoice
-from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.engine.mesh_sizes import MeshSizes, SizeOrAuto
 from lightning_muon.engine.parsing import build, build_class, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.sharding.base import Accumulate, ModeOptions, ShardingOptions
+from lightning_muon.sharding.base import Accumulate, BucketBytes, ModeOptions, ShardingOptions
 from lightning_muon.sharding.modes import MODES, Sharding
+from lightning_muon.sharding.units import WrapPolicy
 
 LossScaling = Literal["mean", "tokens"]
 ClipGroups = Literal["all", "elementwise"]
@@ -203,3 +204,32 @@ class Options(ShardingOptions, PipelineOptions, MeshSizes):
             raise ValueError(f"optimizer=FlexDeMoConfig(...) needs sharding='fsdp', got {self.sharding!r}")
         if self.tensor_size > 1:
             raise ValueError("optimizer=FlexDeMoConfig(...) needs the axes replicate (nodes) and shard, no tensor_size")
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The fields of :class:`Options`, which strategies take as ``**options``, for editors."""
+
+    replicate_size: SizeOrAuto
+    shard_size: SizeOrAuto
+    optimizer: OptimizerChoice
+    wrap_policy: WrapPolicy
+    reshard_after_forward: bool
+    context_size: int
+    tensor_size: int
+    pipeline_size: int
+    pipeline_schedule: str
+    pipeline_microbatches: int | Literal["auto"]
+    pipeline_split: Sequence[str] | None
+    pipeline_stages_per_rank: int | Literal["auto"]
+    reshard_after_backward: bool
+    accumulate: Accumulate
+    bucket_bytes: BucketBytes
+    sharding: Sharding
+    loss_scaling: LossScaling
+    clip_groups: ClipGroups
+    save_distributed_checkpoint: bool | Literal["auto"]
+    check_replicas_every_n_steps: int
+    async_save: bool
+    process_group_backend: str | None
+    timeout: timedelta
+    max_silence: timedelta | None

@@ -440,10 +440,9 @@ class TrainingEngine:
         return Format(whole=whole, metadata_name=metadata_name, about=about, saves=self._saves)
 
     def description(self) -> dict[str, Any]:
-        """What the manifest of a checkpoint says of the run: axes of the mesh, and plans of the optimizers; local."""
+        """What the manifest of a checkpoint says of the run: axes of the mesh; local."""
         mesh = self.meshes.user
-        plans = [each.plan_fingerprint for each in self.optimizers if isinstance(each, PlannedOptimizer)]
-        return {"mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)), "plans": plans}
+        return {"mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))}
 
     # ---- errors and the end
 
@@ -556,9 +555,7 @@ class TrainingEngine:
         parameters, everyone = parameters_of(optimizer), all_ranks()
         if self.pipeline is not None:  # Other stages have other parameters.
             everyone = axis_group(self.mesh, tuple(range(self.mesh.ndim)))
-        settings = [
-            (f"group {number}", repr(compared(g, waits=False))) for number, g in enumerate(optimizer.param_groups)
-        ]
+        settings = [(f"group {number}", repr(compared(g))) for number, g in enumerate(optimizer.param_groups)]
         word = zlib.crc32(repr(settings).encode()) >> 1
         if not are_equal(maxima_over(host_group(everyone), both_signs([word]))):
             require_equal(settings, everyone, "what an optimizer goes by")

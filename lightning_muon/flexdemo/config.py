@@ -10,6 +10,7 @@ from typing_extensions import override
 from lightning_muon.config import (
     MuonConfig,
     OptimizerConfig,
+    OptimizerOptions,
     check_number,
     check_one_of,
     check_whole,
@@ -119,3 +120,19 @@ class FlexDeMoConfig(OptimizerConfig):
         # those that nodes exchange.
         own = {"dedupe": "never", "bucket_bytes": MuonConfig.bucket_bytes}
         return from_arguments(MuonConfig, {**vars(self), **own})
+
+
+class FlexDeMoOptions(OptimizerOptions, total=False):
+    """The fields of :class:`FlexDeMoConfig` that FlexDeMo takes as ``**options``, for editors."""
+
+    base: Base
+    replicator: Replicator | LocalSteps | Literal["auto"]
+    decay: float
+    sign: bool | Literal["auto"]
+    merge: Merge
+    weight_decay: float
+    value_format: ValueFormat
+    dense_below: int
+    check_every: int
+    bucket_bytes: int
+    momentum: float

@@ -12,13 +12,9 @@ from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.comm.groups import AxisGroup, shard_axis
+from lightning_muon.config import join_names
 from lightning_muon.math.checksum import checksums
 from lightning_muon.params.layout import AxisPlacement, Decoupled, Layout, contiguous_stride, local_tensor
-
-_NOT_SHARDED = (
-    ". FSDP2 does not average the gradients of parameters that it does not shard (0-d ones, ignored_params): do it "
-    "before step(), over the ranks of each node"
-)
 
 
 class NodeLayout(Layout):
@@ -113,25 +109,20 @@ def check_equal(tensors: Sequence[tuple[str, Tensor]], everyone: AxisGroup) -> N
     """
     if everyone.size == 1 or not tensors:
         return
-    sums = torch.stack(gather(checksums([local_tensor(tensor) for _, tensor in tensors]).cpu(), everyone))
-    # Shards are compared with those of the first node, and tensors that FSDP2 does not shard with the first rank's.
-    ranks = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
-    is_sharded = torch.tensor([isinstance(tensor, DTensor) for _, tensor in tensors])
-    first = sums[[ranks[0, shard] for _, shard in everyone.coordinates]]
-    differs = (sums != torch.where(is_sharded, first, sums[0])).T
+    sums = gather(checksums([local_tensor(tensor) for _, tensor in tensors]).tolist(), everyone)
+    rank_of = {coordinate: rank for rank, coordinate in enumerate(everyone.coordinates)}
     drifted: list[str] = []
-    for (name, tensor), ranks_of in zip(tensors, differs, strict=True):
-        found = ranks_of.nonzero().flatten().tolist()
-        if isinstance(tensor, DTensor):
-            found = list(dict.fromkeys(everyone.coordinates[rank][0] for rank in found))
-        if found:
-            what = "node {}" if isinstance(tensor, DTensor) else "rank {} of all nodes"
-            drifted.append(f"{name} ({what.format(', '.join(map(str, found)))})")
+    for number, (name, tensor) in enumerate(tensors):
+        for rank, (_, shard) in enumerate(everyone.coordinates):
+            first = rank_of[0, shard if isinstance(tensor, DTensor) else 0]
+            if sums[rank][number] != sums[first][number]:
+                drifted.append(name)
+                break
     if drifted:
         raise RuntimeError(
-            f"{len(drifted)} parameters are not what they are on node 0: {', '.join(drifted[:5])}. The nodes have "
+            f"{len(drifted)} parameters are not what they are on the first node: {join_names(drifted)}. The nodes have "
             "begun with different weights, or their learning rates differ (a scheduler that follows the loss of one "
-            "rank), or something has changed weights on some of them only, such as a callback that runs on rank 0; let "
-            "it be the same on all ranks, and load the last checkpoint"
-            + (_NOT_SHARDED if differs[~is_sharded].any() else "")
+            "rank), or something has changed weights on some of them only, such as a callback that runs on rank 0, or "
+            "gradients of parameters that FSDP2 does not shard (0-d ones, ignored_params) were not averaged before "
+            "step(); let it be the same on all ranks, and load the last checkpoint"
         )

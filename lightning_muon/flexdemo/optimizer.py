@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -16,14 +15,13 @@ from typing_extensions import override
 from lightning_muon.comm.groups import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
-from lightning_muon.flexdemo.config import SIGN_SGD, FlexDeMoConfig
-from lightning_muon.flexdemo.diloco import DiLoCoSync
+from lightning_muon.flexdemo.config import FlexDeMoConfig, FlexDeMoOptions
 from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
-from lightning_muon.flexdemo.sync import InterNodeSync, MomentumSync, Trained
+from lightning_muon.flexdemo.sync import DiLoCoSync, InterNodeSync, MomentumSync, Trained
 from lightning_muon.optim.elementwise import Elementwise, sgd_step_
-from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
-from lightning_muon.optim.parameters import SECOND_MOMENT, StateCompletion, as_saved
+from lightning_muon.optim.matrix_step import MatrixStep
+from lightning_muon.optim.parameters import SECOND_MOMENT, Gradients, StateCompletion, as_saved
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.optim.saved_states import understood
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
@@ -69,7 +67,7 @@ class FlexDeMo(PlannedOptimizer):
         lr: float | Tensor = FlexDeMoConfig.lr,
         *,
         mesh: DeviceMesh | None = None,
-        **options: Any,
+        **options: Unpack[FlexDeMoOptions],
     ) -> None:
         self.config = FlexDeMoConfig(lr=lr, **options)  # type: ignore[arg-type]
         self._sync = make_sync(self.config, mesh)
@@ -181,10 +179,7 @@ class FlexDeMo(PlannedOptimizer):
             "to other nodes per rank and step"
         )
         head += f", 1/{summed / sent:.1f} of an all-reduce of float32 gradients" if sent else ""
-        if config.base != "sgd":
-            return f"{head}\n{super().summary()}"
-        rates = ", ".join(dict.fromkeys(f"{float(group['lr']):g}" for group in self.param_groups))
-        return f"{head}\nsign SGD with lr {rates}: {SIGN_SGD}" if config.takes_sign else head
+        return head if config.base == "sgd" else f"{head}\n{super().summary()}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch does, with what each node has of its own."""
@@ -253,10 +248,9 @@ class FlexDeMo(PlannedOptimizer):
         self._sync.num_steps = self.num_exchanges
         self._sync.plan(self._trained())
 
-    def _exchange(self, planned: MatrixStep, gradients: AgreedGradients) -> AgreedGradients:
+    def _exchange(self, planned: MatrixStep, gradients: Gradients) -> Gradients:
         with planned.executor.measured(Op(kind="nodes", key="all", rank=0)):
-            updates = self._sync.updates(self._trained(), gradients.gradients)
-        return replace(gradients, gradients=updates)
+            return self._sync.updates(self._trained(), gradients)
 
     @property
     def _elementwise(self) -> Elementwise:

@@ -26,27 +26,18 @@ _SPLIT_ABOVE = 4
 
 @dataclass(frozen=True)
 class ExchangeStep:
-    """Identifies an exchange, equally on all nodes; a random or periodic choice depends on nothing else.
+    """Identifies an exchange, equally on all nodes; a random or periodic choice depends on nothing else."""
 
-    Attributes:
-        step: Number of the exchange, from 0.
-        bucket: Number of the bucket in which the blocks are sent.
-    """
-
-    step: int
-    bucket: int
+    step: int  # Number of the exchange, from 0.
+    bucket: int  # Number of the bucket in which the blocks are sent.
 
 
 class Components(NamedTuple):
-    """The values that are sent of each block.
+    """The values that are sent of each block."""
 
-    Attributes:
-        values: (num_blocks, num_sent), float32.
-        indices: (num_blocks, num_sent), int64: where in the flattened block (or its transform) each value belongs;
-            ``None`` where it follows from the :class:`ExchangeStep`, so that only values are sent.
-    """
-
-    values: Tensor
+    values: Tensor  # (num_blocks, num_sent), float32.
+    # (num_blocks, num_sent), int64: where in the flattened block (or its transform) each value belongs; `None` where it
+    # follows from the ExchangeStep, so that only values are sent.
     indices: Tensor | None
 
 
@@ -123,11 +114,12 @@ def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) 
 
     values, indices = sent = replicator.encode(blocks, exchange)
     num_sent = replicator.num_sent(numel)
-    found = f"encode gives values of shape {tuple(values.shape)} and {values.dtype} for blocks of shape {shape}"
     require(torch.equal(blocks, given), "encode changes the blocks that it is given")
     require(num_sent >= 1, f"num_sent({numel}) is {num_sent}: blocks of shape {shape} would never be trained")
-    require(tuple(values.shape) == (2, num_sent), f"{found}; num_sent({numel}) says (2, {num_sent})")
-    require(values.dtype == torch.float32, f"{found}, not float32")
+    require(
+        tuple(values.shape) == (2, num_sent),
+        f"encode gives values of shape {tuple(values.shape)}; num_sent({numel}) says (2, {num_sent})",
+    )
     require(
         (indices is None) != replicator.sends_indices,
         f"sends_indices is {replicator.sends_indices}, but encode gives {'no ' if indices is None else ''}indices",
@@ -138,7 +130,6 @@ def check_replicator(replicator: Replicator, block_shape: tuple[int, ...] = ()) 
         steps = indices.sort(1).values.diff(dim=1)
         require(bool(steps.all()), "encode: an index occurs twice in a block; send the sum of its values once")
     decoded = replicator.decode(sent, shape, exchange)
-    require(decoded.shape == blocks.shape, f"decode gives {tuple(decoded.shape)}, not {tuple(blocks.shape)}")
     replicator.subtract_(blocks, sent, exchange)
     require(torch.allclose(blocks, given - decoded, atol=1e-4), "subtract_ takes off something else than decode gives")
 
@@ -263,10 +254,8 @@ class SharedElements(Replicator):
         if not 0 < rate <= 1:
             raise ValueError(f"{name}: rate must be in (0, 1], the part of the elements that is sent, got {rate}")
         if abs(rate * period(rate) - 1) > _ROUNDED:
-            fewer, more = math.ceil(1 / rate), math.floor(1 / rate)
             raise ValueError(
-                f"{name}: rate must be 1 / n for a whole number n, since one of n elements is sent; got "
-                f"{rate}, use 1/{fewer} = {1 / fewer:.4g} or 1/{more} = {1 / more:.4g}"
+                f"{name}: rate must be 1 / n for a whole number n, since one of n elements is sent, got {rate}"
             )
 
     @abstractmethod

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch import nn
 from lightning_muon.compat.lightning import LightningPackage, start_process_group
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import mixed_precision_policy
-from lightning_muon.engine.options import Options
+from lightning_muon.engine.options import Options, StrategyOptions
 from lightning_muon.engine.session import Session
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.registry import STRATEGIES
@@ -39,7 +39,7 @@ class MuonStrategy:
     world_size: int
     global_rank: int
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options: Unpack[StrategyOptions]) -> None:
         self.options = Options(**options)
         log = self.package.fabric("utilities.rank_zero")
         self._session = Session(self.options, info=log.rank_zero_info, warn=log.rank_zero_warn)

@@ -16,7 +16,6 @@ with suppress(ImportError):  # The shapes in annotations are read by tests and t
     from jaxtyping import Float
 
 from lightning_muon.config import AdjustLr, NsCoefficients, NsMethod, NsQuality, Quintic
-from lightning_muon.math.coefficients import FAST, steps_of
 from lightning_muon.math.symmetric import (
     Panels,
     add_square,
@@ -27,6 +26,30 @@ from lightning_muon.math.symmetric import (
     symmetric_product,
 )
 
+# Coefficients (a, b, c) of each step x <- a x + b x^3 + c x^5.
+JORDAN: Quintic = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
+# Polar Express for bfloat16 (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1 with the changes of section 3.4), in
+# which each step is the best for what the steps before it leave of the singular values in [0.001, 1]. From the tenth
+# step on these lie so near 1 that the step stays the same. Computed by
+# tests/reference/polar_express.py, and compared with the published ones in tests/unit/math/test_coefficients.py.
+POLAR_EXPRESS: tuple[Quintic, ...] = (
+    (8.20516041400557, -22.90193498705604, 16.460724910180307),
+    (4.066395159942761, -2.8611540867551337, 0.5183995226694726),
+    (3.909594904437905, -2.8233517350395063, 0.5250369769390005),
+    (3.28556401719862, -2.415301959635948, 0.48529406552790877),
+    (2.27787328708398, -1.6198217652654436, 0.3984807870416836),
+    (1.8725756512746514, -1.2307042574884295, 0.3585161620951164),
+    (1.8564371097654464, -1.2132392819372866, 0.3567997894229572),
+    (1.8749999980503391, -1.2499999961006782, 0.3749999980503392),
+    (1.8750000000000004, -1.2500000000000009, 0.37500000000000044),
+    (1.875, -1.25, 0.375),
+)
+# The same for singular values in [0.01, 1], which these three take into [0.70, 1.28].
+FAST: tuple[Quintic, ...] = (
+    (7.910260608141099, -22.078821746018683, 15.86911373678816),
+    (3.6073447007872157, -2.6466685703486, 0.5110397329749129),
+    (2.6448182969901732, -1.926927609479547, 0.431511113616434),
+)
 # Short sides, inclusive, for which a batch is faster than one matrix after the other. CPU: 2 times as fast at 128 x 128
 # and 64 x 256, 0.85 times at 512 x 512 (benchmarks/newton_schulz.py of commit 04c1224e); below 24 a batched product may
 # add in another order than a single one, and on a CPU what a matrix is batched with does not change its update. CUDA:
@@ -94,11 +117,8 @@ def _iterate(x: Tensor, steps: Sequence[Quintic], panels: Panels) -> Tensor:
     polynomial, following, spare = torch.empty_like(gram), *_targets(x)
     for a, b, c in steps:
         gram_matrix(x, panels, out=gram)
-        if c:
-            add_square(gram, b, c, panels, out=polynomial)
-            addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
-        else:
-            addmm(x, gram, x, beta=a, alpha=b, out=following)
+        add_square(gram, b, c, panels, out=polynomial)
+        addmm(x, polynomial, x, beta=a, alpha=1.0, out=following)
         x, following, spare = following, spare, following
     return x
 
@@ -117,10 +137,7 @@ def _iterate_on_gram_matrix(x: Tensor, steps: Sequence[Quintic], panels: Panels)
     gram_matrix(x, panels, out=gram)
     is_first = True  # Since the Gram matrix was computed from x.
     for index, (a, b, c) in enumerate(steps, 1):
-        if c:
-            add_square(gram, b, c, panels, out=polynomial)
-        else:
-            torch.mul(gram, b, out=polynomial)
+        add_square(gram, b, c, panels, out=polynomial)
         polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
         ends = index in restarts or index == len(steps)
         if not ends:
@@ -157,6 +174,18 @@ def gram_restarts(steps: tuple[Quintic, ...], dtype: torch.dtype) -> tuple[int, 
     return tuple(restarts)
 
 
+@cache
+def steps_of(coefficients: NsCoefficients, num_steps: int) -> tuple[Quintic, ...]:
+    """The coefficients of each step, of a name, of one triple for all steps, or as they are."""
+    if coefficients == "jordan":
+        return (JORDAN,) * num_steps
+    if coefficients == "polar_express":
+        return POLAR_EXPRESS[:num_steps] + POLAR_EXPRESS[-1:] * (num_steps - len(POLAR_EXPRESS))
+    if isinstance(coefficients[0], tuple):
+        return coefficients  # pyright: ignore[reportReturnType]
+    return (coefficients,) * num_steps  # pyright: ignore[reportReturnType]
+
+
 def worth_batching(rows: int, cols: int, device_type: str) -> bool:
     """Whether equal ``rows x cols`` matrices are orthogonalized faster as one batch than one after the other."""
     least, largest = _BATCHED.get(device_type, (1, 0))
@@ -189,11 +218,11 @@ class NewtonSchulz:
         As textbooks count them, though some products are computed by half: the unit of loads and rates on any device.
         """
         short, long = sorted((rows, cols))
-        num_steps, num_squares = len(self.steps), sum(1 for _, _, c in self.steps if c)
+        num_steps = len(self.steps)
         # The Gram matrix is computed anew in each part, and the matrix multiplied. In all steps of a part but one, two
         # products update the Gram matrix, and one multiplies the polynomials.
         num_parts = num_steps if self.method == "plain" else len(gram_restarts(self.steps, self.dtype)) + 1
-        num_small = num_squares + 3 * (num_steps - num_parts)
+        num_small = num_steps + 3 * (num_steps - num_parts)
         return 2 * short * short * (2 * num_parts * long + num_small * short)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,21 +12,16 @@ from torch.optim.adamw import adamw
 from lightning_muon.compat import foreach
 from lightning_muon.params.layout import local_tensor
 
-# One step in place for local tensors of one param group: parameters, gradients, states, group, and the values of
-# hyper-parameters that are tensors on a device.
-Elementwise = Callable[
-    [Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any], Mapping[Tensor, float]], None
-]
+# One step in place for local tensors of one param group: parameters, gradients, states, and group.
+Elementwise = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[dict[str, Any]], dict[str, Any]], None]
 # From so many elements on, a dtype conversion costs more in bytes than in launches: 8 bytes an element at 4 TB/s,
 # against 5 us a launch.
 _LEAST_ALONE = 1 << 21
 
 
-def number(value: Any, numbers: Mapping[Tensor, float]) -> Any:
-    """A hyper-parameter as a number; a tensor that is not among the known ``numbers`` is read from its device."""
-    if not isinstance(value, Tensor):
-        return value
-    return numbers[value] if value in numbers else float(value)
+def number(value: Any) -> Any:
+    """A hyper-parameter, which may be a tensor on the CPU, as a number."""
+    return float(value) if isinstance(value, Tensor) else value
 
 
 def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: float) -> None:
@@ -43,13 +38,14 @@ def add_scaled_(targets: Sequence[Tensor], updates: Sequence[Tensor], alpha: flo
         foreach.add_([target for target, _ in pairs], [update for _, update in pairs], alpha=alpha)
 
 
-def decay_cautiously_(weights: Sequence[Tensor], updates: Sequence[Tensor], rate: float) -> None:
-    """Weights <- weights * (1 - rate) where update * weight >= 0; the step subtracts the updates afterwards.
-
-    Source: Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
-    """
-    for weight, update in zip(weights, updates, strict=True):
-        weight.copy_(torch.where(update * weight >= 0, weight * (1 - rate), weight))
+def decay_(weights: Sequence[Tensor], rate: float) -> None:
+    """Weights <- weights * (1 - rate)."""
+    if weights[0].device.type == "cpu":
+        for weight in weights:
+            # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
+            weight.mul_(1 - rate)
+    else:
+        foreach.mul_(list(weights), 1 - rate)
 
 
 def adamw_step_(
@@ -57,46 +53,35 @@ def adamw_step_(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    numbers: Mapping[Tensor, float],
 ) -> None:
     """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2); the arithmetic is torch's own."""
     beta1, beta2 = group["betas"]
-    is_fused = params[0].device.type == "cpu"
-    moments = [(local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])) for state in states]
-    given = [(p, g, *of_p) for p, g, of_p in zip(params, grads, moments, strict=True)]
-    # The fused kernel of CPUs runs over `numel` elements from the first address on: gaps between rows would be wrong.
-    apart = [n for n, tensors in enumerate(given) if is_fused and not all(map(Tensor.is_contiguous, tensors))]
-    used = [tuple(map(Tensor.contiguous, tensors)) if n in apart else tensors for n, tensors in enumerate(given)]
-    weights, gradients, first_moments, second_moments = map(list, zip(*used, strict=True))
-    lr, weight_decay = number(group["lr"], numbers), group["weight_decay"]
-    if group.get("cautious_weight_decay", False):
-        # The update has the sign of the first moment that the kernel is about to write.
-        for weight, gradient, moment in zip(weights, gradients, first_moments, strict=True):
-            ahead = moment.lerp(gradient.to(moment.dtype), 1 - beta1)
-            decay_cautiously_([weight], [ahead.sign_()], lr * number(weight_decay, numbers))
-        weight_decay = 0.0
-    adamw(
-        weights,
-        gradients,
-        first_moments,
-        second_moments,
-        [],
-        [state["step"] for state in states],
-        foreach=params[0].device.type == "cuda",
-        # One pass over memory: on a CPU it takes a third to a fifth of the time of one operation after the other.
-        fused=is_fused,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=lr,
-        weight_decay=weight_decay,
-        eps=group["adamw_eps"],
-        maximize=False,
-    )
-    for n in apart:
-        for place in (0, 2, 3):  # Gradients stay as they are.
-            if given[n][place] is not used[n][place]:
-                given[n][place].copy_(used[n][place])
+    by_kernel: dict[bool, list[tuple[Tensor, ...]]] = {}
+    for parameter, gradient, state in zip(params, grads, states, strict=True):
+        given = parameter, gradient, local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
+        # One pass over memory: on a CPU it takes a third to a fifth of the time of one operation after the other. It
+        # runs over `numel` elements from the first address on: gaps between rows would be wrong.
+        is_fused = parameter.device.type == "cpu" and all(map(Tensor.is_contiguous, given))
+        by_kernel.setdefault(is_fused, []).append((*given, state["step"]))
+    for is_fused, members in by_kernel.items():
+        weights, gradients, first_moments, second_moments, steps = map(list, zip(*members, strict=True))
+        adamw(
+            weights,
+            gradients,
+            first_moments,
+            second_moments,
+            [],
+            steps,
+            foreach=weights[0].device.type == "cuda",
+            fused=is_fused,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=number(group["lr"]),
+            weight_decay=number(group["weight_decay"]),
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
 
 
 def sgd_step_(
@@ -104,14 +89,9 @@ def sgd_step_(
     grads: Sequence[Tensor],
     states: Sequence[dict[str, Any]],
     group: dict[str, Any],
-    numbers: Mapping[Tensor, float],
 ) -> None:
     """Params <- (1 - lr * weight_decay) * params - lr * grads; an :data:`Elementwise`."""
-    lr = number(group["lr"], numbers)
-    if group.get("cautious_weight_decay", False):
-        decay_cautiously_(params, grads, lr * group["weight_decay"])
-    elif group["weight_decay"]:
-        for param in params:
-            # Not foreach.mul_, which rounds the factor to bfloat16 for such weights on a CPU.
-            param.mul_(1 - lr * group["weight_decay"])
+    lr = number(group["lr"])
+    if group["weight_decay"]:
+        decay_(params, lr * group["weight_decay"])
     foreach.add_(list(params), list(grads), alpha=-lr)

@@ -16,7 +16,6 @@ from lightning_muon.comm.groups import axis_group
 from lightning_muon.config import join_names
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.math.norms import local_norms
-from lightning_muon.optim.matrix_step import AgreedGradients
 from lightning_muon.optim.parameters import Gradients, hyperparameter_digest
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import Layout, MeshMembers, local_tensor, replicated_axes
@@ -73,7 +72,6 @@ class _Flags(Message):
     is_stale: int
     must_stop: int
     backward_has_failed: int
-    may_lack_gradients: int
     hyperparameters: list[int]  # A digest in both signs.
 
 
@@ -83,7 +81,6 @@ class _Findings:
 
     is_stale: bool
     backward_has_failed: bool = False
-    may_lack_gradients: bool = True
     must_stop: bool = False
     nonfinite: tuple[str, ...] = ()
     unusable: tuple[str, ...] = ()
@@ -104,7 +101,6 @@ class _Findings:
         # If hyper-parameters differ between ranks, making a new plan raises and names the difference.
         self.is_stale |= bool(flags.is_stale) or not are_equal(flags.hyperparameters)
         self.backward_has_failed = bool(flags.backward_has_failed)
-        self.may_lack_gradients = bool(flags.may_lack_gradients)
         self.must_stop |= bool(flags.must_stop) or any(unusable) or any(flags.is_nonfinite)
 
 
@@ -115,8 +111,7 @@ def agree_on_gradients(
     is_stale: bool,
     nonfinite_elsewhere: Tensor | None = None,
     backward_has_failed: bool = False,
-    may_lack_gradients: bool = True,
-) -> AgreedGradients | None:
+) -> Gradients | None:
     """Find the parameters with a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
     Returns ``None`` on all ranks if any needs a new plan (``is_stale``). ``nonfinite_elsewhere``, a bool on the device,
@@ -128,17 +123,13 @@ def agree_on_gradients(
         if tensor.requires_grad and not _is_unusable(tensor.grad):
             gradient = layout.gradient(tensor)
             found |= {} if gradient is None else {tensor: gradient.to(layout.dtype(tensor))}
-    groups = {id(parameter.group): parameter.group for parameter in plan.parameters}
-    options = [value for group in groups.values() for value in group.values()]
-    unknown = [value for value in options if isinstance(value, Tensor) and value.device.type != "cpu"]
     checked = [_nonfinite(members.tensors, found, plan.device) for members in plan.meshes if error_if_nonfinite]
     elsewhere = [nonfinite_elsewhere] if error_if_nonfinite and nonfinite_elsewhere is not None else []
-    values = iter(start_reading([*checked, *unknown, *elsewhere])())  # The host waits once.
+    values = iter(start_reading([*checked, *elsewhere])())  # The host waits once.
     nonfinite: list[list[int]] = [next(values) if checked else [0] * len(each.tensors) for each in plan.meshes]
-    numbers = {tensor: next(values)[0] for tensor in unknown}
     must_stop = any(is_found for (is_found,) in values)
 
-    findings = _Findings(is_stale, backward_has_failed, may_lack_gradients, must_stop)
+    findings = _Findings(is_stale, backward_has_failed, must_stop)
     for members, of_mesh in zip(plan.meshes, nonfinite, strict=True):
         own = _local_flags(members, plan, found, findings, of_mesh)
         findings.add(own.unpack(maxima_over(members.host, own.pack())), members, plan)
@@ -150,7 +141,7 @@ def agree_on_gradients(
         found[tensor] = _reduced(tensor)
     for tensor in findings.partly:
         _fill_in(layout, tensor, found)
-    return AgreedGradients(gradients=found, numbers=numbers)
+    return found
 
 
 def _local_flags(
@@ -169,7 +160,6 @@ def _local_flags(
         is_stale=findings.is_stale,
         must_stop=findings.must_stop,
         backward_has_failed=findings.backward_has_failed,
-        may_lack_gradients=findings.may_lack_gradients or any(has),
         hyperparameters=both_signs([hyperparameter_digest(plan.groups_of[members])]),
     )
 
@@ -234,11 +224,4 @@ def _raise_if_lost(findings: _Findings) -> None:
             "not reduced all gradients since, so that some parameters would never be updated again. Call "
             "model.reset_iter_state() on every rank where the exception is caught (torch 2.13), then "
             "optimizer.zero_grad()"
-        )
-    if not findings.may_lack_gradients:
-        raise RuntimeError(
-            "no parameter of the optimizer has a gradient on any rank, and no backward pass has reached one since the "
-            "last step, so that the step would do nothing. Call loss.backward() before, and leave out the step of a "
-            "batch whose backward pass has raised; with FSDP2 call model.reset_iter_state() after such an exception. "
-            "A closure that returns None says that there is no loss"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,31 +29,9 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and all(each in ("", "0") for each in off)
 
 
-class NewtonSchulzGraph:
-    """Matrices of one shape (batch, rows, cols): fill ``matrices``, then :meth:`replay`. The bits are the same.
-
-    What :meth:`replay` returns is overwritten by the next one. Local; the host waits for the device when it is made.
-    """
-
-    def __init__(
-        self, matrices: Tensor, newton_schulz: NewtonSchulz, *, eps: float, pool: Any, stream: torch.cuda.Stream
-    ) -> None:
-        self.matrices, self._graph = matrices, torch.cuda.CUDAGraph()
-
-        def run() -> Tensor:
-            return newton_schulz.orthogonalize(matrices, eps=eps).contiguous()  # A tall one comes out transposed.
-
-        # A recording that fails leaves its stream the current one.
-        with torch.cuda.device(matrices.device), torch.cuda.stream(torch.cuda.current_stream(matrices.device)):
-            run()  # What is loaded and allocated at a first call must not be in a graph.
-            # Other threads may go on with CUDA: those of data loaders, and NCCL's.
-            with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-                self._updates = run()
-
-    def replay(self) -> Tensor:
-        """The updates of what is in ``matrices``."""
-        self._graph.replay()
-        return self._updates
+Recorded = tuple[Tensor, Callable[[], Tensor]]
+"""Matrices (batch, rows, cols) to fill, and what gives their updates, with the bits of launches one by one. Updates are
+overwritten by the next call."""
 
 
 class NewtonSchulzGraphs:
@@ -63,7 +41,7 @@ class NewtonSchulzGraphs:
         self._dtype, self._device = dtype, device
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
         self._has_failed = False
-        self._graphs: dict[tuple[object, ...], NewtonSchulzGraph] = {}
+        self._graphs: dict[tuple[object, ...], Recorded] = {}
         self._taken = Counter[tuple[object, ...]]()
 
     def close(self) -> None:
@@ -74,7 +52,7 @@ class NewtonSchulzGraphs:
         """Let :meth:`take` give all graphs again: nothing that one of them has returned is needed any more."""
         self._taken.clear()
 
-    def take(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, *, eps: float) -> NewtonSchulzGraph | None:
+    def take(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, *, eps: float) -> Recorded | None:
         """A graph that was not taken since :meth:`begin`; ``None`` if launches one by one are as good."""
         num, rows, cols = shape
         if self._has_failed or num * newton_schulz.flops(rows, cols) > MOST_FLOPS:
@@ -83,11 +61,29 @@ class NewtonSchulzGraphs:
         self._taken[key] += 1
         numbered = (*key, self._taken[key])
         if numbered not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
-            matrices = torch.zeros(shape, dtype=self._dtype, device=self._device)
-            known: Any = {"eps": eps, "pool": self._pool, "stream": self._stream}
             try:
-                self._graphs[numbered] = NewtonSchulzGraph(matrices, newton_schulz, **known)
+                self._graphs[numbered] = self._record(shape, newton_schulz, eps)
             except RuntimeError as error:  # Of memory, or of a tool that watches each kernel.
                 self._has_failed = True
                 _log.warning("Newton-Schulz is launched kernel by kernel, since it cannot be recorded: %s", error)
         return self._graphs.get(numbered)
+
+    def _record(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, eps: float) -> Recorded:
+        """Record a graph; the host waits for the device."""
+        matrices, graph = torch.zeros(shape, dtype=self._dtype, device=self._device), torch.cuda.CUDAGraph()
+
+        def run() -> Tensor:
+            return newton_schulz.orthogonalize(matrices, eps=eps).contiguous()  # A tall one comes out transposed.
+
+        # A recording that fails leaves its stream the current one.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            run()  # What is loaded and allocated at a first call must not be in a graph.
+            # Other threads may go on with CUDA: those of data loaders, and NCCL's.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                updates = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return updates
+
+        return matrices, replay

@@ -1,23 +1,27 @@
-"""Runs the program of a step: what each op of the plan does. The order is the program's, the waiting the executor's."""
+"""Runs the program of a step: what each op of the plan does, and who waits for it.
+
+The order is the program's. An executor looks up what an op does by its kind, and keeps the promises of ``Op.deps``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from lightning_muon.comm.collectives import BufferPool
 from lightning_muon.compat import foreach
+from lightning_muon.compat.torch import profiled
 from lightning_muon.config import AdjustLr, name_of_function
 from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzOptions, lr_scale, worth_batching
-from lightning_muon.math.normuon import normalize_neurons_
-from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_cautiously_, number
-from lightning_muon.optim.executor import make_executor
+from lightning_muon.optim.elementwise import Elementwise, adamw_step_, add_scaled_, decay_, number
 from lightning_muon.optim.graphs import NewtonSchulzGraphs, can_record
 from lightning_muon.optim.moments import SecondMoments
 from lightning_muon.optim.parameters import MOMENTUM, Gradients, States
@@ -25,16 +29,10 @@ from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.optim.transfer import Transfer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.program import Op, OpKind, scatter_buffers_for
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind, scatter_buffers_for
 
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class AgreedGradients:
-    """What all ranks know of the gradients of a step, equal on all of them but for the tensors."""
-
-    gradients: Gradients  # Local gradient of every parameter that takes part.
-    # Values of hyper-parameters that are tensors on a device.
-    numbers: Mapping[Tensor, float] = field(default_factory=dict[Tensor, float])
+# An action on the transfer lane starts a communication, and returns its handles.
+Action = Callable[[Op], Sequence[dist.Work]]
 
 
 class MatrixStep:
@@ -62,7 +60,7 @@ class MatrixStep:
         }
         self._transfers: dict[str, Transfer] = {}
         # Of the current step.
-        self._agreed = AgreedGradients(gradients={})
+        self._gradients: Gradients = {}
         self._states: States = {}
         # Set to measure: gets each owned matrix, and what Newton-Schulz has made of it (rows, cols).
         self.observer: Callable[[Matrix, Tensor], None] | None = None
@@ -83,17 +81,17 @@ class MatrixStep:
         if self._graphs is not None:
             self._graphs.close()
 
-    def run(self, agreed: AgreedGradients, states: States) -> None:
+    def run(self, gradients: Gradients, states: States) -> None:
         """Update all parameters with gradients. Collective over the axes of each exchange group."""
-        self._agreed, self._states = agreed, states
-        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, agreed.gradients).matrices}
-        self.plan.layout.begin_step(list(agreed.gradients))
+        self._gradients, self._states = gradients, states
+        taking_part = {key for key in self.plan.buckets if self._transfer_of(key, gradients).matrices}
+        self.plan.layout.begin_step(list(gradients))
         self.executor.begin()
         for op in self.plan.ops:
             if op.kind == OpKind.ADAMW or op.key in taking_part:
                 self.executor.execute(op)
         self.executor.finish()
-        self._agreed, self._states = AgreedGradients(gradients={}), {}
+        self._gradients, self._states = {}, {}
 
     def _transfer_of(self, key: str, gradients: Gradients) -> Transfer:
         """The transfer of a bucket; views are costly, so it is kept as long as the same matrices take part."""
@@ -107,7 +105,7 @@ class MatrixStep:
 
     def _adamw(self, op: Op) -> Sequence[dist.Work]:
         """Update the parameters that are no matrices and take part."""
-        layout, gradients = self.plan.layout, self._agreed.gradients
+        layout, gradients = self.plan.layout, self._gradients
         for group, members in self.plan.elementwise:
             tensors = [tensor for tensor in members if tensor in gradients]
             if tensors:
@@ -116,7 +114,6 @@ class MatrixStep:
                     [gradients[tensor] for tensor in tensors],
                     [self._states[tensor] for tensor in tensors],
                     group,
-                    self._agreed.numbers,
                 )
         layout.updated(self.plan.done[op.name])
         return ()
@@ -159,7 +156,10 @@ class MatrixStep:
             for matrix, each in zip(batch, orthogonalized().unbind(), strict=True):
                 if self.observer is not None:
                     self.observer(matrix, each)
-                updates[matrix] = self._normalized(matrix, each).reshape(matrix.box.shape)
+                if matrix in self.moments.of:
+                    beta2 = number(matrix.parameter.group["normuon_beta2"])
+                    each = self.moments.normalized(matrix, each, beta2=beta2)
+                updates[matrix] = each.reshape(matrix.box.shape)
         transfer.pack_updates(updates)
         return ()
 
@@ -168,9 +168,9 @@ class MatrixStep:
         newton_schulz, group = batch[0].newton_schulz(self.plan.options.arithmetic), batch[0].parameter.group
         function, eps, shape = group["orthogonalize"], group["eps"], (len(batch), batch[0].rows, batch[0].cols)
         if self._graphs is not None and not callable(function):
-            graph = self._graphs.take(shape, newton_schulz, eps=eps)
-            if graph is not None:
-                return graph.matrices, graph.replay
+            recorded = self._graphs.take(shape, newton_schulz, eps=eps)
+            if recorded is not None:
+                return recorded
         matrices = torch.empty(shape, dtype=self._pool.dtype, device=self._pool.device)
         if not callable(function):
             return matrices, partial(newton_schulz.orthogonalize, matrices, eps=eps)
@@ -182,12 +182,12 @@ class MatrixStep:
         """Decay and update the local pieces of a bucket's parameters."""
         transfer = self._transfers[op.key]
         update_of = transfer.updates()
-        keys = ("lr", "muon_lr_factor", "weight_decay", "cautious_weight_decay", "adjust_lr_fn")
-        for (shared_lr, factor, weight_decay, is_cautious, adjust_lr_fn), matrices in self._runs(transfer.held, *keys):
+        keys = ("lr", "muon_lr_factor", "weight_decay", "adjust_lr_fn")
+        for (shared_lr, factor, weight_decay, adjust_lr_fn), matrices in self._runs(transfer.held, *keys):
             lr = shared_lr * factor
             views = [each.local_view(self.plan.layout.local(each.parameter.tensor)) for each in matrices]
             updates = [update_of[matrix] for matrix in matrices]
-            self._decay(views, updates, lr * weight_decay, is_cautious=is_cautious)
+            decay_(views, lr * weight_decay)
             by_scale: dict[float, list[int]] = {}
             for index, matrix in enumerate(matrices):
                 by_scale.setdefault(lr_scale_of(matrix, adjust_lr_fn), []).append(index)
@@ -195,17 +195,6 @@ class MatrixStep:
                 add_scaled_([views[i] for i in members], [updates[i] for i in members], -(lr * scale))
         self.plan.layout.updated(self.plan.done[op.name])
         return ()
-
-    def _decay(self, views: list[Tensor], updates: list[Tensor], amount: float, *, is_cautious: bool) -> None:
-        """Subtract from the weights of ``views`` this fraction of them."""
-        if is_cautious:
-            decay_cautiously_(views, updates, amount)
-        elif self._pool.device.type == "cpu":
-            for view in views:
-                # Not foreach.mul_: for bfloat16 on a CPU it rounds the factor to bfloat16, 0.998 to 0.9961.
-                view.mul_(1 - amount)
-        else:
-            foreach.mul_(views, 1 - amount)
 
     def _runs(self, matrices: Sequence[Matrix], *keys: str) -> Iterator[tuple[tuple[Any, ...], Sequence[Matrix]]]:
         """Yield matrices together whose param groups have equal values for ``keys``, with these values.
@@ -219,7 +208,7 @@ class MatrixStep:
         by_values: dict[tuple[Any, ...], list[Matrix]] = {}
         for members in by_group.values():
             group = members[0].parameter.group
-            by_values.setdefault(tuple(number(group[key], self._agreed.numbers) for key in keys), []).extend(members)
+            by_values.setdefault(tuple(number(group[key]) for key in keys), []).extend(members)
         for values, members in by_values.items():
             if self._pool.device.type == "cpu":
                 yield from ((values, [matrix]) for matrix in members)
@@ -228,22 +217,12 @@ class MatrixStep:
 
     def _grads(self, matrices: Sequence[Matrix], dtype: torch.dtype | None = None) -> list[Tensor]:
         """The calling rank's pieces of the gradients, converted to ``dtype`` if it is given."""
-        grads = [each.local_view(self._agreed.gradients[each.parameter.tensor]) for each in matrices]
+        grads = [each.local_view(self._gradients[each.parameter.tensor]) for each in matrices]
         return grads if dtype in (None, grads[0].dtype) else [grad.to(dtype) for grad in grads]
 
     def _momenta(self, matrices: Sequence[Matrix]) -> list[Tensor]:
         """The calling rank's pieces of the momenta. Shares memory."""
         return [each.local_view(local_tensor(self._states[each.parameter.tensor][MOMENTUM])) for each in matrices]
-
-    def _normalized(self, matrix: Matrix, update: Tensor) -> Tensor:
-        """The update of an owned matrix after NorMuon, if its param group has that."""
-        second_moments = self.moments.of.get(matrix)
-        if second_moments is None:
-            return update
-        beta2 = number(matrix.parameter.group["normuon_beta2"], self._agreed.numbers)
-        if matrix.is_transposed:
-            return normalize_neurons_(update.mT, second_moments, beta2=beta2).mT
-        return normalize_neurons_(update, second_moments, beta2=beta2)
 
 
 def orthogonalized_by(
@@ -290,3 +269,123 @@ def _batches(matrices: Sequence[Matrix], device_type: str) -> list[list[Matrix]]
         else:
             batches[matrix] = [matrix]
     return list(batches.values())
+
+
+class Executor(ABC):
+    """Runs ops one by one; one executor serves many steps."""
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        self._actions = actions
+        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.recorder.
+
+    @contextmanager
+    def measured(self, op: Op) -> Generator[None]:
+        """Context for what is measured as an op, but is none of the program."""
+        with profiled(op.kind, op.key):
+            if self.recorder is not None:
+                self.recorder.started(op)
+            yield
+            if self.recorder is not None:
+                self.recorder.ended(op)
+
+    def begin(self) -> None:  # noqa: B027
+        """Begin a step, also after one that has raised."""
+
+    @abstractmethod
+    def execute(self, op: Op) -> None:
+        """Run one op after the ops that it depends on."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for all ops that still run, and forget the step."""
+
+
+class HostExecutor(Executor):
+    """Compute ops block the host; a communication runs in threads of the backend until an op that needs it begins."""
+
+    def __init__(self, actions: Mapping[str, Action]) -> None:
+        super().__init__(actions)
+        self._pending: dict[str, Sequence[dist.Work]] = {}
+        self._to_record: dict[str, Callable[[], None]] = {}
+
+    @override
+    def execute(self, op: Op) -> None:
+        for name in op.deps:
+            self.wait(name)
+        with profiled(op.kind, op.key):
+            if self.recorder is not None:
+                self.recorder.started(op)
+            works = self._actions[op.kind](op)
+            if self.recorder is not None:
+                self._record_end(op, works, self.recorder)
+        if works:
+            self._pending[op.name] = works
+
+    @override
+    def finish(self) -> None:
+        for name in list(self._pending):
+            self.wait(name)
+
+    def wait(self, name: str) -> None:
+        """Wait until the op called ``name`` has ended, if it was run in this step."""
+        for work in self._pending.pop(name, ()):
+            work.wait()
+        if name in self._to_record:
+            self._to_record.pop(name)()
+
+    def _record_end(self, op: Op, works: Sequence[dist.Work], recorder: Any) -> None:
+        ended = partial(recorder.ended, op)
+        if not works:
+            ended()
+            return
+        try:
+            works[-1].get_future().then(lambda _: ended())  # pyright: ignore[reportUnknownMemberType, reportUnknownLambdaType]
+        except RuntimeError:
+            # gloo's messages between two ranks have no future: they end, for the recorder, when somebody needs them.
+            self._to_record[op.name] = ended
+
+
+class StreamExecutor(Executor):
+    """The host queues everything and never waits: one stream per lane, an event at the end of each op.
+
+    The compute lane is the stream that is current at :meth:`begin`. Tensors cross streams only in buffers that
+    live as long as the executor's owner, so that the allocator never hands out memory still in use.
+    """
+
+    def __init__(self, actions: Mapping[str, Action], device: torch.device) -> None:
+        super().__init__(actions)
+        self._device, self._transfer = device, torch.cuda.Stream(device, priority=-1)  # Before products.
+        self._compute = torch.cuda.current_stream(device)  # Of the current step; to look it up takes torch 30 us.
+        self._ended: dict[str, tuple[str, torch.cuda.Event | torch.Event]] = {}
+
+    @override
+    def begin(self) -> None:
+        self._compute = torch.cuda.current_stream(self._device)
+        self._ended.clear()
+
+    @override
+    def execute(self, op: Op) -> None:
+        is_transfer = op.lane == TRANSFER
+        stream = self._transfer if is_transfer else self._compute
+        context = torch.cuda.stream(stream) if is_transfer else nullcontext()
+        with context:
+            for name in op.deps:
+                # Not of an earlier step, for which finish() has waited.
+                if name in self._ended and self._ended[name][0] != op.lane:
+                    stream.wait_event(self._ended[name][1])
+            with self.measured(op):
+                for work in self._actions[op.kind](op):
+                    work.wait()  # NCCL: the stream waits, not the host.
+            self._ended[op.name] = op.lane, stream.record_event()
+
+    @override
+    def finish(self) -> None:
+        for lane, event in self._ended.values():
+            if lane == TRANSFER:
+                self._compute.wait_event(event)
+        self._ended.clear()
+
+
+def make_executor(actions: Mapping[str, Action], device: torch.device) -> Executor:
+    """The executor for ``device``."""
+    return StreamExecutor(actions, device) if device.type == "cuda" else HostExecutor(actions)

@@ -1,11 +1,13 @@
-"""Second moments of NorMuon while an optimizer trains: each on the ranks that orthogonalize its matrix.
+"""NorMuon: orthogonalized updates whose rows have equal lengths on average over the steps.
 
-The optimizer's state has them laid out like the neurons, as a checkpoint saves them. A plan takes them from there, and
-writes them back before a state is saved and before the next plan is made, whose owners may be others.
+While an optimizer trains, each second moment is on the ranks that orthogonalize its matrix. The optimizer's state has
+them laid out like the neurons, as a checkpoint saves them. A plan takes them from there, and writes them back before a
+state is saved and before the next plan is made, whose owners may be others.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 import torch
@@ -17,6 +19,25 @@ from lightning_muon.optim.parameters import SECOND_MOMENT, States
 from lightning_muon.optim.step_plan import StepPlan
 from lightning_muon.params.layout import PlacedState, own_part_of
 from lightning_muon.params.matrices import Matrix, neuron_shape
+
+# Denominator term of the published implementation (github.com/zichongli5/NorMuon, normuon.py).
+_EPS = 1e-10
+
+
+def normalize_neurons_(update: Tensor, second_moment: Tensor, *, beta2: float) -> Tensor:
+    """The NorMuon update of an orthogonalized ``update`` O (rows, cols), float32; changes ``second_moment`` v (rows,).
+
+    ``v <- beta2 v + (1 - beta2) mean_cols(O^2)``, then ``O_i / (sqrt(v_i) + eps)`` for each row, scaled to the
+    Frobenius norm ``sqrt(min(rows, cols))`` of an orthogonal matrix: times ``0.2 sqrt(max(rows, cols))``
+    (``match_rms_adamw``) that is the paper's ``0.2 sqrt(rows cols) / |O|``. A zero matrix stays zero.
+
+    Source: Li et al. 2025, arXiv:2510.05491, Algorithm 1.
+    """
+    whole = update.to(torch.float32)
+    second_moment.lerp_(whole.square().mean(-1), 1 - beta2)
+    whole = whole / (second_moment.sqrt() + _EPS).unsqueeze(-1)
+    norm = whole.square().sum().sqrt() + _EPS
+    return whole.mul_(math.sqrt(min(update.shape)) / norm)
 
 
 class SecondMoments:
@@ -38,10 +59,16 @@ class SecondMoments:
         # To be changed in place.
         self.of: dict[Matrix, Tensor] = {}
         for axes, matrices in self._groups:
-            for matrix in (each for each in matrices if axes.rank in each.owners):
+            for matrix in (each for each in matrices if each.owner == axes.rank):
                 values = whole[matrix.parameter.tensor][matrix.neuron_box.slices].reshape(-1)
                 # A process alone updates its state itself.
                 self.of[matrix] = values if axes.group is None else values.clone()
+
+    def normalized(self, matrix: Matrix, update: Tensor, *, beta2: float) -> Tensor:
+        """The NorMuon update of an owned matrix that has a moment; local."""
+        if matrix.is_transposed:
+            return normalize_neurons_(update.mT, self.of[matrix], beta2=beta2).mT
+        return normalize_neurons_(update, self.of[matrix], beta2=beta2)
 
     def outdate(self) -> None:
         """Note that the states were loaded; local."""
@@ -71,7 +98,7 @@ class SecondMoments:
             values = torch.zeros(sum(sizes), dtype=torch.float32, device=matrices[0].parameter.tensor.device)
             parts = dict(zip(matrices, torch.split(values, sizes), strict=True))
             for matrix, part in parts.items():
-                if matrix.owners[0] == axes.rank:
+                if matrix.owner == axes.rank:
                     part.copy_(self.of[matrix])
             if axes.group is not None:
                 start_all_reduce_sum(values, axes).wait()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.config import Algorithm, MuonConfig, takes_options
+from lightning_muon.config import Algorithm, MuonConfig, MuonOptions, takes_options
 from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 
 
@@ -53,9 +53,9 @@ class ParallelMuon(PlannedOptimizer):
         *,
         algorithm: Algorithm = "auto",
         mesh: DeviceMesh | None = None,
-        **options: Any,
+        **options: Unpack[MuonOptions],
     ) -> None:
-        if options.get("adjust_lr_fn", "") is None:
+        if options.get("adjust_lr_fn", "") is None:  # pyright: ignore[reportUnnecessaryComparison]
             options["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
         config = MuonConfig(lr=lr, weight_decay=weight_decay, momentum=momentum, **options)  # type: ignore[arg-type]
         super().__init__(params, config, mesh=mesh, algorithm=algorithm)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from itertools import compress, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.agreement import gather, warn_on_first_rank
 from lightning_muon.config import OptimizerConfig, check_hyperparameters, name_of_function
-from lightning_muon.math.newton_schulz import as_tuples
-from lightning_muon.params.layout import MeshMembers, PlacedState, RoutedParameter
+from lightning_muon.params.layout import PlacedState, RoutedParameter, local_tensor
 from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, route_by_shape, route_module, route_named
+from lightning_muon.params.uses import clean_name
 
 States = dict[Tensor, dict[str, Any]]
 Gradients = MutableMapping[Tensor, Tensor]
@@ -33,17 +31,9 @@ SECOND_MOMENT = "second_momentum_buffer"
 # Hyper-parameters of a param group that must be equal on all ranks.
 COMPARED = (
     *("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "ns_quality"),
-    *("orthogonalize", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm", "cautious_weight_decay"),
+    *("orthogonalize", "adjust_lr_fn", "muon_lr_factor", "betas", "adamw_eps", "algorithm"),
     *("normuon", "normuon_beta2"),
 )
-# Those that say how the update is made, which no scheduler changes.
-_FAMILY = (
-    *("nesterov", "ns_coefficients", "ns_steps", "ns_quality", "orthogonalize", "adjust_lr_fn"),
-    *("muon_lr_factor", "cautious_weight_decay", "normuon", "normuon_beta2"),
-)
-# Those of which a loaded state cannot decide: which entries a state has, and code.
-_OF_PROGRAM = ("normuon", "orthogonalize")
-_SET_OPTIONS = "set others in optimizer.param_groups once the state is loaded (in on_train_start of a Trainer)"
 
 
 class CheckedGroups:
@@ -53,34 +43,26 @@ class CheckedGroups:
         self._right: list[tuple[Any, ...]] = []
 
     def check(self, groups: Sequence[ParamGroup]) -> None:
-        """Raise ``ValueError`` for the first wrong value; values that passed before, or on a device, are not read."""
+        """Raise ``ValueError`` for the first wrong value; values that passed before are not read."""
         for group, right in zip_longest(groups, self._right[: len(groups)]):
             values = tuple(map(group.get, COMPARED))
-            if values != right or any(isinstance(each, Tensor) and each.device.type == "cpu" for each in values):
+            if values != right or any(isinstance(each, Tensor) for each in values):
                 check_group_(group)
         # After the corrections of check_group_().
         self._right = [tuple(map(group.get, COMPARED)) for group in groups]
 
-    def are_right(self, groups: Sequence[ParamGroup]) -> bool:
-        """Whether :meth:`check` raises nothing; local."""
-        try:
-            self.check(groups)
-        except Exception:  # What is no number may raise anything when it is compared.
-            return False
-        return True
-
 
 def hyperparameter_digest(groups: Sequence[ParamGroup]) -> int:
-    """A hash of hyper-parameters, equal on ranks where they are, without those on a device; int32, not negative."""
-    return zlib.crc32(repr([compared(group, waits=False) for group in groups]).encode()) >> 1
+    """A hash of hyper-parameters, equal on ranks where they are; int32, not negative."""
+    return zlib.crc32(repr(list(map(compared, groups))).encode()) >> 1
 
 
-def compared(group: ParamGroup, *, waits: bool) -> dict[str, Any]:
-    """Hyper-parameters that ranks compare, as Python numbers; those on a device are left out unless ``waits``."""
+def compared(group: ParamGroup) -> dict[str, Any]:
+    """Hyper-parameters that ranks compare, as Python numbers, without those that other optimizers have on a device."""
     values: dict[str, Any] = {}
     for key in COMPARED:
         value: Any = group.get(key)
-        if waits or not isinstance(value, Tensor) or value.device.type == "cpu":
+        if not isinstance(value, Tensor) or value.device.type == "cpu":
             values[key] = value if isinstance(value, int) or not hasattr(value, "__float__") else float(value)
     return as_saved(values)
 
@@ -95,6 +77,12 @@ def check_group_(group: ParamGroup) -> None:
     missing = sorted(set(COMPARED) - group.keys())
     if missing:
         raise ValueError(f"a param group has no {', '.join(missing)}; put back what was there when it was made")
+    for key in COMPARED:
+        if isinstance(group[key], Tensor) and group[key].device.type != "cpu":
+            raise ValueError(
+                f"{key} is a tensor on {group[key].device}, for which each step would wait; give a number, or a tensor "
+                "on the CPU"
+            )
     if group["adjust_lr_fn"] is None:
         group["adjust_lr_fn"] = "original"  # What None means to torch.optim.Muon.
     if group["muon_lr_factor"] == "auto":
@@ -103,93 +91,6 @@ def check_group_(group: ParamGroup) -> None:
         if isinstance(group[key], list):
             group[key] = tuple(group[key])
     check_hyperparameters(group)
-
-
-def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Collection[str]) -> list[ParamGroup]:
-    """Copies of saved param groups; those of ``keys`` that are missing in them are taken from ``own``.
-
-    So are those of ``_OF_PROGRAM``, whatever was saved. Rank 0 warns of options in which the two differ.
-    """
-    groups = [dict(group) for group in saved]
-    # Options that differ, as text: those where the saved value counts, and those where that of `own` does.
-    from_saved, from_own = dict[str, str](), dict[str, str]()
-    for group, before in zip(groups, own, strict=False):
-        given = dict(group)
-        group |= {key: before[key] for key in keys if key in before and key not in group}
-        group |= {key: before[key] for key in _OF_PROGRAM if key in before}
-        _check_loaded_group_(group, before)
-        before = as_saved(before)
-        for key in (key for key in _FAMILY if key in before):
-            is_own = key in _OF_PROGRAM
-            if as_tuples(given.get(key, before[key]) if is_own else group[key]) != as_tuples(before[key]):
-                counts, other = (before, given) if is_own else (group, before)
-                found = from_own if is_own else from_saved
-                found.setdefault(key, f"{key}={counts[key]!r} (not {other[key]!r})")
-    _warn_of_options(from_saved, from_own)
-    return groups
-
-
-def _check_loaded_group_(group: ParamGroup, own: ParamGroup) -> None:
-    """Check as :func:`check_group_` does; the error names the loaded values that the program does not have."""
-    try:
-        check_group_(group)
-    except ValueError as error:
-        named = [key for key in COMPARED if key in re.findall(r"\w+", str(error)) and key in own]
-        loaded = [f"{key}={group[key]!r}" for key in named if as_tuples(group[key]) != as_tuples(own[key])]
-        if not loaded:
-            raise
-        raise ValueError(
-            f"{error}. Of the loaded state: {', '.join(loaded)}, which outweighs the program. Make the optimizer with "
-            f"options that go with that, and {_SET_OPTIONS}; or load only weights"
-        ) from error
-
-
-def _warn_of_options(from_saved: Mapping[str, str], from_own: Mapping[str, str]) -> None:
-    """Warn on rank 0 which options were taken from the loaded state, and which from the program."""
-    if not (from_saved or from_own):
-        return
-    parts = [f"the loaded state outweighs the program: {', '.join(from_saved.values())}"] if from_saved else []
-    parts += [f"the program outweighs the loaded state: {', '.join(from_own.values())}"] if from_own else []
-    warn_on_first_rank("; ".join([*parts, *([_SET_OPTIONS] if from_saved else [])]), stacklevel=5)
-
-
-class KnownRoutes:
-    """Routes that were found once, until a framework swaps parameters or a group gets another ``algorithm``."""
-
-    def __init__(self, options: OptimizerConfig) -> None:
-        self._options = options
-        # With the algorithm of the group that each was found for.
-        self._found: dict[Tensor, tuple[str, Route]] = {}
-
-    def __getitem__(self, parameter: Tensor) -> Route:
-        return self._found[parameter][1]
-
-    def name(self, parameter: Tensor) -> str:
-        """Name of a parameter; empty before its route is found."""
-        return self[parameter].name if parameter in self._found else ""
-
-    def forget(self) -> None:
-        """Find all routes anew at the next :meth:`update`, which compares them with those of before; local."""
-        self._found = {parameter: ("", route) for parameter, (_, route) in self._found.items()}
-
-    def update(self, groups: Sequence[ParamGroup], module: nn.Module | None, states: States) -> bool:
-        """Find routes that are not known, drop state that nobody needs, and return whether any route was missing."""
-        current = {param: group["algorithm"] for group in groups for param in group["params"]}
-        known = {p: self._found[p] for p, now in current.items() if p in self._found and self._found[p][0] == now}
-        if len(known) == len(current):
-            return False
-        routes = routes_of(groups, module, self._options)
-        before, self._found = self._found, {p: known.get(p) or (now, routes[p]) for p, now in current.items()}
-        for param in [param for param in states if param not in current]:
-            del states[param]
-        for param in before.keys() & current.keys() & states.keys():
-            shape, old, new = tuple(param.shape), before[param][1], self[param]
-            if (neuron_shape(shape, old), neuron_dims(shape, old)) != (
-                neuron_shape(shape, new),
-                neuron_dims(shape, new),
-            ):
-                states[param].pop(SECOND_MOMENT, None)
-        return True
 
 
 def routes_of(groups: Sequence[ParamGroup], module: nn.Module | None, options: OptimizerConfig) -> dict[Tensor, Route]:
@@ -255,22 +156,37 @@ def _forced(route: Route, algorithm: str, shape: tuple[int, ...]) -> Route:
     return replace(by_shape, reason=f"{route.reason}, {reason}")
 
 
-def warn_of_parameters(parameters: Sequence[RoutedParameter], *, has_module: bool) -> None:
-    """Warn once per plan, on rank 0, of routes by shape alone and of frozen parameters with a gradient."""
-    guessed = [p.route.name for p in parameters if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
-    if guessed and not has_module:
-        warn_on_first_rank(
-            f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
-            "and output heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
-            stacklevel=4,
-        )
-    frozen = [p.route.name for p in parameters if not p.tensor.requires_grad and p.tensor.grad is not None]
-    if frozen:
-        warn_on_first_rank(
-            f"{len(frozen)} parameters ({frozen[0]}, ...) have requires_grad=False and a gradient, which is not "
-            "applied; set requires_grad=True to train them, or grad=None",
-            stacklevel=4,
-        )
+def require_those_of_module(
+    groups: Sequence[ParamGroup], module: nn.Module | None, routes: Mapping[Tensor, Route]
+) -> None:
+    """Raise ``RuntimeError``, alike on all ranks, if a module has another parameter in place of one of ``groups``."""
+    named = () if module is None else module.named_parameters()
+    now: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
+    own, held = {parameter for group in groups for parameter in group["params"]}, set(now.values())
+    for group in groups:
+        found = [routes[each].name if each in routes else "" for each in group["params"]]
+        for name, old in zip(map(clean_name, group.get("param_names", found)), group["params"], strict=False):
+            if old in held or isinstance(old, DTensor) or not name:
+                continue
+            # A parametrization stores the weight under names that begin with the old one.
+            heirs = [each for each in now if each.replace("parametrizations.", "").startswith(name)]
+            if not own.issuperset(now[each] for each in heirs):
+                raise RuntimeError(
+                    f"{name} of the module is no longer the parameter that the optimizer was made with, so it would "
+                    "not be trained. Make the optimizer after fully_shard, and after layers are replaced; load a "
+                    "state_dict afterwards"
+                )
+
+
+def require_updatable(routes: Mapping[Tensor, Route]) -> None:
+    """Raise ``ValueError`` for a parameter that cannot be updated in place; local."""
+    for parameter, route in routes.items():
+        local = local_tensor(parameter.detach())
+        if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
+            raise ValueError(
+                f"{route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements are one "
+                "place in memory, which cannot be updated; make it with .clone()"
+            )
 
 
 def state_keys(parameter: RoutedParameter) -> frozenset[str]:
@@ -301,7 +217,7 @@ class StateCompletion:
     def __init__(self) -> None:
         # Keys that the states of the plan's parameters must have.
         self._needed: tuple[tuple[Tensor, frozenset[str]], ...] = ()
-        # Parameters for which zero state was made since the ranks last agreed, or since states were loaded.
+        # Parameters for which zero state was made since the last plan, or since states were loaded.
         self.made: set[Tensor] = set()
 
     def keys(self, parameter: RoutedParameter) -> frozenset[str]:
@@ -329,36 +245,14 @@ class StateCompletion:
                 self.fill(parameter, state)
 
     def is_complete(self, states: States) -> bool:
-        """Whether nothing is missing or was made since the last :meth:`agree`; local."""
+        """Whether nothing is missing or was made since the last :meth:`settle`; local."""
         nothing = dict[str, Any]()
         return not self.made and all(states.get(tensor, nothing).keys() >= keys for tensor, keys in self._needed)
 
-    def agree(self, parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], states: States) -> None:
-        """Begin with zeros on all ranks where only some had to make state. Collective over the meshes."""
-        lost: dict[Tensor, None] = {}
-        names: dict[Tensor, str] = {parameter.tensor: parameter.route.name for parameter in parameters}
-        # Local tensors are known by their names: they may be copies of one parameter, as FSDP2 leaves 0-d ones.
-        local = {names[t]: t for members in meshes if members.mesh is None for t in members.tensors}
-        has_made = {name: tensor in self.made for name, tensor in local.items()}
-        for members in meshes:
-            made = bytes(tensor in self.made for tensor in members.tensors)
-            everyone = gather((made, has_made), members.host)
-            differs = [len(set(flags)) > 1 for flags in zip(*(of_mesh for of_mesh, _ in everyone), strict=True)]
-            lost |= dict.fromkeys(compress(members.tensors, differs))
-            for name, tensor in local.items():
-                if len({of_local[name] for _, of_local in everyone if name in of_local}) > 1:
-                    lost[tensor] = None
-        for tensor in lost:
-            states.pop(tensor, None)
-        self.complete(parameters, states)
+    def settle(self, parameters: Sequence[RoutedParameter]) -> None:
+        """Take the parameters of a new plan, whose state all ranks have made or kept alike; local."""
         self.made.clear()
         self._needed = tuple((parameter.tensor, self.keys(parameter)) for parameter in parameters)
-        if lost:
-            warn_on_first_rank(
-                f"some ranks had no optimizer state for {len(lost)} parameters ({names[next(iter(lost))]}, ...), so "
-                "all ranks begin with zeros for them; clear or load state on all ranks alike",
-                stacklevel=2,
-            )
 
 
 def check_shapes(
@@ -370,18 +264,17 @@ def check_shapes(
 
     ``placed`` says how the value of a parameter and a key of its state is laid out.
     """
+    known = MUON_STATE | ADAMW_STATE - {"step"} | {SECOND_MOMENT}
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
-        for place, (number, parameter) in enumerate(zip(saved["params"], group["params"], strict=False)):
-            saved_keys = state_dict["state"].get(number, {}).keys()
-            for key in sorted((MUON_STATE | ADAMW_STATE - {"step"} | {SECOND_MOMENT}) & saved_keys):
-                value = state_dict["state"][number][key]
-                shape, wanted = tuple(getattr(value, "shape", ())), placed(parameter, key, value).shape
+        for number, parameter in zip(saved["params"], group["params"], strict=False):
+            state = state_dict["state"].get(number, {})
+            for key in sorted(known & state.keys()):
+                shape, wanted = tuple(getattr(state[key], "shape", ())), placed(parameter, key, state[key]).shape
                 if shape != wanted:
-                    others = ", another fused or fused_inputs" if key == SECOND_MOMENT else ""
-                    name = group["param_names"][place] if "param_names" in group else f"parameter {number}"
                     raise ValueError(
-                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place of {wanted}: "
-                        f"the state is of another model{others}, or its parameters were in another order"
+                        f"parameter {number} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place "
+                        f"of {wanted}: the state is of another model, or of one with another fused or fused_inputs, or "
+                        "its parameters were in another order"
                     )
 
 

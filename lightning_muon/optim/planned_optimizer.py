@@ -11,30 +11,26 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import named_waits, together, warn_on_first_rank
-from lightning_muon.compat.hooks import watch_gradients
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast, drop_unreduced_gradients_of, profiled
 from lightning_muon.config import ComputeDtypeName, MuonConfig, OptimizerConfig, from_arguments
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.optim import parameters
 from lightning_muon.optim.elementwise import Elementwise, adamw_step_
 from lightning_muon.optim.gradients import GradientsAreNotFinite, agree_on_gradients, skipped_steps, skips_step
-from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep, orthogonalized_by
-from lightning_muon.optim.saved_states import understood, with_routes_of_now
+from lightning_muon.optim.matrix_step import MatrixStep, orthogonalized_by
+from lightning_muon.optim.saved_states import completed_groups, understood, with_routes_of_now
 from lightning_muon.optim.step_plan import make_step_plan, require_equal_parameters
 from lightning_muon.params.layout import (
     Layout,
     PlacedState,
     RoutedParameter,
     group_by_mesh,
-    local_tensor,
     parameters_of,
 )
 from lightning_muon.params.matrices import neuron_dims, neuron_shape
 from lightning_muon.params.routing import Route, require_muon, routing_table
-from lightning_muon.params.uses import clean_name
 from lightning_muon.removed import removed
 from lightning_muon.schedule.exchange import PlanOptions
 
@@ -65,7 +61,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._options = config
         self._mesh = mesh
         self._module = params if isinstance(params, nn.Module) else None
-        self._routes = parameters.KnownRoutes(config)
         self._begin_anew(is_fresh=True)
         super().__init__(
             params.named_parameters() if isinstance(params, nn.Module) else params,
@@ -80,12 +75,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._planned: MatrixStep | None = None
         self._planned_for: tuple[Any, ...] = ()
         self._checked_groups = parameters.CheckedGroups()
+        # The routes that were found, and the algorithm of the group that each was found for.
+        self._routes: dict[Tensor, Route] = {}
+        self._routed_for: dict[Tensor, str] = {}
         self._completion, self._layout = self._new_state_and_layout()
         # Whether the state is still zeros that can be made again: no step was taken, and nothing loaded.
         self.is_fresh = is_fresh
-        # Whether a backward pass has reached any parameter since the last step; `None` until the first one does.
-        self._is_reached: bool | None = None
-        self._stop_watching: Callable[[], object] | None = None
         self._num_gradients = 0  # In the last step.
         # Set by a pipeline before each step: whether other stages have found a NaN or an Inf, so that all skip the
         # step, which resets it; a bool on the device.
@@ -100,8 +95,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def route(self, module: nn.Module) -> None:
         """Take names and routes from ``module``; local. :meth:`attach` must follow before the first step."""
-        self._module = module
-        self._routes.forget()
+        self._module, self._routed_for = module, {}
 
     def attach(self, module: nn.Module, layout: Layout | None = None) -> None:
         """Take names and routes from ``module``, and create the state of every parameter now; local.
@@ -142,24 +136,18 @@ class PlannedOptimizer(torch.optim.Optimizer):
         group = self.defaults | param_group
         parameters.check_group_(group)
         given: list[Any] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
-        if (
-            self.param_groups
-            and "param_names" in self.param_groups[0]
-            and all(isinstance(each, Tensor) for each in given)
-        ):
+        trained = list(filter(_is_number, given))
+        if len(trained) < len(given):
+            integers = f"{len(given) - len(trained)} parameters of integers (quantized weights)"
+            warn_on_first_rank(f"{integers} are left out of {type(self).__name__}", stacklevel=4)
+        are_named = self.param_groups and "param_names" in self.param_groups[0]
+        if are_named and all(isinstance(each, Tensor) for each in trained):
             # Groups of torch have names all or none; those of a module got theirs from this class.
             named = () if self._module is None else self._module.named_parameters()
             names: dict[Tensor, str] = {each: name for name, each in named}
-            given = [(names.get(each, f"{len(self.param_groups)}.{place}"), each) for place, each in enumerate(given)]
-        super().add_param_group(group | {"params": given})
-        group = self.param_groups[-1]
-        is_number = [each.is_floating_point() or each.is_complex() for each in group["params"]]
-        if not all(is_number):
-            integers = f"{is_number.count(False)} parameters of integers (quantized weights)"
-            warn_on_first_rank(f"{integers} are left out of {type(self).__name__}", stacklevel=4)
-            for key in ("params", "param_names"):
-                if key in group:
-                    group[key] = [each for each, is_kept in zip(group[key], is_number, strict=True) if is_kept]
+            number = len(self.param_groups)
+            trained = [(names.get(each, f"{number}.{place}"), each) for place, each in enumerate(trained)]
+        super().add_param_group(group | {"params": trained})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -170,7 +158,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         try:
             with named_waits(late=self._planned is None):
-                planned, gradients = self._agree(has_loss=closure is None or loss is not None)
+                planned, gradients = self._agree()
             planned.run(self._exchange(planned, gradients), self.state)
             self._end_step(planned)
         except GradientsAreNotFinite as found:
@@ -188,11 +176,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return True
 
     @property
-    def plan_fingerprint(self) -> str | None:
-        """Hash of owners, buckets and Newton-Schulz options; ``None`` before the first step. Local."""
-        return None if self._planned is None else self._planned.plan.fingerprint
-
-    @property
     def skipped_steps(self) -> int:
         """Steps that were not taken because a gradient had a NaN or an Inf."""
         return skipped_steps(self)
@@ -203,35 +186,34 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._layout.forget(parameters_of(self))
         drop_unreduced_gradients_of(parameters_of(self))
 
-    def _agree(self, *, has_loss: bool) -> tuple[MatrixStep, AgreedGradients]:
+    def _agree(self) -> tuple[MatrixStep, parameters.Gradients]:
         """Return the plan, a new one if any rank needs it, and gradients. Collective as :meth:`step` is."""
         planned = self._planned or self._make_plan()
         with profiled("agree", "gradients"):
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-        if agreed is None:
+            gradients = self._agree_on_gradients(planned)
+        if gradients is None:
             planned = self._make_plan()
-            agreed = self._agree_on_gradients(planned, has_loss=has_loss)
-            assert agreed is not None, "parameters changed during the step"
-        if len(agreed.gradients) < self._num_gradients or not agreed.gradients:
-            self._follow_module(is_late=True)
-        if self.is_fresh and self._module is None and not agreed.gradients:
+            gradients = self._agree_on_gradients(planned)
+            assert gradients is not None, "parameters changed during the step"
+        if len(gradients) < self._num_gradients or not gradients:
+            parameters.require_those_of_module(self.param_groups, self._module, self._routes)
+        if self.is_fresh and self._module is None and not gradients:
             warn_on_first_rank(
                 f"no parameter of {type(self).__name__} has a gradient in its first step; where fully_shard or a new "
                 "layer has put others into the module, make the optimizer afterwards",
                 stacklevel=5,
             )
-        self._num_gradients = len(agreed.gradients)
+        self._num_gradients = len(gradients)
         self.is_fresh = False
-        return planned, agreed
+        return planned, gradients
 
-    def _exchange(self, planned: MatrixStep, gradients: AgreedGradients) -> AgreedGradients:
+    def _exchange(self, planned: MatrixStep, gradients: parameters.Gradients) -> parameters.Gradients:
         """The gradients that the update uses. Collective as :meth:`step` is."""
         return gradients
 
     def _end_step(self, planned: MatrixStep) -> None:
         """End a step that has updated the parameters. Collective as :meth:`step` is."""
         self._layout.end_step()
-        self._is_reached = False
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
@@ -251,7 +233,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return not all(each in self._existing_state for each in given) and not any(each.is_meta for each in given)
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_options", "_mesh", "_module", "_routes")
+        kept = ("_options", "_mesh", "_module")
         return super().__getstate__() | {key: getattr(self, key) for key in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -289,7 +271,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self._load(with_routes_of_now(understood(state_dict), keys))
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        groups = parameters.completed_groups(state_dict["param_groups"], self.param_groups, self.defaults)
+        groups = completed_groups(state_dict["param_groups"], self.param_groups, self.defaults.keys())
         parameters.check_shapes(state_dict, self.param_groups, self._placed)
         super().load_state_dict({**state_dict, "param_groups": groups})
         self.is_fresh = False
@@ -308,12 +290,10 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _placed(self, parameter: Tensor, key: str, state: Tensor) -> PlacedState:
         """How an entry of the state of a parameter is laid out; local."""
-        shape = tuple(parameter.shape)
         if key != parameters.SECOND_MOMENT:
-            return PlacedState(parameter, state, shape)
-        self._routed_parameters()
-        route = self._routes[parameter]
-        return PlacedState(parameter, state, neuron_shape(shape, route), neuron_dims(shape, route))
+            return PlacedState(parameter, state, tuple(parameter.shape))
+        self._find_routes()
+        return PlacedState(parameter, state, *_neurons(parameter, self._routes[parameter]))
 
     def _new_state_and_layout(self) -> tuple[parameters.StateCompletion, Layout]:
         """What makes missing state, and the layout of the parameters until :meth:`attach` gives another one."""
@@ -326,39 +306,12 @@ class PlannedOptimizer(torch.optim.Optimizer):
     def _prepare(self, routed: Sequence[RoutedParameter]) -> None:
         """Prepare a plan for these parameters. Collective as :meth:`step` is."""
 
-    def _follow_module(self, *, is_late: bool) -> None:
-        """Take the parameters that the module has in place of those that this optimizer was made with; local.
-
-        If there is state already, a step ``is_late``, or none has the old name: raise a ``RuntimeError`` instead,
-        alike on all ranks.
-        """
-        named = () if self._module is None else self._module.named_parameters()
-        now: dict[str, Tensor] = {clean_name(name): parameter for name, parameter in named}
-        own, held = set(parameters_of(self)), set(now.values())
-        for group in self.param_groups:
-            names = map(clean_name, group.get("param_names", map(self._routes.name, group["params"])))
-            for place, (name, old) in enumerate(zip(names, group["params"], strict=False)):
-                if old in held or isinstance(old, DTensor) or not name:
-                    continue
-                # A parametrization stores the weight under names that begin with the old one.
-                heirs = [each for each in now if each.replace("parametrizations.", "").startswith(name)]
-                if own.issuperset(now[each] for each in heirs):
-                    continue
-                if is_late or not self.is_fresh or name not in now:
-                    raise RuntimeError(
-                        f"{name} of the module is no longer the parameter that {type(self).__name__} was made "
-                        "with, so it would not be trained. Make the optimizer after fully_shard, and after layers are "
-                        "replaced; load a state_dict afterwards"
-                    )
-                group["params"][place] = now[name]
-
     def _write_second_moments(self) -> None:
         """Bring the second moments of NorMuon from their owners into the state. Collective as :meth:`step` is."""
         if self._planned is not None:
             self._planned.moments.write(self._existing_state, newer=self._completion.made)
 
     def _complete_state(self) -> None:
-        self._follow_module(is_late=False)
         self._completion.complete(self._routed_parameters(), self._existing_state)
 
     @property
@@ -372,20 +325,31 @@ class PlannedOptimizer(torch.optim.Optimizer):
         return routing_table([(each.route, tuple(each.tensor.shape), not each.tensor.requires_grad) for each in routed])
 
     def _routed_parameters(self) -> list[RoutedParameter]:
-        """Parameters with their routes, which are looked up again when a framework has swapped parameters."""
-        if self._routes.update(self.param_groups, self._module, self._existing_state):
-            for parameter in parameters_of(self):
-                local = local_tensor(parameter.detach())
-                if any(stride == 0 and size > 1 for size, stride in zip(local.shape, local.stride(), strict=True)):
-                    raise ValueError(
-                        f"{self._routes[parameter].name} {tuple(local.shape)} has strides {local.stride()}: several of "
-                        "its elements are one place in memory, which cannot be updated; make it with .clone()"
-                    )
+        """Parameters with their routes; local."""
+        self._find_routes()
         return [
             RoutedParameter(param, group, self._routes[param], self._layout)
             for group in self.param_groups
             for param in group["params"]
         ]
+
+    def _find_routes(self) -> None:
+        """Find all routes if a framework has swapped parameters, or a group has another ``algorithm``; local.
+
+        State that nobody needs is dropped. Raises for parameters that cannot be trained.
+        """
+        groups, states = self.param_groups, self._existing_state
+        current: dict[Tensor, str] = {param: group["algorithm"] for group in groups for param in group["params"]}
+        if current == self._routed_for:
+            return
+        before, self._routes = self._routes, parameters.routes_of(groups, self._module, self._options)
+        for parameter in [each for each in states if each not in current]:
+            del states[parameter]
+        for parameter in before.keys() & current.keys() & states.keys():
+            if _neurons(parameter, before[parameter]) != _neurons(parameter, self._routes[parameter]):
+                states[parameter].pop(parameters.SECOND_MOMENT, None)
+        parameters.require_updatable(self._routes)
+        self._routed_for = current
 
     def _key(self) -> tuple[Any, ...]:
         """A key that changes when the plan must be made anew."""
@@ -395,19 +359,25 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _make_plan(self) -> MatrixStep:
         """Make the plan. Collective over the meshes of the parameters."""
-        self._follow_module(is_late=False)
+        parameters.require_those_of_module(self.param_groups, self._module, self._routes)
         meshes = group_by_mesh(parameters_of(self), self._layout)
-        routed = together(self._checked_parameters, [members.axes for members in meshes])
-        parameters.warn_of_parameters(routed, has_module=self._module is not None)
-        device = self._layout.local(routed[0].tensor).device
-        wire_dtype, options = self._plan_options(arithmetic_of(self._options, device))
-        require_equal_parameters(routed, meshes, f"wire_dtype={wire_dtype} {self._settings()} {options}")
         axes = [members.axes for members in meshes]
+        routed = together(self._checked_parameters, axes)
+        guessed = [p.route.name for p in routed if p.group["algorithm"] == "auto" and p.route.algorithm == "muon"]
+        if guessed and self._module is None:
+            warn_on_first_rank(
+                f"{len(guessed)} parameters ({guessed[0]}, ...) are routed to Muon by their shape alone, embeddings "
+                "and heads among them; pass the module, call optimizer.attach(module), or set algorithm= per group",
+                stacklevel=4,
+            )
+        device = self._layout.local(routed[0].tensor).device
+        wire_dtype, options = self._plan_options(device)
+        settings = f"wire_dtype={wire_dtype} {self._settings()} {options}"
+        require_equal_parameters(routed, meshes, settings, self._completion.made)
         together(lambda: self._try_functions(options.arithmetic, wire_dtype, device), axes)
-
-        self._watch([parameter.tensor for parameter in routed])
+        self._layout.watch([parameter.tensor for parameter in routed])
         self._write_second_moments()
-        self._completion.agree(routed, meshes, self._existing_state)
+        self._completion.settle(routed)
         self._prepare(routed)
         if self._planned is not None:
             self._planned.close()
@@ -443,48 +413,32 @@ class PlannedOptimizer(torch.optim.Optimizer):
                 newton_schulz = NewtonSchulzOptions.of(group).choice(2, 3, arithmetic)
                 orthogonalized_by(group["orthogonalize"], example, newton_schulz, eps=group["eps"])
 
-    def _plan_options(self, arithmetic: Arithmetic) -> tuple[torch.dtype, PlanOptions]:
+    def _plan_options(self, device: torch.device) -> tuple[torch.dtype, PlanOptions]:
         """The dtype in which matrices are sent, and the options of the plan; local."""
+        arithmetic = Arithmetic(device.type, resolve_compute_dtype(self._options.compute_dtype, device))
         wire_dtype = _DTYPES.get(self._options.wire_dtype, arithmetic.dtype)
         if self._options.wire_dtype == "auto" and arithmetic.dtype == torch.float16:
             wire_dtype = torch.bfloat16
         found = {"itemsize": wire_dtype.itemsize, "arithmetic": arithmetic}
         return wire_dtype, from_arguments(PlanOptions, vars(self._options) | found)
 
-    def _watch(self, tensors: Sequence[Tensor]) -> None:
-        """Watch for gradients of these parameters, and of no others; local."""
-        if self._stop_watching is not None:
-            self._stop_watching()
-        self._stop_watching = watch_gradients(self, tensors, PlannedOptimizer._arrived)
-        self._is_reached = None  # Unknown: nothing has watched these until here.
-        self._layout.watch(tensors)
-
-    def _agree_on_gradients(self, planned: MatrixStep, *, has_loss: bool) -> AgreedGradients | None:
-        given = parameters_of(self)
+    def _agree_on_gradients(self, planned: MatrixStep) -> parameters.Gradients | None:
         return agree_on_gradients(
             planned.plan,
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,
             backward_has_failed=self._layout.backward_has_failed(),
-            # A backward pass that raises may leave no gradients. But a correct program may have none either: before it
-            # trains, if it drops gradients, or if it has not used the parameters of this optimizer.
-            may_lack_gradients=(
-                self._is_reached is not False
-                or not (has_loss and any(each.requires_grad for each in given))
-                or not self._layout.holds_whole_models(given)
-            ),
         )
 
     def _is_stale(self, planned: MatrixStep) -> bool:
         """Whether a new plan must be made, or a hyper-parameter is wrong; local."""
-        is_valid = self._checked_groups.are_right(self.param_groups)
+        try:
+            self._checked_groups.check(self.param_groups)
+        except Exception:  # Any, since anything may be compared with a number. The plan raises it on all ranks.
+            return True
         is_complete = self._completion.is_complete(self._existing_state)
-        is_loaded = planned.moments.are_outdated
-        return self._planned_for != self._key() or not is_valid or not is_complete or is_loaded
-
-    def _arrived(self, _: Tensor) -> None:
-        self._is_reached = True
+        return self._planned_for != self._key() or not is_complete or planned.moments.are_outdated
 
 
 def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
@@ -499,9 +453,16 @@ def without_matrices(parameters: Sequence[Tensor], optimizers: Sequence[torch.op
     return [parameter for parameter in parameters if parameter not in matrices]
 
 
-def arithmetic_of(config: OptimizerConfig, device: torch.device) -> Arithmetic:
-    """Arithmetic of Newton-Schulz with these options on a device; local."""
-    return Arithmetic(device.type, resolve_compute_dtype(config.compute_dtype, device))
+def _is_number(given: Tensor | tuple[str, Tensor]) -> bool:
+    """Whether a parameter, or a pair of a name and one, may be trained; local."""
+    tensor = given[1] if isinstance(given, tuple) else given
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _neurons(parameter: Tensor, route: Route) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of a tensor with a value for each neuron, and which dimensions of ``parameter`` it has."""
+    shape = tuple(parameter.shape)
+    return neuron_shape(shape, route), neuron_dims(shape, route)
 
 
 def resolve_compute_dtype(name: ComputeDtypeName, device: torch.device) -> torch.dtype:

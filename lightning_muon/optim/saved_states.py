@@ -7,15 +7,31 @@ a matrix goes on with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
 from lightning_muon.comm.agreement import warn_on_first_rank
-from lightning_muon.optim.parameters import ADAMW_STATE, MOMENTUM, MUON_STATE, SECOND_MOMENT, ParamGroup
+from lightning_muon.math.newton_schulz import as_tuples
+from lightning_muon.optim.parameters import (
+    ADAMW_STATE,
+    MOMENTUM,
+    MUON_STATE,
+    SECOND_MOMENT,
+    ParamGroup,
+    check_group_,
+)
 from lightning_muon.params.layout import RoutedParameter
 from lightning_muon.removed import STATE_OF, removed
+
+# Options that say how the update is made, which no scheduler changes.
+_OF_UPDATE = (
+    *("nesterov", "ns_coefficients", "ns_steps", "ns_quality"),
+    *("adjust_lr_fn", "muon_lr_factor", "normuon_beta2"),
+)
+# Those of which a loaded state cannot decide: which entries a state has, and code.
+_OF_PROGRAM = ("normuon", "orthogonalize")
 
 
 def understood(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,22 +84,37 @@ def _rename_(group: ParamGroup) -> None:
         group["muon_lr_factor"] = 1.0  # The learning rate was chosen for Muon.
     elif keys >= {"betas", "eps", "amsgrad"}:
         group["adamw_eps"] = group.pop("eps")
-        for key in ("amsgrad", "maximize"):
-            if group.get(key):
-                raise ValueError(
-                    f"the state was saved with {key}={group[key]}, which is not supported; load only weights"
-                )
+        wrong = [f"{key}=True" for key in ("amsgrad", "maximize") if group.get(key)]
         if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
-            raise ValueError(
-                f"the state is of torch.optim.Adam with weight_decay={group['weight_decay']}, which changes gradients; "
-                "here weights decay apart from gradients, as in AdamW: set weight_decay of its param groups to 0 in "
-                "the checkpoint, or load only weights"
-            )
+            wrong.append("weight_decay by torch.optim.Adam, where it changes gradients")
+        if wrong:
+            raise ValueError(f"the state was saved with {wrong[0]}, which is not supported; load only weights")
     elif group.get("params"):
         raise ValueError(
             f"the state is of an optimizer that is not known, with {sorted(keys)} in its param groups: it may be of "
             "torch.optim.Muon, AdamW or Adam; load only weights"
         )
+
+
+def completed_groups(saved: Sequence[ParamGroup], own: Sequence[ParamGroup], keys: Set[str]) -> list[ParamGroup]:
+    """Copies of saved param groups, with what they lack of ``keys``, and code, from those of the optimizer; local.
+
+    Rank 0 warns of options of the update in which the two differ. Raises a ``ValueError`` for a wrong value.
+    """
+    groups, differing = [dict(group) for group in saved], dict[str, str]()
+    for group, before in zip(groups, own, strict=False):
+        group |= {key: before[key] for key in keys & before.keys() if key not in group or key in _OF_PROGRAM}
+        check_group_(group)
+        for key in _OF_UPDATE:
+            if as_tuples(group[key]) != as_tuples(before[key]):
+                differing.setdefault(key, f"{key}={group[key]!r} (not {before[key]!r})")
+    if differing:
+        warn_on_first_rank(
+            f"the loaded state outweighs the program: {', '.join(differing.values())}; set others in "
+            "optimizer.param_groups once the state is loaded (in on_train_start of a Trainer)",
+            stacklevel=4,
+        )
+    return groups
 
 
 def with_routes_of_now(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,8 +14,7 @@ from lightning_muon.optim.parameters import ParamGroup, compared
 from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.exchange import ADAMW_TENSORS, ExchangeGroup, PlanOptions, plan_exchanges
-from lightning_muon.schedule.graph import validate
-from lightning_muon.schedule.program import Op, OpKind, issue_ahead
+from lightning_muon.schedule.program import Op, OpKind, issue_ahead, validate
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,21 +51,6 @@ class StepPlan:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self.layout.local(self.parameters[0].tensor).device
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of matrices, owners and buckets, and of the method, steps and dtype of Newton-Schulz.
-
-        It is computed from the current param groups, as the step is.
-        """
-        facts = [
-            (
-                [(each.name, each.newton_schulz(self.options.arithmetic), each.owners) for each in group.matrices],
-                group.buckets,
-            )
-            for group in self.exchange_groups
-        ]
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
     @cached_property
     def groups_of(self) -> Mapping[MeshMembers, Sequence[ParamGroup]]:
@@ -128,7 +111,7 @@ def _require_equal_plans(
     for process_group, axes in {group.axes.group: group.axes for group in groups}.items():
         own = [group for group in groups if group.axes.group is process_group]
         of_own = {key: each for key, each in buckets.items() if each.group in own}
-        lines = [(matrix.name, f"is owned by {matrix.owners}") for group in own for matrix in group.matrices]
+        lines = [(matrix.name, f"is owned by rank {matrix.owner}") for group in own for matrix in group.matrices]
         lines += [(f"bucket {key}", str([each.name for each in found.matrices])) for key, found in of_own.items()]
         lines += [(op.name, "") for op in ops if op.group and op.key in of_own]  # In this order.
         require_equal(lines, axes, "the plan of ParallelMuon")
@@ -144,9 +127,9 @@ def _elementwise(parameters: Sequence[RoutedParameter]) -> list[tuple[ParamGroup
 
 
 def require_equal_parameters(
-    parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], settings: str
+    parameters: Sequence[RoutedParameter], meshes: Sequence[MeshMembers], settings: str, without_state: Set[Tensor]
 ) -> None:
-    """Raise on all ranks if parameters or settings differ. Collective over ``meshes``."""
+    """Raise on all ranks if parameters or settings differ, or only some have state. Collective over ``meshes``."""
     of_tensor: dict[Tensor, RoutedParameter] = {each.tensor: each for each in parameters}
 
     def lines_of(members: MeshMembers) -> list[tuple[str, str]]:
@@ -157,21 +140,26 @@ def require_equal_parameters(
             first = firsts.setdefault(id(each.group), each)
             _, placements = each.layout.mesh_and_placements(tensor)
             text = f"{tuple(tensor.shape)} {tensor.dtype} {placements} {route.kind} {route.splits} {route.split_dim}"
-            text = f"{text} transposed={route.is_transposed}"
-            lines.append((route.name, f"{text} trainable={tensor.requires_grad}, in the group of {first.route.name}"))
+            text = f"{text} transposed={route.is_transposed} trainable={tensor.requires_grad}"
+            text = f"{text} state={'zeros' if tensor in without_state else 'kept'}"
+            lines.append((route.name, f"{text}, in the group of {first.route.name}"))
         for first in firsts.values():
-            values = compared(first.group, waits=True)
+            values = compared(first.group)
             lines += [(f"{key} of the group of {first.route.name}", repr(value)) for key, value in values.items()]
         return lines
 
     # Compare the list of meshes on each mesh, smaller ones first, so that a missing mesh raises and does not hang.
     sizes = [members.axes.size for members in meshes if members.axes.group is not None]
     common = [("settings", settings), ("meshes of", f"{sizes} ranks")]
+    # Tensors of one process may be copies of one parameter, as FSDP2 leaves 0-d ones, and ranks may have others.
+    local = [tensor for members in meshes if members.mesh is None for tensor in members.tensors]
+    lost = [of_tensor[tensor].route.name for tensor in local if tensor in without_state]
+    common.append(("local parameters without state", "all" if len(lost) == len(local) else str(lost)))
     own = {id(members.axes): [*lines_of(members), *common] for members in meshes}
     what = "the list of parameters and hyper-parameters of ParallelMuon"
     advice = (
-        "Build the model alike on every rank. Learning rates differ if a scheduler follows a metric that does: log it "
-        "with sync_dist=True."
+        "Build the model, and load state, alike on every rank. Learning rates differ if a scheduler follows a metric "
+        "that does: log it with sync_dist=True."
     )
     groups = [members.axes for members in meshes]
     together(lambda: None, groups, lambda _, ranks: require_equal(own[id(ranks)], ranks, what, advice))

@@ -83,7 +83,7 @@ class Transfer:
         me = group.axes.rank
         # Those of which the calling rank has a piece, and those that it orthogonalizes.
         self.held = [matrix for matrix in matrices if me in matrix.pieces]
-        self.owned = [matrix for matrix in matrices if me in matrix.owners]
+        self.owned = [matrix for matrix in matrices if me == matrix.owner]
         self._to_keep = frozenset(self.owned)
         self._own_pieces: dict[Matrix, Tensor] = {}
         self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -93,42 +93,33 @@ class Transfer:
         """The leg that takes pieces to the owners of the same replica."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
-        outgoing = [
-            (rank, (matrix, matrix.pieces[me])) for matrix in self.held for rank in matrix.owners if rank in peers
-        ]
+        outgoing = [(matrix.owner, (matrix, matrix.pieces[me])) for matrix in self.held if matrix.owner in peers]
         incoming = [
             (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank in peers
         ]
-        has_single_owners = all(len(matrix.owners) == 1 for matrix in self.group.matrices)
-        return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_single_owners)
+        return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=True)
 
     @cached_property
     def scatter(self) -> Leg:
-        """The leg that takes updates to all ranks that hold pieces, each from one owner."""
+        """The leg that takes updates to all ranks that hold pieces."""
         replica_of, me = self.group.replica_of, self.group.axes.rank
         outgoing = [
-            (rank, (matrix, piece))
-            for matrix, owners in ((matrix, set(matrix.owners)) for matrix in self.owned)
-            for rank, piece in matrix.pieces.items()
-            if rank not in owners
+            (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank != me
         ]
-        incoming = [(matrix.owners[0], (matrix, matrix.pieces[me])) for matrix in self.held if me not in matrix.owners]
+        incoming = [(matrix.owner, (matrix, matrix.pieces[me])) for matrix in self.held if matrix.owner != me]
         has_one_replica = len(set(replica_of)) == 1
         return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
 
     @cached_property
-    def _sent_at(self) -> Mapping[Matrix, Sequence[int]]:
-        """Places of each matrix's piece in the buffer for the owners, one for each region that holds it."""
-        places: dict[Matrix, list[int]] = {}
-        for place, (matrix, _) in enumerate(self.gather.sent):
-            places.setdefault(matrix, []).append(place)
-        return places
+    def _sent_at(self) -> Mapping[Matrix, int]:
+        """Place of each matrix's piece in the buffer for the owners."""
+        return {matrix: place for place, (matrix, _) in enumerate(self.gather.sent)}
 
     def pack(self, matrices: Sequence[Matrix], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some matrices; copy those for other owners into the buffer."""
         views, piece_of = self._views(self.gather, is_sent=True), dict(zip(matrices, pieces, strict=True))
-        sent = [(views[place], piece) for matrix, piece in piece_of.items() for place in self._sent_at.get(matrix, ())]
-        _copy([view for view, _ in sent], [piece for _, piece in sent])
+        sent = [matrix for matrix in matrices if matrix in self._sent_at]
+        _copy([views[self._sent_at[matrix]] for matrix in sent], [piece_of[matrix] for matrix in sent])
         self._own_pieces |= {matrix: piece for matrix, piece in piece_of.items() if matrix in self._to_keep}
 
     def unpack(self, wholes: Mapping[Matrix, Tensor]) -> None:

@@ -18,7 +18,6 @@ from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group, host_group
 from lightning_muon.compat.torch import (
     fsdp_units_of,
     has_unfinished_backward,
-    holds_all_of,
     is_in_backward,
     local_shape_and_offset,
 )
@@ -133,16 +132,12 @@ class Layout:
         """Called when all parameters of :meth:`begin_step` are updated."""
 
     def watch(self, parameters: Collection[Tensor]) -> None:
-        """Take the parameters of a new plan for :meth:`backward_has_failed` and :meth:`holds_whole_models`. Local."""
+        """Take the parameters of a new plan for :meth:`backward_has_failed`. Local."""
         self._fsdp_units = fsdp_units_of(parameters)
 
     def backward_has_failed(self) -> bool:
         """Whether an exception has left FSDP2 in the middle of a backward pass, and it was not reset; local."""
         return not is_in_backward() and any(map(has_unfinished_backward, self._fsdp_units))
-
-    def holds_whole_models(self, parameters: Collection[Tensor]) -> bool:
-        """Whether ``parameters`` include all that train in the FSDP2 models of the watched parameters; local."""
-        return holds_all_of(self._fsdp_units, parameters)
 
     def zeros_like(self, parameter: Tensor) -> Tensor:
         """Zeros laid out like the parameter: optimizer state."""

@@ -85,8 +85,7 @@ class Matrix:
     shards: ShardBoxes  # Parts of its parameter on the ranks.
     rank: int  # The calling one.
     flops: int  # Cost of Newton-Schulz.
-    # The ranks that orthogonalize it, ascending: one, or all with `assignment="redundant"`. The planner sets them.
-    owners: tuple[int, ...] = ()
+    owner: int = -1  # The rank that orthogonalizes it. The planner sets it.
 
     @property
     def name(self) -> str:

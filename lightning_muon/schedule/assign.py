@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from lightning_muon.config import Assignment
 from lightning_muon.params.matrices import Matrix
 from lightning_muon.schedule.cost import PRESETS
 
@@ -51,37 +50,25 @@ def fill_buckets(
 
 
 def assign_owners(
-    matrices: Sequence[Matrix],
-    buckets: Sequence[Sequence[int]],
-    *,
-    itemsize: int,
-    loads: Sequence[Load],
-    strategy: Assignment,
+    matrices: Sequence[Matrix], buckets: Sequence[Sequence[int]], *, itemsize: int, loads: Sequence[Load]
 ) -> None:
-    """Set the owners of each matrix; ``loads`` are what ranks have already, ``itemsize`` are bytes on the wire.
+    """Set the owner of each matrix; ``loads`` are what ranks have already, ``itemsize`` are bytes on the wire.
 
-    A matrix that lies on one rank alone stays there. ``"lpt"``: :func:`longest_first` bucket by bucket, then
-    :func:`even_out` on the last ones. ``"round_robin"``: one rank after the other. ``"redundant"``: every matrix to
-    every rank, the baseline of Liu et al. 2025, arXiv:2502.16982.
+    A matrix that lies on one rank alone stays there. The others by :func:`longest_first`, bucket by bucket, and then
+    :func:`even_out` on the last buckets.
     """
     loads = list(loads)
     for matrix in matrices:
-        holder = matrix.sole_holder
-        if holder is not None:
-            matrix.owners = (holder,)
-            loads[holder] = (loads[holder][0] + matrix.flops, loads[holder][1])
+        if matrix.sole_holder is not None:
+            matrix.owner = matrix.sole_holder
+            loads[matrix.owner] = (loads[matrix.owner][0] + matrix.flops, loads[matrix.owner][1])
+    costs = [matrix.flops for matrix in matrices]
+    sizes = [matrix.numel * itemsize for matrix in matrices]
     shared = [[index for index in bucket if matrices[index].sole_holder is None] for bucket in buckets]
-    if strategy == "lpt":
-        costs = [matrix.flops for matrix in matrices]
-        sizes = [matrix.numel * itemsize for matrix in matrices]
-        assigned = [longest_first(costs, sizes, loads, taken=bucket) for bucket in shared]
-        even_out(assigned[-EVENED_BUCKETS:], costs, sizes, loads)
-        for index, owner in chain.from_iterable(each.items() for each in assigned):
-            matrices[index].owners = (owner,)
-    else:
-        everyone = tuple(range(len(loads)))
-        for turn, index in enumerate(chain.from_iterable(shared)):
-            matrices[index].owners = everyone if strategy == "redundant" else (turn % len(loads),)
+    assigned = [longest_first(costs, sizes, loads, taken=bucket) for bucket in shared]
+    even_out(assigned[-EVENED_BUCKETS:], costs, sizes, loads)
+    for index, owner in chain.from_iterable(each.items() for each in assigned):
+        matrices[index].owner = owner
 
 
 def longest_first(
@@ -157,46 +144,35 @@ def count_elements(matrices: Sequence[Matrix], replica_of: Sequence[int]) -> Tra
 
     ``replica_of`` is the replica of each rank of their exchange group.
     """
-    held, owned, gather_sent, gather_received = ([0] * len(replica_of) for _ in range(4))
-    sent_within, sent_between, received_within, received_between = ([0] * len(replica_of) for _ in range(4))
+    held, owned, to_owners, from_holders = ([0] * len(replica_of) for _ in range(4))
+    sent_between, received_between = ([0] * len(replica_of) for _ in range(2))
     # Matrices that lie alike have one object that says so.
     held_of = {id(matrix.held): matrix.held for matrix in matrices}
-    num_alike: Counter[int] = Counter()
-    # By that object and replica: owners there, and matrices with an owner there.
-    num_owners, num_served = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    alike = Counter((id(matrix.held), matrix.numel, matrix.owners) for matrix in matrices)
-    for (key, whole, chosen), times in alike.items():
-        by_replica = held_of[key]
+    num_alike, num_owned = Counter[int](), Counter[tuple[int, int]]()  # Of that object, and by the owner's replica.
+    alike = Counter((id(matrix.held), matrix.numel, matrix.owner) for matrix in matrices)
+    for (key, numel, owner), times in alike.items():
+        by_replica, replica = held_of[key], replica_of[owner]
+        own = times * by_replica[replica].get(owner, 0)
         num_alike[key] += times
-        for owner in chosen:
-            replica = replica_of[owner]
-            own = times * by_replica.get(replica, {}).get(owner, 0)
-            numel = times * whole if replica in by_replica else 0
-            num_owners[key, replica] += times
-            owned[owner] += numel
-            gather_received[owner] += numel - own
-            # Subtract own pieces: below, all pieces and all updates are counted as sent.
-            gather_sent[owner] -= own
-            received_within[owner] -= own
-            if len(chosen) == 1:
-                sent_within[owner] += numel - own
-                sent_between[owner] += times * whole * len(by_replica.keys() - {replica})
-        for replica in {replica_of[owner] for owner in chosen}:
-            num_served[key, replica] += times
+        num_owned[key, replica] += times
+        owned[owner] += times * numel
+        from_holders[owner] += times * numel - own
+        to_owners[owner] -= own  # Below all pieces are counted.
+        sent_between[owner] += times * numel * (len(by_replica) - 1)
     for key, times in num_alike.items():
         for replica, holders in held_of[key].items():
             for rank, elements in holders.items():
                 held[rank] += elements * times
-                gather_sent[rank] += elements * num_owners[key, replica]
-                received_within[rank] += elements * num_served[key, replica]
-                received_between[rank] += elements * (times - num_served[key, replica])
+                to_owners[rank] += elements * num_owned[key, replica]
+                received_between[rank] += elements * (times - num_owned[key, replica])
+    # Within a replica updates go back the way that pieces came.
     return Traffic(
         held=held,
         owned=owned,
-        gather_sent=gather_sent,
-        gather_received=gather_received,
-        scatter_sent=(sent_within, sent_between),
-        scatter_received=(received_within, received_between),
+        gather_sent=to_owners,
+        gather_received=from_holders,
+        scatter_sent=(from_holders, sent_between),
+        scatter_received=(to_owners, received_between),
     )
 
 

@@ -44,41 +44,32 @@ _STYLES = {
 _OTHER = Style("", "other", "#D55E00")
 _MOST_ROWS = 16  # More ranks than this are summarized.
 _WIDTH, _ROW_HEIGHT, _LEAST_PANEL, _TITLE_HEIGHT = 12.0, 0.34, 0.5, 0.42  # Inches.
-_CUT = 2.5  # The time axis ends with the longest timeline that is at most so many times as long as the shortest.
 _TRANSFERS, _ARITHMETIC = (0.06, 0.30), (0.38, 0.56)  # Top and height of the lanes in a row of height 1.
 _MOST_COLUMNS = 8  # Most columns of the legend.
-_LETTER_WIDTH = 4.4  # Points, at the size of the labels.
+_POINTS, _LETTER_WIDTH = 0.93 * 72 * _WIDTH, 4.4  # Points of the time axis, and of a letter of the labels.
 
 
 def draw_timelines(timelines: Mapping[str, Timeline], path: Path, *, title: str) -> None:
-    """Draw timelines below each other on one time axis, cut off where one is far longer than the shortest.
+    """Draw timelines below each other on one time axis.
 
     Each rank is a row with two lanes, transfers above arithmetic. If there are more than 16 ranks, the busiest, the
-    median and the idlest are shown, beside the load of all. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
+    median and the idlest are shown. ``path`` ends in ``.png``, ``.svg`` or ``.pdf``.
     """
     rows = [rows_shown(timeline) for timeline in timelines.values()]
-    has_loads = any(len(timeline.spans) > _MOST_ROWS for timeline in timelines.values())
-    lengths = [1e3 * timeline.makespan for timeline in timelines.values() if timeline.makespan]
-    axis = _Axis(max(length for length in lengths if length <= _CUT * min(lengths)), 0.7 if has_loads else 0.93)
-    least = 3 * _ROW_HEIGHT if has_loads else _LEAST_PANEL
-    heights = [max(least, len(each) * _ROW_HEIGHT) + _TITLE_HEIGHT for each in rows]
+    end = 1e3 * max(timeline.makespan for timeline in timelines.values())
+    heights = [max(_LEAST_PANEL, len(each) * _ROW_HEIGHT) + _TITLE_HEIGHT for each in rows]
     figure = import_module("matplotlib.figure").Figure(figsize=(_WIDTH, sum(heights) + 0.9), layout="constrained")
-    ratios = {"height_ratios": heights, **({"width_ratios": [4, 1]} if has_loads else {})}
-    panels = figure.subplots(len(heights), 2 if has_loads else 1, squeeze=False, gridspec_kw=ratios)
+    panels = figure.subplots(len(heights), squeeze=False, sharex=True, gridspec_kw={"height_ratios": heights})
     figure.suptitle(title, fontsize=11, fontweight="bold")
-    for (panel, *beside), labels, (name, timeline) in zip(panels, rows, timelines.items(), strict=True):
-        _draw_ranks(panel, labels, name, timeline, axis)
-        if panel is panels[-1][0]:
-            panel.set_xlabel("time (ms)", fontsize=8)
-        else:
-            panel.set_xticklabels([])
-        for of_loads in beside:
-            _draw_loads(of_loads, timeline)
+    used = set[Style]()
+    for (panel,), labels, (name, timeline) in zip(panels, rows, timelines.items(), strict=True):
+        used |= _draw_ranks(panel, labels, name, timeline, end)
+    panels[-1][0].set_xlabel("time (ms)", fontsize=8)
     patch = import_module("matplotlib.patches").Patch
     handles = [
         patch(color=style.color, label=f"{style.letter}[i] {style.title}".removeprefix("[i] "))
         for style in (*_STYLES.values(), _OTHER)
-        if style in axis.used
+        if style in used
     ]
     figure.legend(
         handles=handles, loc="outside lower center", ncols=min(len(handles), _MOST_COLUMNS), fontsize=8, frameon=False
@@ -105,23 +96,15 @@ def rows_shown(timeline: Timeline) -> dict[int, str]:
     return {rank: f"{what}\nrank {rank}" for what, rank in chosen.items()}
 
 
-class _Axis:
-    """The common time axis of all panels, and the styles that they use."""
-
-    def __init__(self, end: float, share: float) -> None:
-        self.end = end  # Milliseconds.
-        self.points_per_ms = 72 * _WIDTH * share / end
-        self.used: set[Style] = set()
-
-
-def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeline, axis: _Axis) -> None:
-    """Draw the rows of a timeline."""
+def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeline, end: float) -> set[Style]:
+    """Draw the rows of a timeline on a time axis that ends after so many milliseconds; return the styles."""
+    used = set[Style]()
     for row, rank in enumerate(rows):
-        _draw_rank(panel, row, timeline.spans[rank], axis)
+        used |= _draw_rank(panel, row, timeline.spans[rank], end)
     milliseconds, hidden = 1e3 * timeline.makespan, f"communication hidden {timeline.hidden:.1%}"
     duration = f"{milliseconds:.0f} ms" if milliseconds >= 100 else f"{milliseconds:.3g} ms"
     panel.set_title(f"{name}: {duration}, idle {timeline.idle:.1%}, {hidden}", fontsize=9, loc="left")
-    panel.set_xlim(0, axis.end * 1.005)
+    panel.set_xlim(0, end * 1.005)
     panel.set_ylim(len(rows), 0)
     panel.set_yticks([row + 0.5 for row in range(len(rows))], list(rows.values()), fontsize=7)
     panel.tick_params(axis="y", length=0)
@@ -129,39 +112,22 @@ def _draw_ranks(panel: Any, rows: Mapping[int, str], name: str, timeline: Timeli
     for row in range(1, len(rows)):
         panel.axhline(row, color="#DDDDDD", linewidth=0.4, zorder=0)
     panel.spines[["top", "right", "left"]].set_visible(False)
-    if milliseconds > axis.end * 1.001:
-        text = f"goes on until {duration} $\\rightarrow$"
-        panel.set_title(text, fontsize=8, loc="right", color="#D55E00")
-    else:
-        panel.axvline(milliseconds, color="black", linewidth=0.8, linestyle=":")
+    panel.axvline(milliseconds, color="black", linewidth=0.8, linestyle=":")
+    return used
 
 
-def _draw_rank(panel: Any, row: int, spans: Sequence[Span], axis: _Axis) -> None:
+def _draw_rank(panel: Any, row: int, spans: Sequence[Span], end: float) -> set[Style]:
     """Draw a box for each op, with its name if that fits."""
     boxes: dict[tuple[Style, tuple[float, float]], list[tuple[float, float]]] = {}
     for span in spans:
         start, width = 1e3 * span.start, 1e3 * (span.end - span.start)
-        if width <= 0 or start > axis.end:
+        if width <= 0:
             continue
         style, lane = _STYLES.get(span.op.kind, _OTHER), _ARITHMETIC if span.op.lane == COMPUTE else _TRANSFERS
         boxes.setdefault((style, lane), []).append((start, width))
         label, middle = f"{style.letter}[{span.op.key}]", row + lane[0] + lane[1] / 2
-        if width * axis.points_per_ms > _LETTER_WIDTH * len(label) and start + width <= axis.end * 1.005:
+        if width * _POINTS / end > _LETTER_WIDTH * len(label):
             panel.text(start + width / 2, middle, label, fontsize=6, ha="center", va="center")
     for (style, (top, height)), places in boxes.items():
-        axis.used.add(style)
         panel.broken_barh(places, (row + top, height), facecolors=style.color, edgecolors="white", linewidth=0.3)
-
-
-def _draw_loads(panel: Any, timeline: Timeline) -> None:
-    """Draw the load of all ranks, largest first."""
-    loads = [each.compute_seconds for each in timeline.ranks.values()]
-    mean = sum(loads) / len(loads) or 1.0
-    values = [load / mean for load in sorted(loads, reverse=True)]
-    panel.stairs(values, baseline=0, fill=True, color=_STYLES[OpKind.NEWTON_SCHULZ].color)
-    panel.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    panel.set_title("load / mean, all ranks", fontsize=8, loc="left")
-    panel.set_ylim(0, 1.1 * max(1.0, *values))
-    panel.set_xlim(0, len(values))
-    panel.tick_params(labelsize=7)
-    panel.spines[["top", "right"]].set_visible(False)
+    return {style for style, _ in boxes}

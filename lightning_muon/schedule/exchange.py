@@ -15,7 +15,7 @@ from functools import cache
 from torch import Tensor
 
 from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.config import Assignment, ExchangeOptions
+from lightning_muon.config import ExchangeOptions
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, MeshMembers, RoutedParameter, held_boxes, sharded_axes
 from lightning_muon.params.matrices import Matrix, ShardBoxes, matrices_in
@@ -76,8 +76,7 @@ class ExchangeGroup:
         """Newton-Schulz load of each rank."""
         found = [0] * self.axes.size
         for matrix in self.matrices:
-            for owner in matrix.owners:
-                found[owner] += matrix.flops
+            found[matrix.owner] += matrix.flops
         return tuple(found)
 
 
@@ -100,7 +99,6 @@ def plan_exchanges(
             group,
             itemsize=options.itemsize,
             bucket_bytes=options.bucket_bytes,
-            strategy=options.assignment,
             loads=_loads_so_far(group, planned, options.itemsize),
             key_prefix=f"{number}.",
             ranks=range(group.axes.size) if of_all_ranks else (group.axes.rank,),
@@ -114,7 +112,6 @@ def plan_group(
     *,
     itemsize: int,
     bucket_bytes: int,
-    strategy: Assignment = "lpt",
     loads: Sequence[Load] | None = None,
     key_prefix: str = "",
     ranks: Sequence[int],
@@ -126,17 +123,15 @@ def plan_group(
     """
     num_ranks, matrices = group.axes.size, group.matrices
     sizes, sole_holders = ([m.numel * itemsize for m in matrices], [m.sole_holder for m in matrices])
-    num_owners = 1 if strategy == "redundant" else num_ranks
-    group.buckets = tuple(fill_buckets(sizes, sole_holders, num_owners=num_owners, bucket_bytes=bucket_bytes))
+    group.buckets = tuple(fill_buckets(sizes, sole_holders, num_owners=num_ranks, bucket_bytes=bucket_bytes))
     loads = [(0, 0)] * num_ranks if loads is None else loads
-    assign_owners(matrices, group.buckets, itemsize=itemsize, loads=loads, strategy=strategy)
+    assign_owners(matrices, group.buckets, itemsize=itemsize, loads=loads)
     group.program, everyone = {rank: [] for rank in ranks}, tuple(range(num_ranks))
     for number, bucket in enumerate(group.buckets):
         moved = count_elements([matrices[index] for index in bucket], group.replica_of)
         owned: dict[int, list[int]] = {}
         for index in bucket:
-            for owner in matrices[index].owners:
-                owned.setdefault(owner, []).append(index)
+            owned.setdefault(matrices[index].owner, []).append(index)
         for rank in ranks:
             items = tuple(owned.get(rank, ()))
             work = Op(
@@ -253,9 +248,8 @@ def _loads_so_far(group: ExchangeGroup, earlier: Sequence[ExchangeGroup], itemsi
             continue
         owned = [(0, 0)] * each.axes.size
         for matrix in each.matrices:
-            for owner in matrix.owners:
-                flops, size = owned[owner]
-                owned[owner] = flops + matrix.flops, size + matrix.numel * itemsize
+            flops, size = owned[matrix.owner]
+            owned[matrix.owner] = flops + matrix.flops, size + matrix.numel * itemsize
         if is_alike:
             totals = [(flops + own[0], size + own[1]) for (flops, size), own in zip(totals, owned, strict=True)]
             continue

@@ -8,8 +8,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import NamedTuple, Protocol
 
-from lightning_muon.schedule.graph import in_order
-from lightning_muon.schedule.program import COMPUTE, Op, Program
+from lightning_muon.schedule.program import COMPUTE, Op, Program, in_order
 
 
 class Clock(Protocol):

@@ -28,7 +28,7 @@ def _planned_and_bound(dedupe: str) -> list[object]:
     steps = planned_steps(Setting(model=model, config=config, cost=PRESETS["reference"]), Mesh(replicate=2, shard=2))
     outcome = steps[ON_ALL if dedupe == "always" else IN_REPLICAS]
     return [
-        ([each.owners for each in found.matrices], [each.held for each in found.matrices])
+        ([each.owner for each in found.matrices], [each.held for each in found.matrices])
         for found in (outcome.plan, group)
     ]
 

@@ -18,7 +18,7 @@ def plans() -> dict[str, str]:
         setting = Setting(model=read_shapes(name), cost=PRESETS["reference"])
         for mesh in MESHES:
             groups = [
-                ([(each.name, each.rows, each.cols, each.owners) for each in group.matrices], list(group.buckets))
+                ([(each.name, each.rows, each.cols, (each.owner,)) for each in group.matrices], list(group.buckets))
                 for group in exchange_groups(setting, Mesh(*mesh), setting.config.dedupe)
             ]
             found[f"{name} {mesh[0]}x{mesh[1]}"] = digest(groups)

@@ -133,17 +133,6 @@ def _saved_weights(checkpoint: str) -> dict[str, Tensor]:
     return training.full_weights(model)
 
 
-def _with_adagrad() -> None:
-    pl = training.load(training.PACKAGES[1])
-    model = training.language_model(pl, configure=lambda module: torch.optim.Adagrad(module.parameters()))
-    training.trainer(pl, strategy="flexdemo").fit(model, training.loader())
-
-
-def test_an_optimizer_that_lets_nodes_drift_apart_is_an_error(gloo: ProcessPool) -> None:
-    match = "cannot stand in for the Adagrad that configure_optimizers"
-    gloo.expect_error_on_all_ranks(_with_adagrad, world_size=2, match=match)
-
-
 def _from_meta() -> dict[str, Tensor]:
     pl = training.load()
     model = training.language_model(pl, configure=None, network=nn.Identity)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full, NoReplication, Random, Slicing, Striding
-from lightning_muon.math.coefficients import FAST, steps_of
+from lightning_muon.math.newton_schulz import FAST, steps_of
 from tests.matrix.row import BETAS, EPS, LR, WEIGHT_DECAY, Row
 from tests.reference import diloco, flexdemo, muon
 from tests.support import family
@@ -173,7 +173,6 @@ class _Muon(_Keep):
         self.matrices = {name: each for name, each in named.items() if is_on_muon(row, name, each)}
         rest = [(name, each) for name, each in named.items() if name not in self.matrices]
         self.torch = row.make_optimizer(nn.Module(), rest) if rest else torch.optim.AdamW([torch.zeros(0)])
-        self.is_cautious = config.get("cautious_weight_decay", False)
         self.factor = config.get("muon_lr_factor", MEASURED_MUON_LR_FACTOR if row.program == "AdamW" else 1.0)
         keys = ("momentum", "nesterov", "adjust_lr_fn", "normuon", "normuon_beta2")
         options = {key: config[key] for key in keys if key in config}
@@ -183,7 +182,7 @@ class _Muon(_Keep):
         views = self._cut({name: each.detach() for name, each in self.matrices.items()})
         self.muon = muon.ReferenceMuon(
             views, lr=LR, muon_lr_factor=self.factor, weight_decay=WEIGHT_DECAY, dtype=dtype, steps=_steps(config),
-            cautious_weight_decay=self.is_cautious, **options,
+            **options,
         )  # fmt: skip
 
     def _cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -196,16 +195,7 @@ class _Muon(_Keep):
         for key, view in self._cut({name: each.detach() for name, each in self.matrices.items()}).items():
             view.copy_(self.muon.matrices[key])
         rest = {name: each for name, each in self.named.items() if name not in self.matrices}
-        before = {name: each.clone() for name, each in rest.items() if name in gradients[0]}
-        decays = [group["weight_decay"] for group in self.torch.param_groups]
-        for group in self.torch.param_groups if self.is_cautious else ():
-            group["weight_decay"] = 0.0
         super().step([{name: gradient for name, gradient in gradients[0].items() if name in rest}])
-        for group, decay in zip(self.torch.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
-        for name, old in before.items() if self.is_cautious else ():  # Where the update moves the weight towards zero.
-            change = rest[name] - old
-            rest[name].sub_(LR * self.rate * self.row.decay_of(name) * old * (change * old <= 0))
 
 
 def _steps(config: Mapping[str, Any]) -> Any:

@@ -264,16 +264,15 @@ def _tensors() -> None:
         # singular values are amplified.
         "bfloat16 wire": ({"wire_dtype": "bfloat16"}, 1e-3),
         "bfloat16": ({"compute_dtype": "bfloat16"}, 1e-2),
-        "cautious": ({"cautious_weight_decay": True}, 1e-6),
         # Lengths are float64 in the reference; Newton-Schulz multiplies the rounding of small singular values.
         "MuonEq": ({"orthogonalize": family.muon_eq}, 2e-5),
         "Muon+": ({**muon_plus, **HEADS}, 2e-5),
-        "Muon+, all": ({**muon_plus, "nesterov": False, "cautious_weight_decay": True, "normuon": True}, 2e-5),
+        "Muon+, all": ({**muon_plus, "nesterov": False, "normuon": True}, 2e-5),
         "NorMuon": ({"normuon": True, **HEADS}, 2e-6),
         "NorMuon, other decay": ({"normuon": True, "normuon_beta2": 0.8, "adjust_lr_fn": "spectral_mup"}, 2e-6),
         "heads": (HEADS, 1e-6),
-        "one owner each": ({"assignment": "round_robin", "dedupe": "never", "overlap": "off", "look_ahead": 1}, 1e-6),
-        "all compute": ({"assignment": "redundant", "dedupe": "always", "bucket_bytes": 1}, 1e-6),
+        "one owner each": ({"dedupe": "never", "overlap": "off", "look_ahead": 1}, 1e-6),
+        "one owner for all": ({"dedupe": "always", "bucket_bytes": 1}, 1e-6),
     }
     places = [(1, {}, 0), (3, {}, 0), (3, {}, 1), (4, {"replicate_size": 2}, 1), (2, {}, None), (4, {}, 0)]
     for number, (name, (chosen, tolerance)) in enumerate(options.items()):
@@ -401,12 +400,10 @@ def draw(seed: int) -> Row:
             "adamw_patterns": [("*blocks.0.*",)],
             "muon_patterns": [("*tail.head.weight",), ("*embedding.weight",)],
             "bucket_bytes": [1, 500],
-            "assignment": ["round_robin", "redundant"],
             "dedupe": ["always", "never"],
             "overlap": ["off"],
             "look_ahead": [1, 2],
             "normuon": [True],
-            "cautious_weight_decay": [True],
         },
         {"momentum": [1.5], "ns_steps": [0], "fused": [{"*tail.qkv.weight": 2}, {"nothing": 3}], "look_ahead": [0],
          "adamw_patterns": [("tail.conv.weight",)], "muon_patterns": [("tail.scale",)]},

@@ -66,7 +66,6 @@ class ReferenceMuon:
         lr: float,
         muon_lr_factor: float = 1.0,
         weight_decay: float = 0.1,
-        cautious_weight_decay: bool = False,
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust_lr_fn: str = "match_rms_adamw",
@@ -81,7 +80,6 @@ class ReferenceMuon:
         self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
-        self.cautious_weight_decay = cautious_weight_decay
         self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr_fn, self.orthogonalization = adjust_lr_fn, orthogonalization
         self.newton_schulz = partial(orthogonalized, steps=steps, dtype=dtype)
@@ -93,8 +91,7 @@ class ReferenceMuon:
             self.buffers[name].lerp_(grad, 1 - self.momentum)
             ahead = grad.lerp(self.buffers[name], self.momentum) if self.nesterov else self.buffers[name]
             tensor = self.matrices[name]
-            if not self.cautious_weight_decay:
-                tensor.mul_(1 - rate * self.weight_decay)
+            tensor.mul_(1 - rate * self.weight_decay)
             if tensor.ndim == 3:
                 for number, (matrix, target) in enumerate(zip(ahead, tensor, strict=True)):
                     self._add(f"{name} {number}", target, matrix, rate)
@@ -111,9 +108,6 @@ class ReferenceMuon:
         update = self.orthogonalization(ahead, self.newton_schulz)
         if self.normuon:
             update = self._normuon(name, update)
-        if self.cautious_weight_decay:  # Chen et al. 2025, arXiv:2510.12402, Algorithm 1.
-            aligned = update.reshape(target.shape) * target >= 0
-            target.mul_(torch.where(aligned, 1 - rate * self.weight_decay, 1.0))
         target.add_(update.reshape(target.shape), alpha=-rate * scale)
 
     def _normuon(self, name: str, update: Tensor) -> Tensor:

@@ -106,15 +106,12 @@ def run_fsdp(
     replicas: int = 1,
     clip: bool = False,
     dtype: torch.dtype = torch.float32,
-    lr_on_device: bool = False,
     **options: Any,
 ) -> tuple[Simulation, ParallelMuon]:
     """Steps of ParallelMuon on FSDP2 parameters of ``size`` ranks."""
     with world(size) as simulation, Tracker():
         found = _weights(shapes, _mesh_of(size, replicas), dtype=dtype)
         groups = _groups_of(found)
-        if lr_on_device:
-            options["lr"] = torch.zeros((), device="cuda")
         optimizer = ParallelMuon(groups, **options)
         backward = _Backward(found)
         for step in range(3):

@@ -38,8 +38,8 @@ def plan_for(
         )
     ]
     meshes = group_by_mesh([parameter.tensor for parameter in parameters], layout)
-    require_equal_parameters(parameters, meshes, "")
-    given = {"bucket_bytes": 10**6, "look_ahead": 2, "overlap": "step", "assignment": "lpt", "dedupe": "always"}
+    require_equal_parameters(parameters, meshes, "", frozenset())
+    given = {"bucket_bytes": 10**6, "look_ahead": 2, "overlap": "step", "dedupe": "always"}
     machine = {"itemsize": 4, "arithmetic": Arithmetic("cpu", torch.float32)}
     made = PlanOptions(**{**machine, **given, **options})
     return make_step_plan(parameters, meshes, options=made)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -68,6 +68,10 @@ def test_a_constructor_has_each_option_of_its_config(kind: type[Any], config: ty
         assert parameters[field.name].annotation is not inspect.Parameter.empty
         documented = "".join(base.__doc__ or "" for base in config.__mro__)
         assert f"        {field.name}: " in documented, f"{field.name} has no documentation"
+    own: Any = inspect.unwrap(kind.__init__)
+    for_editors = get_type_hints(*get_args(get_type_hints(own)["options"]))
+    named = set(inspect.signature(own).parameters)
+    assert for_editors == {name: hint for name, hint in get_type_hints(config).items() if name not in named}
 
 
 class Doubled:

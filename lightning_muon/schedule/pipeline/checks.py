@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_muon.schedule.graph import validate
 from lightning_muon.schedule.pipeline.nodes import (
     COMPUTE_KINDS,
     WEIGHT_KINDS,
@@ -18,7 +17,7 @@ from lightning_muon.schedule.pipeline.nodes import (
 )
 from lightning_muon.schedule.pipeline.play import play_order
 from lightning_muon.schedule.pipeline.problem import Pipeline
-from lightning_muon.schedule.program import Program
+from lightning_muon.schedule.program import Program, validate
 
 
 def check_order(order: Order, pipeline: Pipeline, *, is_training: bool = True) -> None:

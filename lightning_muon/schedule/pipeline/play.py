@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from functools import cache
 from heapq import heappop, heappush
 
-from lightning_muon.schedule.graph import NAMED
 from lightning_muon.schedule.pipeline.nodes import WEIGHT_KINDS, B, F, I, Node, Order, PipelineKind, W
 from lightning_muon.schedule.pipeline.problem import Pipeline
+from lightning_muon.schedule.program import NAMED
 
 
 class Run:

@@ -16,6 +16,41 @@ from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
 
 
+def _train_and_lose(mode: str, name: str, *, after_backward: bool = False) -> None:
+    """Before or after the second backward pass the second rank loses state."""
+    training = Training.start(mode, mesh_of((dist.get_world_size(),)))
+    parameter: Any = training.net.tail.scale if name == "scale" else training.net.blocks[0].up.weight
+    training.backward(0)
+    training.optimizer.step()
+    for is_after in (False, True):
+        if dist.get_rank() == 1 and is_after == after_backward:
+            training.optimizer.state.pop(parameter)
+        if not is_after:
+            training.backward(1)
+    training.optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "after_backward"),
+    [("fsdp", "weight", False), ("fsdp", "scale", True), ("zero2", "weight", False), ("ddp", "weight", True)],
+)
+def test_state_that_one_rank_has_lost_is_an_error(
+    gloo: ProcessPool, mode: str, name: str, after_backward: bool
+) -> None:
+    """Also that of 0-d parameters, of which each rank has a copy."""
+    match = "state=zeros|local parameters without state"
+    gloo.expect_error_on_all_ranks(
+        _train_and_lose,
+        mode,
+        name,
+        after_backward=after_backward,
+        match=match,
+        exception=RuntimeError,
+        world_size=2,
+        timeout=30,
+    )
+
+
 def _held(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, int], list[bool], int, int]:
     """Elements of what is updated, state and gradients, all float32; which ``p.grad`` exist after backward.
 

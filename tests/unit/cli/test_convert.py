@@ -153,7 +153,7 @@ def test_weights_go_through_all_formats(
 ) -> None:
     directory, weights, _ = trained
     main(["verify", str(directory)])
-    found = r"written, step 4, mesh replicate 1 x shard 2, plan [0-9a-f]{16}$"
+    found = r"written, step 4, mesh replicate 1 x shard 2$"
     assert re.search(found, capsys.readouterr().out.strip())
     places = [tmp_path / name for name in ("one.ckpt", "shards.ckpt", "safe.safetensors", "end.ckpt")]
     kinds = ("one file", "a directory of shards", "safetensors", "one file")

@@ -220,14 +220,6 @@ def test_a_weight_trained_later_begins_where_it_is() -> None:
     torch.testing.assert_close(parameters[0].detach(), expected, rtol=0, atol=1e-6)
 
 
-def test_state_is_float32_but_for_the_anchor_which_is_weights() -> None:
-    optimizer = FlexDeMo(nn.Linear(7, 13).bfloat16(), base="sgd", replicator=DiLoCo(period=2))
-    for state in optimizer.state_dict()["state"].values():
-        dtypes = {key: value.dtype for key, value in state.items()}
-        of_weights = dict.fromkeys(("anchor", "node_weights"), torch.bfloat16)
-        assert dtypes == of_weights | dict.fromkeys(("outer_momentum", "has_moved"), torch.float32)
-
-
 def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
     optimizer, parameters = _optimizer(DiLoCo(period=4))
     _train(optimizer, parameters, range(2))

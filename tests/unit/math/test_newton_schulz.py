@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.config import MuonConfig, NsMethod
-from lightning_muon.math.coefficients import FAST, steps_of
 from lightning_muon.math.newton_schulz import (
+    FAST,
     Arithmetic,
     NewtonSchulz,
     NewtonSchulzOptions,
     gram_restarts,
     lr_scale,
     orthogonalize,
+    steps_of,
     worth_batching,
 )
 from tests.reference.muon import orthogonalized
@@ -24,14 +25,11 @@ OPTIONS = {"steps": (MuonConfig.ns_coefficients,) * 5, "eps": 1e-7}
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3), (1, 1)]
 # From a short side of 512 on symmetric products are computed by panels of 192 rows; the last one may be lower.
 PANELED = [(512, 512), (600, 512), (512, 640), (577, 700), (900, 769)]
-# The two without a fifth power, of which the other is for FLOPs alone.
-CUBIC = ((1.5, -0.5, 0.0),) * 5
 STEPS = {
     "jordan": steps_of("jordan", 5),
     "polar_express": steps_of("polar_express", 5),
     "longer": steps_of("polar_express", 8),
     "fast": FAST,
-    "cubic": CUBIC,
 }
 METHODS: tuple[NsMethod, ...] = ("plain", "gram")
 # How far singular values of at least 0.01 are from those of exact arithmetic, and their vectors from theirs.
@@ -70,15 +68,6 @@ def test_a_batch_gives_each_matrix_the_bits_it_has_alone(dtype: torch.dtype) -> 
             result = orthogonalize(batch, compute_dtype=dtype, **OPTIONS)
             alone = [orthogonalize(matrix, compute_dtype=dtype, **OPTIONS) for matrix in batch]
             assert torch.equal(result, torch.stack(alone)), (size, rows, cols)
-
-
-def test_a_zero_matrix_stays_zero_and_the_input_is_not_changed() -> None:
-    zero = torch.zeros(4, 6)
-    assert not orthogonalize(zero, compute_dtype=torch.float32, **OPTIONS).any()
-    matrix = torch.randn(4, 6)
-    before = matrix.clone()
-    orthogonalize(matrix, compute_dtype=torch.float32, **OPTIONS)
-    assert torch.equal(matrix, before)
 
 
 def test_fast_takes_the_method_with_fewer_flops() -> None:
@@ -144,6 +133,9 @@ def test_odd_matrices_are_as_documented(preset: str, method: NsMethod, dtype: to
 
     assert not result(torch.zeros(5, 9)).any()
     like = torch.randn(13, 7)
+    before = like.clone()
+    result(like)
+    assert torch.equal(like, before)
     for bad in (torch.nan, torch.inf):
         spoiled = like.clone()
         spoiled[4, 2] = bad
@@ -180,14 +172,6 @@ def test_fast_keeps_its_promise(method: NsMethod, dtype: torch.dtype) -> None:
         large = found[singular >= 0.01]
         assert 0.65 - ROUNDING[dtype] <= large.min() and large.max() <= 1.35 + ROUNDING[dtype]
         assert found.abs().max() < 1.4  # Nothing is promised of small ones, but they do no harm.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_a_least_norm_near_zero_keeps_small_matrices(dtype: torch.dtype) -> None:
-    way, like = NewtonSchulz(steps_of("jordan", 5), dtype), torch.randn(4, 6)
-    scales = (1e-15, 1e15) if dtype == torch.float32 else (1e-30, 1e30)
-    small, large = (way.orthogonalize(like * scale, eps=1e-38) for scale in scales)
-    torch.testing.assert_close(small, large, rtol=0, atol=1e-3 if dtype == torch.float32 else 0.03)
 
 
 def test_restarts_come_where_rounding_grows() -> None:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from lightning_muon import ParallelMuon
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz
 from lightning_muon.optim import matrix_step
-from lightning_muon.optim.executor import HostExecutor, make_executor
 from lightning_muon.optim.graphs import NewtonSchulzGraphs
-from lightning_muon.optim.matrix_step import AgreedGradients, MatrixStep
+from lightning_muon.optim.matrix_step import HostExecutor, MatrixStep, make_executor
+from lightning_muon.optim.moments import normalize_neurons_
 from tests.support.step_plans import adamw_state, plan_for
 
 
@@ -26,12 +26,6 @@ def _state(parameters: list[nn.Parameter]) -> dict[Tensor, dict[str, Tensor]]:
     return {p: {"momentum_buffer": torch.zeros_like(p)} if p.ndim > 1 else adamw_state(p) for p in parameters}
 
 
-@pytest.fixture
-def parameters() -> list[nn.Parameter]:
-    """Three matrices, each a bucket, and a vector."""
-    return [*(nn.Parameter(torch.ones(4, 4)) for _ in range(3)), nn.Parameter(torch.ones(4))]
-
-
 @torch.no_grad()
 def test_weight_decay_is_not_rounded_to_bfloat16() -> None:
     # 1 - 0.02 * 0.1 is 0.998; as a bfloat16 it would be 0.9961, and the decay twice as strong.
@@ -40,6 +34,11 @@ def test_weight_decay_is_not_rounded_to_bfloat16() -> None:
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert (weight == torch.tensor(256.0 * 0.998).bfloat16()).all()
+
+
+def test_normuon_leaves_zeros_zero() -> None:
+    moment = torch.zeros(3)
+    assert not normalize_neurons_(torch.zeros(3, 4), moment, beta2=0.9).any() and not moment.any()
 
 
 @pytest.mark.gpu
@@ -55,7 +54,7 @@ def test_streams_give_the_bits_of_a_host_that_waits() -> None:
         with mock.patch.object(matrix_step, "make_executor", make):
             step = _step(parameters)
         for _ in range(3):
-            step.run(AgreedGradients(gradients=dict(zip(parameters, gradients, strict=True))), states)
+            step.run(dict(zip(parameters, gradients, strict=True)), states)
         results.append([parameter.detach() for parameter in parameters])
     assert all(map(torch.equal, *results))
 

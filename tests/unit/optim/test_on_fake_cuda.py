@@ -27,7 +27,7 @@ ALLOWED = {"event.synchronize @ comm/collectives.py read"}
 NUM_RANKS = 8
 SCENARIOS: dict[str, Callable[[], tuple[Simulation, Any]]] = {
     "fsdp": lambda: run_fsdp(SMALL, NUM_RANKS),
-    "fsdp, clip, lr on the device": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True, lr_on_device=True),
+    "fsdp, clip": lambda: run_fsdp(SMALL, NUM_RANKS, clip=True),
     "fsdp, bfloat16": lambda: run_fsdp(SMALL, NUM_RANKS, dtype=torch.bfloat16),
     "fsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, normuon=True),
     "hsdp, NorMuon": lambda: run_fsdp(SMALL, NUM_RANKS, replicas=2, dedupe="always", normuon=True),

@@ -95,34 +95,6 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fused", [3, (4, 4, 4)])
-def test_matrices_inside_of_a_weight_are_stepped_alone(fused: Any) -> None:
-    torch.manual_seed(0)
-    convolution, qkv, stack = torch.randn(6, 4, 3, 3), torch.randn(12, 5), torch.randn(3, 5, 4)
-    weights = {"convolution": convolution, "qkv": qkv, "stack": stack}
-    whole = {name: nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
-    whole["channels_last"] = nn.Parameter(convolution.clone(memory_format=torch.channels_last))
-    parts = [nn.Parameter(part.clone()) for part in (convolution.flatten(1), *qkv.split(4), *stack)]
-    optimizers = [
-        ParallelMuon(whole.items(), compute_dtype="float32", fused={"qkv": fused}),
-        ParallelMuon(parts, compute_dtype="float32"),
-    ]
-    for _ in range(3):
-        for name in weights:
-            whole[name].grad = torch.randn_like(whole[name])
-        grads = {name: whole[name].grad for name in weights}
-        whole["channels_last"].grad = grads["convolution"].contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
-        found = (grads["convolution"].flatten(1), *grads["qkv"].split(4), *grads["stack"])  # type: ignore[union-attr,misc]
-        for part, grad in zip(parts, found, strict=True):
-            part.grad = grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    expected = (parts[0].view_as(convolution), torch.cat(parts[1:4]), torch.stack(parts[4:]))
-    assert all(torch.equal(whole[name], value) for name, value in zip(weights, expected, strict=True))
-    # The norm adds in the order of memory.
-    torch.testing.assert_close(whole["channels_last"], whole["convolution"], rtol=0, atol=1e-6)
-
-
 def test_the_nan_check_can_be_turned_off() -> None:
     parameters = _parameters()
     optimizer = ParallelMuon(parameters, error_if_nonfinite=False)

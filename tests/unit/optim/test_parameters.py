@@ -1,6 +1,6 @@
 """Routes of parameters in groups, and the AdamW part against torch.optim.AdamW."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_muon import MuonConfig, ParallelMuon
 from lightning_muon.optim.elementwise import adamw_step_
-from lightning_muon.optim.parameters import convert_, routes_of
-from lightning_muon.params.layout import PlacedState
+from lightning_muon.optim.parameters import routes_of
 from tests.support.step_plans import adamw_state
 
 OPTIONS = MuonConfig()
@@ -74,49 +73,12 @@ def test_where_the_elements_lie_changes_nothing(layout: str, layout_of_state: st
     for _ in range(3):
         grad = torch.randn_like(weight)
         theirs.grad = grad
-        adamw_step_([mine], [LAYOUTS[layout_of_gradient](grad)], [state], group, {})
+        adamw_step_([mine], [LAYOUTS[layout_of_gradient](grad)], [state], group)
         reference.step()
     torch.testing.assert_close(mine, theirs.detach(), rtol=0, atol=1e-6)
     for key in ("exp_avg", "exp_avg_sq"):
         torch.testing.assert_close(state[key], reference.state[theirs][key], rtol=0, atol=1e-6)
     assert addresses == [tensor.data_ptr() for tensor in (mine, state["exp_avg"], state["exp_avg_sq"])]
-
-
-def test_adamw_decays_only_towards_its_update() -> None:
-    """Weights, and moments, against the formulas; zero gradients and weights count as aligned."""
-    torch.manual_seed(0)
-    weight, lr, decay, beta1, beta2, eps = torch.randn(13, 7), 0.1, 0.3, 0.9, 0.99, 1e-8
-    weight[0] = 0
-    mine, state = weight.clone(), adamw_state(weight)
-    group = {"lr": lr, "weight_decay": decay, "betas": (beta1, beta2), "adamw_eps": eps, "cautious_weight_decay": True}
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
-    for step in range(1, 4):
-        grad = torch.randn_like(weight)
-        grad[:, 0] = 0
-        adamw_step_([mine], [grad], [state], group, {})
-        first, second = beta1 * first + (1 - beta1) * grad, beta2 * second + (1 - beta2) * grad**2
-        update = first / (1 - beta1**step) / ((second / (1 - beta2**step)).sqrt() + eps)
-        weight = weight - lr * (update + decay * (update * weight >= 0) * weight)
-    torch.testing.assert_close(mine, weight, rtol=0, atol=1e-6)
-
-
-def test_states_are_converted_in_the_same_order_whatever_that_of_their_keys_is() -> None:
-    """A collective conversion must meet the same entry on all ranks."""
-    orders: list[list[float]] = []
-
-    def convert(places: Sequence[PlacedState]) -> list[torch.Tensor]:
-        orders.append([float(place.state.sum()) for place in places])
-        return [place.state for place in places]
-
-    keys = ("momentum_buffer", "second_momentum_buffer", "other")
-    state = {key: torch.full((2,), float(number)) for number, key in enumerate(keys)}
-    for each in (keys, keys[::-1]):
-        convert_(
-            [(torch.ones(2), {key: state[key] for key in each})],
-            convert,
-            lambda *given: PlacedState(given[0], given[2], (2,)),
-        )
-    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -46,7 +46,8 @@ def test_freezing_thawing_and_new_groups_count_from_the_next_step(kind: Any) -> 
     _train(model, optimizer, range(2, 3))
     assert torch.equal(frozen, before)
     frozen.requires_grad_(True)
-    optimizer.add_param_group({"params": list(model[3].named_parameters(prefix="3"))})
+    optimizer.add_param_group({"params": model[3].parameters()})  # Without names, which the first group has.
+    assert optimizer.param_groups[1]["param_names"] == ["1.0"]
     later = model[3].weight.detach().clone()
     _train(model, optimizer, range(3, 4))
     assert not torch.equal(frozen, before)
@@ -165,17 +166,6 @@ def test_a_float16_gradient_with_a_large_norm_is_applied() -> None:
     assert optimizer.skipped_steps == 1
 
 
-def test_gradients_of_frozen_parameters_are_left_alone_and_named() -> None:
-    model = _model()
-    optimizer = _make(ParallelMuon, model)
-    set_gradients(model.parameters(), 0)
-    model[1].weight.requires_grad_(False)
-    before = model[1].weight.clone()
-    with pytest.warns(UserWarning, match=r"1\.weight.*requires_grad=False and a gradient, which is not applied"):
-        optimizer.step()
-    assert torch.equal(model[1].weight, before)
-
-
 @pytest.mark.parametrize("options", [{"base": "sgd"}, {"base": "adamw"}, {"base": "muon", **FLOAT32}, None], ids=str)
 def test_parameters_between_other_elements_are_trained_alone(options: Any) -> None:
     """The same as contiguous ones, for FlexDeMo on each base, and for ParallelMuon."""
@@ -228,30 +218,22 @@ def _replace(module: nn.Sequential, what: str) -> None:
     elif what == "weight":
         module[1].weight = nn.Parameter(module[1].weight.detach() * 2)
     elif what == "to_empty":
-        nn.utils.vector_to_parameters(torch.arange(99.0).sin(), module.to("meta").to_empty(device="cpu").parameters())
+        module.to("meta").to_empty(device="cpu")
     else:
         nn.utils.parametrizations.weight_norm(module[1])
 
 
 @pytest.mark.parametrize("make", [_named, _in_groups])
-@pytest.mark.parametrize(
-    ("what", "when"),
-    [(each, "new") for each in ("layer", "weight", "to_empty", "weight_norm")]
-    + [("layer", "trained"), ("to_empty", "trained")],
-)
-def test_what_replaces_a_parameter_is_trained_or_an_error(make: Any, what: str, when: str) -> None:
+@pytest.mark.parametrize("what", ["layer", "weight", "to_empty", "weight_norm"])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_what_replaces_a_parameter_is_an_error(make: Any, what: str, is_trained: bool) -> None:
     module = _layers()
     optimizer = make(module)
-    if when == "trained":
+    if is_trained:
         _step(module, optimizer)
     _replace(module, what)
-    before = [each.detach().clone() for each in module.parameters()]
-    if when == "trained" or what == "weight_norm":
-        with pytest.raises(RuntimeError, match=r"[01]\.weight of the module is no longer the parameter"):
-            _step(module, optimizer)
-    else:
+    with pytest.raises(RuntimeError, match=r"[01]\.weight of the module is no longer the parameter"):
         _step(module, optimizer)
-        assert not any(map(torch.equal, before, module.parameters()))
 
 
 def test_an_optimizer_that_no_gradient_reaches_says_so() -> None:
@@ -261,9 +243,3 @@ def test_an_optimizer_that_no_gradient_reaches_says_so() -> None:
         module[place] = nn.Linear(module[place].in_features, module[place].out_features)
     with pytest.warns(UserWarning, match="has a gradient in its first step"), pytest.warns(UserWarning, match="shape"):
         _step(module, optimizer)
-
-
-def test_a_group_without_names_joins_those_of_a_module() -> None:
-    optimizer = _named(_layers())
-    optimizer.add_param_group({"params": nn.Parameter(torch.zeros(3, 3))})
-    assert optimizer.param_groups[1]["param_names"] == ["1.0"]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
 from torch import nn
 
 from lightning_muon.comm.groups import AxisGroup
@@ -14,7 +13,7 @@ from lightning_muon.params.matrices import Matrix, ShardBoxes
 from lightning_muon.params.routing import route_by_shape
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.exchange import ExchangeGroup, plan_group
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
+from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
@@ -44,11 +43,6 @@ def sharded(numels: list[int], num_ranks: int, num_replicas: int = 1, flops: lis
     return specs
 
 
-def replicated(numels: list[int], num_ranks: int) -> list[Matrix]:
-    """Matrices of which every rank has all."""
-    return [spec(f"w{i}", numel, (numel,) * num_ranks, range(num_ranks), flops=numel) for i, numel in enumerate(numels)]
-
-
 def grid(num_replicas: int, num_shards: int) -> list[int]:
     """Replica of each rank, for the order of :func:`sharded`."""
     return [replica for replica in range(num_replicas) for _ in range(num_shards)]
@@ -76,30 +70,3 @@ def compute(name: str, cost: int, *deps: str, rank: int = 0, memory: int = 0) ->
 def collective(name: str, size: int, *deps: str, rank: int = 0, group: tuple[int, ...] = (), memory: int = 0) -> Op:
     """An op of some seconds on the transfer lane."""
     return Op(kind=name, key="0", rank=rank, bytes=size, lane=TRANSFER, deps=deps, group=group, memory=memory)
-
-
-@st.composite
-def programs(draw: st.DrawFn, max_ranks: int = 3, max_ops: int = 10) -> Program:
-    """Programs that run: on each rank ops of its own, with dependencies on earlier ones, and common collectives."""
-    num_ranks = draw(st.integers(1, max_ranks))
-    program: Program = {rank: [] for rank in range(num_ranks)}
-    everyone = tuple(range(num_ranks))
-    for number in range(draw(st.integers(1, max_ops))):
-        is_collective = draw(st.booleans())
-        for rank, ops in program.items():
-            before = [op.name for op in ops]
-            deps = draw(st.lists(st.sampled_from(before), max_size=2, unique=True)) if before else []
-            ops.append(
-                Op(
-                    kind="all" if is_collective else "own",
-                    key=str(number),
-                    rank=rank,
-                    cost=0 if is_collective else draw(st.integers(0, 5)),
-                    bytes=draw(st.integers(0, 5)) if is_collective else 0,
-                    lane=TRANSFER if is_collective else COMPUTE,
-                    deps=tuple(deps),
-                    memory=draw(st.integers(0, 9)),
-                    group=everyone if is_collective else (),
-                )
-            )
-    return program
