@@ -148,9 +148,11 @@ def _require_works_on_shards(optimizer: torch.optim.Optimizer) -> None:
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     takes_whole = isinstance(optimizer, torch.optim.LBFGS | torch.optim.Adafactor | torch.optim.Rprop)
     if takes_whole or (is_fused and isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad)):
+        # LBFGS goes by losses, which differ between the ranks with any sharding.
+        instead = "" if isinstance(optimizer, torch.optim.LBFGS) else ", or sharding='ddp', where each rank has all"
         raise ValueError(
             f"{type(optimizer).__name__}{'' if takes_whole else '(fused=True)'} of torch does not work on the shards "
-            "of FSDP2; use another one, such as AdamW, or sharding='ddp', where each rank has all"
+            f"of FSDP2; use another one, such as AdamW{instead}"
         )
 
 
