@@ -21,10 +21,6 @@ from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps, Replicator,
 
 # Of matrices with base="muon" over AdamW's rate; docs/performance.md, losses with FlexDeMo.
 MEASURED_FLEXDEMO_LR_FACTOR = 6.0
-SIGN_SGD = (
-    "each step changes each weight by lr, whatever the size of its gradient. Best were 1 to 2 times the lr of AdamW; "
-    "one chosen for SGD is far too large (sign=False takes it); see docs/flexdemo.md"
-)
 Base = Literal["sgd", "adamw", "muon"]
 Merge = Literal["contributors", "mean"]
 ValueFormat = Literal["fp32", "bf16"]
