@@ -161,7 +161,7 @@ def _with_arguments(config: MuonConfig, trainer: Any, given: Collection[str], *,
             ignored.append(f"{said}: hf.optimizer was given {name}={getattr(config, name)!r}")
     optim: Any = trainer.args.optim
     if optim != defaults["optim"]:
-        ignored.append(f"optim={optim.value!r}: the optimizer is that of hf.optimizer")
+        ignored.append(f"optim={getattr(optim, 'value', optim)!r}: the optimizer is that of hf.optimizer")
     if ignored:
         text = f"TrainingArguments have values without effect; leave one of both out. {'; '.join(ignored)}"
         warn_on_first_rank(text, stacklevel=3)

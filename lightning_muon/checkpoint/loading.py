@@ -128,15 +128,22 @@ class Checkpoint:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=not is_stage(module), strict=False)
         set_model_state_dict(module, {name: weights[name] for name in weights if name in own}, options=options)
 
-    def load_tensors(self, key: str, tensors: dict[str, Tensor]) -> bool:
-        """Fill tensors from what was saved by their names under ``key``, if anything was. Collective over all ranks."""
-        if self.is_sharded and self.shards_with(key):
+    def load_tensors(self, key: str, module: nn.Module, tensors: dict[str, Tensor]) -> bool:
+        """Fill tensors of ``module`` from what was saved by their names under ``key``, if anything was; or raise.
+
+        Collective over all ranks.
+        """
+        is_sharded, values = self.is_sharded and bool(self.shards_with(key)), self.content.get(key, {})
+        if is_sharded or key in self.content:
+            own = {name: tensor.shape for name, tensor in tensors.items()}
+            saved = self._sizes_of_weights(key) if is_sharded else {name: each.shape for name, each in values.items()}
+            self._check_weights(key, module, own, saved, strict=True)
+        if is_sharded:
             load({key: tensors}, storage_reader=self.reader)
-            return True
-        for name, value in self.content.get(key, {}).items():
+        for name, value in values.items():
             like = tensors[name]
             local_tensor(like).copy_(own_part_of(value, like) if isinstance(like, DTensor) else value)
-        return key in self.content
+        return is_sharded or key in self.content
 
     def load_optimizer(self, key: str, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Fill an optimizer, which steps ``module``, from ``key``. Collective over all ranks."""
@@ -277,6 +284,8 @@ class Checkpoint:
         message = f"{self.path} has no {', '.join(sorted(map(repr, absent)))}; it has {saved}"
         if strict:
             raise KeyError(f"{message}, and strict=False loads what is there")
+        if absent == parts.keys():
+            raise KeyError(f"{message}, and so nothing that could be loaded")
         if dist.get_rank() == 0:
             warnings.warn(f"{message}. What is not there stays as it is, because of strict=False.", stacklevel=2)
         return absent

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lightning_muon.config import MuonConfig
+from lightning_muon.config import MuonConfig, nearest
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import read_yaml
+from lightning_muon.engine.parsing import check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module
 from lightning_muon.params.shapes import ModelShapes, ParameterShape
+
+_SECTIONS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "seed_everything", "ckpt_path")
 
 
 class Mesh(NamedTuple):
@@ -54,11 +58,7 @@ def read_config(path: Path) -> PlannedModel:
     """
     from jsonargparse import ArgumentError, ArgumentParser
 
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
-    first_installed(TRAINERS, "--config needs Lightning")
-    content = read_yaml(path)
-    trainer = content.get("trainer") or {}
+    content, trainer = _read_fit_file(path)
     # As LightningCLI does it.
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
@@ -103,3 +103,21 @@ def read_config(path: Path) -> PlannedModel:
         module=model,
         precision=str(trainer.get("precision", "32-true")),
     )
+
+
+def _read_fit_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of the file, and its section ``trainer``; raises for misspelled sections and options of the Trainer.
+
+    Keys that resemble none are left to LightningCLI, which has further ones.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}; --config takes one for `lightning-muon fit`")
+    content = read_yaml(path)
+    trainer = content.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    package = importlib.import_module(first_installed(TRAINERS, "--config needs Lightning"))
+    options = list(inspect.signature(package.Trainer).parameters)
+    for where, keys, known in ((str(path), content, _SECTIONS), (f"{path}: trainer", trainer, options)):
+        names = [str(key).partition(".")[0].rstrip("+") for key in keys]  # `trainer.max_steps`, `callbacks+`.
+        check_keys([name for name in names if nearest(name, known)], known, where=where)
+    return content, trainer

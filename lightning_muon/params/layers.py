@@ -120,7 +120,7 @@ def _raw_kind(use: Use) -> tuple[ParameterKind, str]:
     if used == "lookup":
         return "elementwise", "looked up"
     if used == "no product" or (used == "unknown" and not words & _WEIGHT_WORDS):
-        return "elementwise", "not multiplied as a matrix" if used == "no product" else "unknown use; see muon_patterns"
+        return "elementwise", f"{'no plain product' if used == 'no product' else 'unknown use'}; see muon_patterns"
     if len(shape) == 2:
         return "matrix", "raw 2-D parameter"
     is_stack = len(shape) == 3 and used != "convolution"

@@ -106,16 +106,21 @@ def usage(kind: type[nn.Module], attribute: str, ndim: int) -> Usage:
 
 @cache
 def _methods(kind: type) -> list[ast.AST]:
-    """The methods of a class and of its bases, but those that initialize parameters."""
-    found: list[ast.AST] = []
+    """The methods of a class and of its bases, but those that initialize parameters, or that others override."""
+    found: dict[str, ast.AST] = {}
     for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
         try:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # A class that was made at run time.
             continue
-        body = tree.body if isinstance(tree, ast.ClassDef) else ()
-        found += [each for each in body if isinstance(each, ast.FunctionDef) and each.name not in _SET_UP]
-    return found
+        for each in tree.body if isinstance(tree, ast.ClassDef) else ():
+            if not isinstance(each, ast.FunctionDef) or each.name in _SET_UP:
+                continue
+            if each.name not in found:
+                found[each.name] = each
+            elif f"super().{each.name}(" in ast.unparse(found[each.name]):
+                found[f"{base.__qualname__}.{each.name}"] = each
+    return list(found.values())
 
 
 def _uses_in(method: ast.AST, parameter: str, ndim: int) -> Iterator[Usage]:
@@ -134,16 +139,33 @@ def _names_of(method: ast.AST, parameter: str, ndim: int) -> dict[str, bool]:
     names = {parameter: False}
     for node in nodes:
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, ast.expr() as value):
-                pass
-            case ast.For(ast.Name(name), value) | ast.comprehension(ast.Name(name), value) if ndim > 2:
-                pass
+            case ast.Assign([ast.Name() as target], value) | ast.AnnAssign(
+                ast.Name() as target, _, ast.expr() as value
+            ):
+                bound = [(target.id, value)]
+            case ast.For(target, value) | ast.comprehension(target, value) if ndim > 2:
+                bound = _bound_in_loop(target, value)
             case _:
                 continue
-        turned = _turned(value, names)
-        if turned is not None and stored[name] == 1:
-            names[name] = turned
+        for name, value in bound:
+            turned = _turned(value, names)
+            if turned is not None and stored[name] == 1:
+                names[name] = turned
     return names
+
+
+def _bound_in_loop(target: ast.AST, iterable: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Each name that a loop binds, and what it goes over."""
+    match target, iterable:
+        case ast.Name(name), _:
+            yield name, iterable
+        case ast.Tuple([_, inner]), ast.Call(ast.Name("enumerate"), [value, *_]):
+            yield from _bound_in_loop(inner, value)
+        case ast.Tuple(targets), ast.Call(ast.Name("zip"), values):
+            for inner, value in zip(targets, values, strict=False):
+                yield from _bound_in_loop(inner, value)
+        case _:
+            pass
 
 
 def _turned(node: ast.AST, names: Mapping[str, bool]) -> bool | None:
@@ -173,7 +195,8 @@ def _reads(node: ast.AST) -> Iterator[tuple[ast.expr, Usage]]:
             keys = key.elts if isinstance(key, ast.Tuple) else [key]
             if not all(isinstance(each, ast.Slice) or ast.unparse(each) in ("None", "...") for each in keys):
                 yield value, "lookup"
-        case ast.BinOp(_, ast.MatMult(), right):
+        case ast.BinOp(left, ast.MatMult(), right):
+            yield left, "outputs first"
             yield right, "inputs first"
         case ast.Call():
             yield from _read_by(node)
@@ -188,7 +211,10 @@ def _read_by(call: ast.Call) -> Iterator[tuple[ast.expr, Usage]]:
     if name == "einsum" and call.args and isinstance(call.args[0], ast.Constant):
         yield from _read_by_einsum(str(call.args[0].value), call.args[1:])
     elif name in _PRODUCTS and call.args:
-        yield call.args[-1], "inputs first"
+        is_method = isinstance(call.func, ast.Attribute) and of.rpartition(".")[2] not in _TORCH
+        *_, left, right = [call.func.value if is_method else call.args[0], *call.args]  # type: ignore[attr-defined]
+        yield left, "outputs first"
+        yield right, "inputs first"
     elif name == "linear" and weight is not None:
         yield weight, "outputs first"
     elif name in _CONVOLUTIONS and weight is not None:

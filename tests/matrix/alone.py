@@ -17,7 +17,7 @@ from tests.matrix.row import BETAS, EPS, LR, WEIGHT_DECAY, Row
 from tests.reference import diloco, flexdemo, muon
 from tests.support import family
 
-# What Muon takes of each model, by the rules of docs/concepts.md.
+# What Muon takes of each model, by the rules of docs/lightning.md.
 ON_MUON = {
     "net": ("*.up.*weight", "*.down.weight", "*.qkv.weight", "*.conv.weight", "*.experts", "*.inputs_first.weight",
             "*.transposed.weight", "*.branches.*.weight"),

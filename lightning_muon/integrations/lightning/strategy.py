@@ -45,6 +45,7 @@ from lightning_muon.integrations.lightning.trainer import (
     has_default_optimizer,
     provide_default_optimizer,
     reads_weights_between_steps,
+    require_own_files,
     require_single_batches,
     sharded_plugin,
 )
@@ -115,6 +116,8 @@ class TrainerStrategy(MuonStrategy):
         for each in trainer.checkpoint_callbacks:
             local_path(getattr(each, "dirpath", None) or "")
             share_metrics(each, self.package)
+        if self.options.async_save:
+            require_own_files(trainer, self.package)
         self.accelerator.setup(trainer)
         # FSDP2 keeps the tensors into which it gathers weights. Made in inference mode they could not be used by a
         # later training step. Lightning makes the same exception for its FSDPStrategy.
@@ -381,7 +384,7 @@ class TrainerStrategy(MuonStrategy):
 
     def load_averages(self, averages: dict[str, Tensor]) -> bool:
         """Fill them from the checkpoint of a resumed run; return whether it has them. Collective over all ranks."""
-        return self._checkpoint is not None and self._checkpoint.load_tensors(AVERAGE, averages)
+        return self._checkpoint is not None and self._checkpoint.load_tensors(AVERAGE, self.lightning_module, averages)
 
     def _leave_out_modules(self, checkpoint: dict[str, Any]) -> None:
         """Drop hyper-parameters that are parts of the module: shards cannot be pickled, and are saved anyway."""

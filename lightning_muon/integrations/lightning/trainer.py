@@ -71,16 +71,29 @@ def _check_async_save(trainer: Any, package: LightningPackage) -> None:
             "ModelCheckpoint(save_last='link') does not go with async_save=True: the link would be there before the "
             "checkpoint is written; use AutoResume, or save_last=True"
         )
-    names = [(each.dirpath, each.filename) for each in saving if each.save_top_k != 0]
-    names += [(each.dirpath, each.CHECKPOINT_NAME_LAST) for each in saving if each.save_last]
-    if len(set(names)) < len(names):  # Without async_save the second one sees the file of the first.
-        raise ValueError(
-            "two ModelCheckpoint write files of one name, and with async_save=True that of the first is not there yet "
-            "when the second looks for it; give one of them another dirpath, or another filename"
-        )
     plugin = type(trainer.strategy.checkpoint_io)
     if plugin is not package.fabric("plugins").TorchCheckpointIO:
         raise ValueError(f"async_save=True does not go with {plugin.__name__}, which writes by itself; remove one")
+
+
+def require_own_files(trainer: Any, package: LightningPackage) -> None:
+    """Raise ``ValueError`` if two ``ModelCheckpoint`` would write one file; local, on all ranks, after their ``setup``.
+
+    Without ``async_save`` the second one sees the file of the first, and gives its own a version.
+    """
+    owners: dict[str, Any] = {}
+    for each in trainer.checkpoint_callbacks:
+        if not isinstance(each, package.module("callbacks").ModelCheckpoint):
+            continue
+        names = [each.format_checkpoint_name({})] if each.save_top_k != 0 else []
+        names += [each.format_checkpoint_name({}, each.CHECKPOINT_NAME_LAST)] if each.save_last else []
+        for name in names:
+            if owners.setdefault(name, each) is not each:
+                raise ValueError(
+                    f"{type(owners[name]).__name__} and {type(each).__name__} both write such files as {name}; with "
+                    "async_save=True the second cannot see that of the first, which is not there yet. Give one of them "
+                    "another filename or dirpath (for save_last: another dirpath, or CHECKPOINT_NAME_LAST)"
+                )
 
 
 def require_single_batches(trainer: Any) -> None:

@@ -110,6 +110,7 @@ def _parts(path: str, sharded: bool) -> list[str]:
     for strict, asked, message in (
         (True, {"first.model": run.model, "optimizer": run.optimizer}, f"no 'optimizer'; {there}, and strict=False"),
         (True, {"net": run.model, "note": ""}, f"no 'net'; {there}, and strict=False"),
+        (False, {"net": run.model}, f"no 'net'; {there}, and so nothing"),
     ):
         with pytest.raises(KeyError, match=message):
             run.fabric.load(path, asked, strict=strict)

@@ -100,6 +100,9 @@ class Base(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.inherited)
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.overridden)
+
 
 class Idioms(Base):
     """Its parameters are named after what `forward` does with them: read as (outputs, inputs), turned, or as no matrix.
@@ -108,9 +111,9 @@ class Idioms(Base):
     """
 
     outputs_first = (
-        "inherited both paired typed scaled masked keyword turned expert_rows experts_turned experts_each".split()
-    )
-    inputs_first = "plain turned_twice expert experts_einsum".split()
+        "inherited both paired typed scaled masked keyword turned left first expert_rows experts_turned experts_each"
+    ).split()
+    inputs_first = "plain overridden turned_twice expert experts_einsum experts_numbered experts_a experts_b".split()
     others = (
         "added exponent handed over_heads start looked_up gathered indexed in_groups per_head activation followed"
     ).split()
@@ -126,8 +129,15 @@ class Idioms(Base):
     def device(self) -> torch.device:
         return self.inherited.device
 
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.overridden
+
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        x, w = super().forward(x), self.paired
+        x, w = self.left @ super().forward(x), self.paired
+        for number, matrix in enumerate(self.experts_numbered):
+            x = torch.matmul(self.first, x[number] @ matrix)
+        for a, b in zip(self.experts_a, self.experts_b, strict=True):
+            x = torch.relu(x @ a) @ b
         typed: torch.Tensor = self.typed
         scaled = self.scaled * 0.5
         x = F.linear(x, typed) + F.linear(x, scaled) + F.linear(x, self.masked * self.mask)

@@ -79,6 +79,8 @@ FILES["a config of plan"] = Table(
         ("model: [unclosed\n  a: b\n", "is no YAML file"),
         ("model: nothing.Here\n", "No module named 'nothing'"),
         ("trainer: {}\n", "model"),
+        ("modle: {}\n", "did you mean 'model'"),
+        ("trainer: {devicez: 2}\n", "did you mean 'devices'"),
     ],
 )
 NET = """

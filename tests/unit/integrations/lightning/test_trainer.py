@@ -1,6 +1,5 @@
 """Callbacks and the default optimizer of a Trainer; whole runs are in tests/integration."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,24 +51,27 @@ def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
     room.check_run(module, Options(sharding="ddp"), _package(pl))
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "match"),
-    [
-        ({"save_last": "link"}, {"save_top_k": 0}, "save_last='link'"),
-        ({}, {"monitor": "loss"}, "files of one name"),
-        ({"save_last": True}, {"filename": "best", "save_last": True}, "files of one name"),
-        ({"filename": "{epoch}-{loss:.2f}", "save_last": True}, {"dirpath": "others", "save_last": True}, None),
-        ({"save_top_k": 0, "save_last": True}, {}, None),
-    ],
-)
-def test_async_save_refuses_files_that_are_not_there_yet(pl: Any, first: Any, second: Any, match: str | None) -> None:
-    callbacks = [pl.callbacks.ModelCheckpoint(**each) for each in (first, second)]
-    trainer = _trainer(None, *callbacks)
-    trainer.strategy.checkpoint_io = _package(pl).fabric("plugins").TorchCheckpointIO()
-    module = SimpleNamespace(trainer=trainer, automatic_optimization=True)
-    room.check_run(module, Options(), _package(pl))
-    with nullcontext() if match is None else pytest.raises(ValueError, match=match):
-        room.check_run(module, Options(async_save=True), _package(pl))
+def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
+    kind = _package(pl).fabric("plugins").TorchCheckpointIO
+    for save_last, plugin, match in (("link", kind, "save_last='link'"), (True, type("Own", (kind,), {}), "with Own")):
+        trainer = _trainer(None, pl.callbacks.ModelCheckpoint(save_last=save_last))
+        trainer.strategy.checkpoint_io = plugin()
+        module = SimpleNamespace(trainer=trainer, automatic_optimization=True)
+        room.check_run(module, Options(), _package(pl))
+        with pytest.raises(ValueError, match=match):
+            room.check_run(module, Options(async_save=True), _package(pl))
+
+
+def test_two_callbacks_that_write_one_file_are_refused(pl: Any) -> None:
+    def check(*options: dict[str, Any]) -> None:
+        callbacks = [pl.callbacks.ModelCheckpoint(**{"dirpath": "runs"} | each) for each in options]
+        room.require_own_files(_trainer(None, *callbacks), _package(pl))
+
+    check({}, {"filename": "{epoch}-{val_loss:.2f}"}, {"dirpath": "others", "save_last": True})
+    check({"save_top_k": 0, "save_last": True}, {})
+    for other in ({}, {"monitor": "loss"}, {"filename": "best", "save_last": True}):
+        with pytest.raises(ValueError, match=r"both write such files as .*runs/(last|epoch=0-step=0)\.ckpt"):
+            check({"save_last": True}, other)
 
 
 def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
