@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (26_418, 153),
-    "tests/**/*.py": (27_772, 242),
-    "benchmarks/**/*.py": (3_536, 16),
-    "recipes/**/*.*": (3_235, 39),
-    "docs/**/*.md": (3_507, 22),
+    "lightning_muon/**/*.py": (24_772, 144),
+    "tests/**/*.py": (26_270, 240),
+    "benchmarks/**/*.py": (3_242, 16),
+    "recipes/**/*.*": (3_199, 39),
+    "docs/**/*.md": (3_432, 22),
     "README.md": (180, 1),
 }
 

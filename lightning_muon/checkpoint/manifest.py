@@ -28,6 +28,7 @@ _FORMAT = 1
 _MARK = b"lightning-muon "  # Before our comment of an archive, which is JSON, unlike that of version 0.1.
 _END_OF_ARCHIVE, _SIZE_OF_END, _MOST_OF_COMMENT = b"PK\5\6", 22, 2**16
 _LENGTH = 2  # Bytes of a comment's length, before it; hashed as zeros.
+_TYPES = {"time": int | float, "save": str, "mesh": dict}
 _PIECE = 2**22  # Bytes read at a time.
 
 
@@ -273,9 +274,17 @@ def _unsealed(path: Path, text: bytes) -> dict[str, Any]:
         about = {key: value for key, value in sealed.items() if key != "sha256"}
         if _sealed(about) != sealed:
             raise ValueError("its hash is another")
-    except (ValueError, AttributeError) as problem:  # Also bytes that are no text, and other values than a mapping.
+        is_later = about.get("format", _FORMAT) > _FORMAT
+        if not is_later:
+            entries = about["files"].values() if path.name == MANIFEST else [about["file"]]
+            typed = [(about[key], kind) for key, kind in _TYPES.items() if key in about]
+            typed += [pair for entry in entries for pair in ((entry["size"], int), (entry["sha256"], str))]
+            if not all(isinstance(value, kind) for value, kind in typed):
+                raise ValueError("a value has another type")
+    # Also bytes that are no text, other values than a mapping, and brackets without end.
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as problem:
         raise DamagedCheckpointError(f"{path} is not as it was written: {problem}") from None
-    if about.get("format", _FORMAT) > _FORMAT:
+    if is_later:
         raise ValueError(
             f"{path} was written by a later version of lightning-muon, in format {about['format']}; this one reads "
             f"formats up to {_FORMAT}: install that version"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import CLOCK, MANIFEST, damages, describe
 from lightning_muon.checkpoint.staging import last_written, names_in
-from lightning_muon.comm.agreement import gather, together, warn_on_first_rank
+from lightning_muon.comm.agreement import gather, together
+from lightning_muon.compat.torch import CheckpointReader
 from lightning_muon.errors import DamagedCheckpointError
 
 
@@ -51,8 +56,8 @@ def _about(place: Path) -> dict[str, Any]:
 def first_intact(paths: Sequence[Path]) -> Path:
     """Where to read the first of ``paths`` that is not damaged; rank 0 warns of those before it.
 
-    Each rank reads a part of the bytes. What has no hashes counts as not damaged. Rank 0's ``paths`` count. Collective
-    over all ranks.
+    Each rank reads a part of the bytes. What has no hashes must be readable, unless it is the last of them. Rank 0's
+    ``paths`` count. Collective over all ranks.
 
     Raises:
         DamagedCheckpointError: On all ranks, if none is left; it names every bad file.
@@ -64,15 +69,34 @@ def first_intact(paths: Sequence[Path]) -> Path:
         own = together(partial(damages, place, part=rank, num_parts=num_ranks))
         found = gather(own, None)
         bad = list(dict.fromkeys(line for lines in found for line in lines or ()))
+        if found[0] is None and place != places[-1]:
+            try:
+                together(partial(_read_first, place))
+            except Exception as problem:
+                bad = [f"it has no hashes, and cannot be read: {type(problem).__name__}: {problem}"]
         if not bad:
             if problems:
-                problems.append(f"Going on from {place}, which is as it was written.")
-                warn_on_first_rank("\n".join(problems), stacklevel=2)
+                _warn("\n".join([*problems, f"Going on from {place}, which is as it was written."]))
             if found[0] is None:
-                text = f"{place} has no hashes of its files (another program or an earlier version wrote it)"
-                warn_on_first_rank(f"{text}, so damage would not be noticed.", stacklevel=2)
+                _warn(
+                    f"{place} has no hashes of its files (an earlier version or another program wrote it), so damage "
+                    "would not be noticed."
+                )
             if place.exists():
                 CLOCK.has_seen(describe(place))
             return place
         problems += [f"{place} is damaged:", *(f"  {line}" for line in bad)]
     raise DamagedCheckpointError("\n".join(problems))
+
+
+def _read_first(path: Path) -> None:
+    """Read what every load reads first, the index of shards and the head of a file, without running code; local."""
+    if path.is_dir():
+        CheckpointReader(path).read_metadata()
+    with suppress(pickle.UnpicklingError):  # Objects that need the user's word.
+        torch.load(path / "meta.pt" if path.is_dir() else path, mmap=True, map_location="meta", weights_only=True)
+
+
+def _warn(text: str) -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)

@@ -10,12 +10,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import combinations
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -51,6 +51,9 @@ _ON_EVERY_RANK = (
 _TEXTS_OF_BACKENDS = ("gloo/", "NCCL", "ProcessGroup")  # Paths of source files and class names in messages of torch.
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Position:
     """The state that one rank publishes, as JSON."""
@@ -66,6 +69,29 @@ class Position:
     where: str = ""  # The lines of the program that the main thread is in.
     beat: int = 0  # Number of looks since the rank last made progress.
     has_ended: bool = False  # Whether the rank gives no more signs of life: it has left its run, or its step raised.
+
+
+def _position(value: bytes) -> Position:
+    fields = json.loads(value)
+    at = Position(**{**fields, "calls": Calls(*fields["calls"])})
+    numbers, texts = (
+        [at.step, at.mesh, at.beat, at.calls.count, *at.calls.last, *at.counts.values()],
+        [at.news, at.kind, at.unit],
+    )
+    is_of_us = all(isinstance(each, int) for each in numbers) and all(isinstance(each, str) for each in texts)
+    if not is_of_us or not isinstance(at.group or "", str):
+        raise ValueError("no position of a rank")
+    return at
+
+
+def _process(value: bytes) -> str:
+    is_gone(value.decode())  # Raises if that is no process.
+    return value.decode()
+
+
+def _reason(value: bytes) -> str:
+    _rank, _time, _why = value.decode().split(" ", 2)
+    return value.decode()
 
 
 def find_mismatch(positions: Mapping[int, Position], call_log: CallLog) -> str | None:
@@ -287,6 +313,9 @@ class Watchdog(Guard):
                         self._warn(int(seconds))
             except RuntimeError:
                 reason = self._reason_without_store()
+            except Exception as error:  # What a stranger has written into the store may be anything.
+                reason = ""
+                self._passes_over("a position", error)
             if reason and is_stuck and not self._closed.is_set():
                 self._end(reason)
 
@@ -322,11 +351,24 @@ class Watchdog(Guard):
         self._store.set(f"position{self._rank}", json.dumps(asdict(position)))
 
     def _read(self, rank: int) -> Position | None:
-        key = f"position{rank}"
-        if not self._store.check([key]):
-            return None
-        fields = json.loads(self._store.get(key))
-        return Position(**{**fields, "calls": Calls(*fields["calls"])})
+        return self._take(self._store, f"position{rank}", _position)
+
+    def _take(self, store: Any, key: str, read: Callable[[bytes], T]) -> T | None:
+        """What ``read`` makes of a value in the store; ``None``, too, if no watchdog has written it, which ends it."""
+        value = store.get(key) if store.check([key]) else b""
+        try:
+            return read(value) if value else None
+        except (ValueError, TypeError, LookupError, AttributeError) as problem:
+            self._passes_over(key, problem)
+            store.compare_set(key, value, "")
+        return None
+
+    def _passes_over(self, what: str, problem: Exception) -> None:
+        """Log once that something in the store cannot be read."""
+        if what not in self._warned:
+            self._warned.add(what)
+            text = "rank %d passes over what is in the store as %s, for it cannot be read (%s)"
+            _log.error(text, self._rank, what, problem)
 
     def _positions(self) -> dict[int, Position]:
         positions = ((rank, self._read(rank)) for rank in range(self._size))
@@ -378,12 +420,12 @@ class Watchdog(Guard):
         """Ranks whose processes on this host are gone without a report."""
         keys = [f"process{rank}" for rank in range(self._size)]
         if not self._processes and self._common.check(keys):  # All ranks have started a watchdog.
-            self._processes = list(map(self._value, keys))
+            self._processes = [self._take(self._common, key, _process) or "" for key in keys]
         positions = {rank: self._read(rank) for rank in self._gone()}
         return [rank for rank, at in positions.items() if at is None or not at.has_ended]
 
     def _gone(self) -> list[int]:
-        return [rank for rank, process in enumerate(self._processes) if is_gone(process)]
+        return [rank for rank, process in enumerate(self._processes) if process and is_gone(process)]
 
     def _death_of(self, ranks: Iterable[int]) -> str:
         positions, log = self._positions(), self._call_log
@@ -401,10 +443,10 @@ class Watchdog(Guard):
     # ---- the end of all ranks
 
     def _said(self) -> str:
-        return self._value(_REASON)
+        return self._take(self._common, _REASON, _reason) or ""
 
     def _value(self, key: str) -> str:
-        return self._common.get(key).decode() if self._common.check([key]) else ""
+        return self._take(self._common, key, bytes.decode) or ""
 
     def _tell(self, reason: str) -> None:
         """Tell all ranks to end; the first reason stays."""

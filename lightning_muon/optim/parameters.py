@@ -266,13 +266,14 @@ def check_shapes(
     """
     known = MUON_STATE | ADAMW_STATE - {"step"} | {SECOND_MOMENT}
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
-        for number, parameter in zip(saved["params"], group["params"], strict=False):
+        names = group.get("param_names", [f"parameter {number}" for number in saved["params"]])
+        for name, number, parameter in zip(names, saved["params"], group["params"], strict=False):
             state = state_dict["state"].get(number, {})
             for key in sorted(known & state.keys()):
                 shape, wanted = tuple(getattr(state[key], "shape", ())), placed(parameter, key, state[key]).shape
                 if shape != wanted:
                     raise ValueError(
-                        f"parameter {number} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place "
+                        f"{name} has the shape {tuple(parameter.shape)}, its saved {key} {shape} in place "
                         f"of {wanted}: the state is of another model, or of one with another fused or fused_inputs, or "
                         "its parameters were in another order"
                     )

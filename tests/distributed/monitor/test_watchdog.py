@@ -239,3 +239,23 @@ def _look_while_garbage_waits(times: int = 20) -> int:
 
 def test_a_look_at_a_thread_collects_no_garbage_under_a_lock(gloo: ProcessPool) -> None:
     assert gloo.run_fresh(_look_while_garbage_waits, world_size=1, timeout=40.0) == [20]
+
+
+def _die_beside_a_stranger() -> None:
+    """Rank 1 dies after somebody has written into the store of the watchdogs what they cannot read."""
+    _, mode = sharded(mesh_of((1, 2)), ["Layer"])
+    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            watchdog._common.set("reason", b"\xff\xfe")
+            for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
+                watchdog._store.set(f"position{rank}", wrong)
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(20.0)
+
+
+def test_what_a_stranger_writes_does_not_end_the_watch(gloo: ProcessPool) -> None:
+    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
+        gloo.run_fresh(_die_beside_a_stranger, world_size=2, timeout=40.0, grace=8.0)
+    for key in ("reason", "position1"):
+        assert str(raised.value).count(f"rank 0 passes over what is in the store as {key}") == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -130,24 +131,45 @@ def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, caps
     assert "b.ckpt: damaged" in text and "link.ckpt: damaged" in text and "a.ckpt: as it was written" in text
 
 
+_MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no files": lambda manifest: manifest.pop("files"),
+    "files are a list": lambda manifest: manifest.update(files=[1]),
+    "a size is text": lambda manifest: manifest["files"]["__0_0.distcp"].update(size="1"),
+    "time is text": lambda manifest: manifest.update(time="now"),
+    "format is text": lambda manifest: manifest.update(format="1"),
+}
 # Of a checkpoint in one file.
 _FILES: dict[str, Callable[[bytes], bytes]] = {
     "pickle": lambda content: b"\x80" + content[1:],
+    "stray end": lambda content: content[:500] + b"PK\5\6" + bytes(18),
     # What is left is not taken for the file of another program.
     "zeros": lambda content: bytes(len(content)),
     "text": lambda _: b"hello",
     "both pages": lambda content: bytes(4096) + content[4096:-4096] + bytes(4096),
 }
+_OTHERS = ("brackets", "index is cut", "index is empty", "only a shard", "empty directory")
 
 
-@pytest.mark.parametrize("kind", [*_FILES, "only a shard", "empty directory"])
+@pytest.mark.parametrize("kind", [*_MANIFESTS, *_FILES, *_OTHERS])
 def test_what_cannot_be_read_is_named_and_passed_over(
     gloo: ProcessPool, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest, before = tmp_path / "newest.ckpt", tmp_path / "before.ckpt"
     write_file({}, before, {"step": 3})
     gloo.run(_save, str(newest), whole=kind in _FILES, world_size=1)
-    if kind in _FILES:
+    manifest, index = newest / "manifest.json", newest / ".metadata"
+    if kind in _MANIFESTS:
+        about = json.loads(manifest.read_text())
+        del about["sha256"]
+        _MANIFESTS[kind](about)
+        seal = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+        manifest.write_text(json.dumps({**about, "sha256": seal}))
+    elif kind == "brackets":
+        manifest.write_text("[" * 100_000)
+    elif kind.startswith("index"):
+        manifest.unlink()
+        index.write_bytes(index.read_bytes()[:50] if kind == "index is cut" else b"")
+    elif kind in _FILES:
         newest.write_bytes(_FILES[kind](newest.read_bytes()))
     else:
         for file in newest.iterdir():
