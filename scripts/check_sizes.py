@@ -20,7 +20,7 @@ MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
     "lightning_muon/**/*.py": (24_772, 144),
-    "tests/**/*.py": (26_270, 240),
+    "tests/**/*.py": (26_292, 240),
     "benchmarks/**/*.py": (3_242, 16),
     "recipes/**/*.*": (3_199, 39),
     "docs/**/*.md": (3_431, 22),

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_muon import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DiLoCo
@@ -99,6 +100,27 @@ def _fit_again(directory: str) -> float:
     fitter.validate(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
     fitter.fit(model, training.loader())
     return found[0]
+
+
+def _resume_with_more(directory: str) -> None:
+    """With a frozen weight that the checkpoint does not have."""
+    pl = training.load()
+    model = training.language_model(pl)
+    model.strict_loading = False
+    model.more = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+    type(model).configure_optimizers = lambda self: torch.optim.AdamW(self.network.parameters())
+    strategy = make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS)
+    fitter = training.trainer(
+        pl, strategy=strategy, callbacks=[make("EMAWeights", "lightning.pytorch")(_DECAY)], max_epochs=2
+    )
+    fitter.fit(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
+def test_averages_of_another_model_are_refused(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    gloo.run(_fit, str(tmp_path), epochs=1, save_distributed_checkpoint=not whole, world_size=2)
+    match = "'average_state_dict' in .* does not fit(.|\n)*1 missing in the checkpoint: more"
+    gloo.expect_error_on_all_ranks(_resume_with_more, str(tmp_path), match=match, exception=RuntimeError, world_size=2)
 
 
 def test_a_fit_behind_an_evaluation_begins_anew(gloo: ProcessPool, tmp_path: Path) -> None:
