@@ -40,7 +40,9 @@ def _innermost_frame(thread: int) -> FrameType | None:
     # lock, another thread that looks, too, waits for ever. One operation, in which no other thread runs.
     frames: Any
     _, frames, _ = map(operator.call, (gc.disable, sys._current_frames, gc.enable))
-    return frames.get(thread)
+    frame = frames.get(thread)
+    frames.clear()  # They hold this function's own: a cycle that keeps what all threads hold until a collection.
+    return frame
 
 
 def waiting_place(thread: int) -> CollectiveCall | None:

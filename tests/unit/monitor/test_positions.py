@@ -1,11 +1,14 @@
 """What positions of ranks prove, and whether a process is gone."""
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from lightning_muon.monitor.processes import describe_process, is_gone, waiting_place
+from lightning_muon.monitor.processes import describe_process, is_gone, standing_place, waiting_place
 from lightning_muon.monitor.watchdog import Position, find_mismatch
 from lightning_muon.sharding.guards import CallLog, Calls
 
@@ -118,6 +121,25 @@ def test_threads_without_a_collective_wait_nowhere(monkeypatch: pytest.MonkeyPat
         assert waiting_place(7) == (dist.group.WORLD.group_name, id(Frame), "all_reduce")
     finally:
         dist.destroy_process_group()
+
+
+def test_a_look_at_a_thread_keeps_nothing_of_it_alive() -> None:
+    """Not even until a garbage collection: it may hold the gradients and activations of a whole model."""
+
+    def looked_at() -> weakref.ref[nn.Module]:
+        module = nn.Module()
+        with ThreadPoolExecutor(1) as threads:
+            threads.submit(waiting_place, threading.get_ident()).result()
+            threads.submit(standing_place, threading.get_ident()).result()
+        return weakref.ref(module)
+
+    # The threshold alone: whether garbage is collected at all decides how frames are found.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        assert looked_at()() is None
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_a_killed_process_is_gone_before_its_parent_has_looked(monkeypatch: pytest.MonkeyPatch) -> None:
