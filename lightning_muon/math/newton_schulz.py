@@ -31,7 +31,7 @@ JORDAN: Quintic = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/po
 # Polar Express for bfloat16 (Amsel et al. 2025, arXiv:2505.16932, Algorithm 1 with the changes of section 3.4), in
 # which each step is the best for what the steps before it leave of the singular values in [0.001, 1]. From the tenth
 # step on these lie so near 1 that the step stays the same. Computed by
-# tests/reference/polar_express.py, and compared with the published ones in tests/unit/math/test_coefficients.py.
+# tests/reference/polar_express.py, and compared with the published ones in tests/unit/math/test_newton_schulz.py.
 POLAR_EXPRESS: tuple[Quintic, ...] = (
     (8.20516041400557, -22.90193498705604, 16.460724910180307),
     (4.066395159942761, -2.8611540867551337, 0.5183995226694726),

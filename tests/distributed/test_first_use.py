@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,24 +17,36 @@ from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
-def _model(num_layers: int = 4, width: int = 24) -> nn.ModuleList:
+class _Layers(nn.Sequential):
+    def forward(self, x: Tensor, num_layers: int) -> Tensor:
+        for layer in list(self)[:num_layers]:
+            x = layer(x)
+        return x
+
+
+def _model(num_layers: int = 4, width: int = 24) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.ModuleList([nn.Linear(width, width) for _ in range(num_layers)])
+    return _Layers(*(nn.Linear(width, width) for _ in range(num_layers)))
 
 
-def _loss(model: nn.ModuleList, num_layers: Sequence[int] = (4, 4)) -> Tensor:
+def _loss(model: nn.Sequential, num_layers: Sequence[int] = (4, 4)) -> Tensor:
     """Rank 1 may run fewer layers than the others: its messages come later."""
-    x = torch.randn(8, next(model.parameters()).size(1))
-    for layer in list(model)[: num_layers[dist.get_rank() == 1]]:
-        x = layer(x)
-    return x.square().mean()
+    x = torch.randn(8, model[0].in_features)
+    return model(x, num_layers[dist.get_rank() == 1]).square().mean()
 
 
-def _train(name: str, shape: tuple[int, ...], steps: Sequence[Sequence[int]], width: int, **options: Any) -> None:
+def _train(
+    name: str,
+    shape: tuple[int, ...],
+    steps: Sequence[Sequence[int]],
+    width: int,
+    dedupe: Literal["auto", "always"] = "auto",
+    **options: Any,
+) -> None:
     model, mesh = _model(max(map(max, steps)), width), nccl_like_mesh(*shape)
     mode = make_mode(name, mesh, ModeOptions(**options))
     mode.prepare(model)
-    optimizer = ParallelMuon(model, lr=1e-3)
+    optimizer = ParallelMuon(model, lr=1e-3, bucket_bytes=1000, dedupe=dedupe)
     mode.attach(model, [optimizer])
     for num_layers in steps:
         _loss(model, num_layers).backward()
@@ -60,18 +72,6 @@ def _train_decoupled_nodes(replicator: Any) -> None:
     optimizer.state_dict()
 
 
-def _train_hybrid() -> None:
-    """Messages inside of replicas and over all ranks, which not all ranks have for each other."""
-    model, mesh = _model(), nccl_like_mesh(2, 2)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    optimizer = ParallelMuon(model, lr=1e-3, dedupe="always", bucket_bytes=1000)
-    for _ in range(3):
-        _loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # Layers that rank 1 leaves out from the first step on, or later.
 _SKIPS = [(4, 3)] * 3, [(4, 4), (4, 3), (4, 3)]
 _CASES = [
@@ -83,7 +83,8 @@ _CASES = [
     # All ranks use both layers from the second step on, so that the bucket has another size than at first.
     (_train, ("ddp", (2,), [(1, 1), (2, 2), (2, 1)], 512), {}, 2),
     *((_train_decoupled_nodes, (replicator,), {}, 3) for replicator in (DCTTopK(top_k=8), Full())),
-    (_train_hybrid, (), {}, 4),
+    # Messages inside of replicas and over all ranks, which not all ranks have for each other.
+    (_train, ("fsdp", (2, 2), [(4, 4)] * 3, 24), {"dedupe": "always"}, 4),
 ]
 
 

@@ -13,10 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
-from lightning_muon.params.layout import local_tensor
 from tests.support import family
 from tests.support.processes import ProcessPool
-from tests.support.tensors import are_equal
 
 
 def _line() -> DeviceMesh:
@@ -30,67 +28,55 @@ def _parameter(seed: int, shape: tuple[int, ...], mesh: DeviceMesh, placement: A
     return parameter
 
 
-def _wrong_on_rank_1(options: dict[str, Any], later: str) -> None:
-    mesh, is_wrong = _line(), dist.get_rank() == 1
-    weight, bias = _parameter(0, (8, 4), mesh), _parameter(1, (8,), mesh)
-    local = nn.Parameter(torch.ones(4 if is_wrong and later == "local" else 3, 3))
-    named = [("weight", weight), ("bias", bias), ("local", local)]
-    optimizer = ParallelMuon(named, mesh=mesh if later == "local" else None, **(options if is_wrong else {}))
-    if later:
-        optimizer.step()
-    if is_wrong and later == "frozen":
-        weight.requires_grad_(False)
-    if is_wrong and later == "added":
-        optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
-        optimizer.add_param_group({"params": [("more", _parameter(2, (8, 2), mesh))]})
-    optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "later", "match"),
-    [
-        ({"ns_steps": 3}, "", "'ns_steps of the group of weight' 5, rank 1 has .* 3"),
-        ({"lr": 0.5}, "", "'lr of the group of weight' .* 0.5"),
-        ({"orthogonalize": family.muon_eq}, "", "'orthogonalize of the group of weight' 'newton_schulz', rank 1 has"),
-        ({}, "local", r"local.*\(4, 3\)"),
-        ({}, "frozen", "trainable=False"),
-        ({}, "added", "more|bias|settings"),
-    ],
-)
-def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, options: dict[str, Any], later: str, match: str) -> None:
-    gloo.expect_error_on_all_ranks(
-        _wrong_on_rank_1, options, later, match=match, exception=RuntimeError, world_size=3, timeout=30
-    )
-
-
 def _fails_on_rank_1(matrices: Tensor, *, newton_schulz: Callable[[Tensor], Tensor]) -> Tensor:
     return newton_schulz(matrices) if dist.get_rank() != 1 else matrices[0]
 
 
-def _message(options: dict[str, Any]) -> str:
+def _error(options: dict[str, Any], of_rank_1: dict[str, Any], later: str = "") -> str:
+    """What the step raises; rank 1 has options of its own, or changes something after the first step."""
+    mesh, is_wrong = _line(), dist.get_rank() == 1
+    weight, bias = _parameter(0, (8, 4), mesh), _parameter(1, (8,), mesh)
+    local = nn.Parameter(torch.ones(4 if is_wrong and later == "local" else 3, 3))
+    named = [("weight", weight), ("bias", bias), ("local", local)]
+    options = options | {"mesh": mesh if later == "local" else None} | (of_rank_1 if is_wrong else {})
     try:
-        if "orthogonalize" in options:
-            ParallelMuon([("weight", _parameter(0, (8, 4), _line()))], **options).step()
-        else:
-            _wrong_on_rank_1(options, "")
+        optimizer = ParallelMuon(named, **options)
+        if later:
+            optimizer.step()
+        if is_wrong and later == "frozen":
+            weight.requires_grad_(False)
+        if is_wrong and later == "added":
+            optimizer.add_param_group({"params": [("extra", nn.Parameter(torch.ones(3)))], "algorithm": "adamw"})
+            optimizer.add_param_group({"params": [("more", _parameter(2, (8, 2), mesh))]})
+        optimizer.step()
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
+DIFFERS = "RuntimeError: .*"
+FAILED = "RuntimeError: rank 1 of the group failed"
+
+
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("arguments", "on_rank_1", "on_others"),
     [
-        ({"adamw_patterns": ("nothing.*",)}, "ValueError"),
-        ({"algorithm": "muon"}, "ValueError"),
-        ({"orthogonalize": _fails_on_rank_1}, r"TypeError.*returned \(2, 3\) torch"),
+        (({}, {"ns_steps": 3}), *2 * [DIFFERS + "'ns_steps of the group of weight' 5, rank 1 has .* 3"]),
+        (({}, {"orthogonalize": family.muon_eq}), *2 * [DIFFERS + "'orthogonalize of .*' 'newton_schulz', rank 1 has"]),
+        (({}, {}, "local"), *2 * [DIFFERS + r"local.*\(4, 3\)"]),
+        (({}, {}, "frozen"), *2 * [DIFFERS + "trainable=False"]),
+        (({}, {}, "added"), *2 * [DIFFERS + "(more|bias|settings)"]),
+        (({}, {"adamw_patterns": ("nothing.*",)}), "ValueError", FAILED),
+        (({}, {"algorithm": "muon"}), "ValueError", FAILED),
+        (({"orthogonalize": _fails_on_rank_1}, {}), r"TypeError.*returned \(2, 3\) torch", FAILED),
     ],
-    ids=["patterns", "algorithm", "function"],
 )
-def test_an_error_on_one_rank_ends_the_others(gloo: ProcessPool, options: dict[str, Any], match: str) -> None:
-    first, wrong, last = gloo.run(_message, options, world_size=3, timeout=30)
-    assert re.match(match, wrong)
-    assert all(message.startswith("RuntimeError: rank 1 of the group failed") for message in (first, last))
+def test_what_differs_on_one_rank_is_an_error_on_all(
+    gloo: ProcessPool, arguments: Any, on_rank_1: str, on_others: str
+) -> None:
+    first, wrong, last = gloo.run(_error, *arguments, world_size=3, timeout=30)
+    assert re.match(on_rank_1, wrong, re.DOTALL)
+    assert re.match(on_others, first, re.DOTALL) and re.match(on_others, last, re.DOTALL)
 
 
 def _nan_in_a_small_mesh() -> None:
@@ -139,30 +125,3 @@ def test_routes_outlive_a_forward_pass_that_unshards_the_module(gloo: ProcessPoo
         expected = ["adamw", "muon", "adamw", "adamw", "adamw"]
         assert found[:5] == found[6:] == expected
         assert "Call module.reshard() first" in found[5]
-
-
-def _bad_on_rank_1(key: str, value: Any) -> list[bool]:
-    """Whether the step raises, whether nothing changed, and whether the next steps are as if nothing had been."""
-    found, results = list[bool](), list[list[Tensor]]()
-    for is_tried in (False, True):
-        mesh = _line()
-        parameters = [_parameter(seed, shape, mesh) for seed, shape in enumerate([(5, 13), (13, 7), (7,)])]
-        optimizer = ParallelMuon(parameters, lr=0.02, compute_dtype="float32")
-        for step in range(4):
-            before = [local_tensor(parameter.detach()).clone() for parameter in parameters]
-            was = optimizer.param_groups[0][key]
-            if is_tried and step == 2:
-                if dist.get_rank() == 1:
-                    optimizer.param_groups[0][key] = value
-                with pytest.raises((ValueError, RuntimeError), match=key):
-                    optimizer.step()
-                optimizer.param_groups[0][key] = was
-                found.append(are_equal(before, [local_tensor(parameter.detach()) for parameter in parameters]))
-            optimizer.step()
-        results.append([local_tensor(parameter.detach()) for parameter in parameters])
-    return [*found, are_equal(*results)]
-
-
-@pytest.mark.parametrize(("key", "value"), [("momentum", "0.9"), ("adjust_lr_fn", "other"), ("betas", 3)])
-def test_a_bad_value_of_one_rank_is_an_error_on_all(gloo: ProcessPool, key: str, value: Any) -> None:
-    assert gloo.run(_bad_on_rank_1, key, value, world_size=2, timeout=30) == [[True, True]] * 2

@@ -1,15 +1,19 @@
-"""ParallelMuon: groups with options of their own, and dtypes of arithmetic and wire."""
+"""ParallelMuon: groups with options of their own, dtypes of arithmetic and wire, several meshes in one optimizer."""
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
 from tests.distributed.sharding.training import distributed_over
 from tests.support import family
 from tests.support.processes import ProcessPool
-from tests.support.tensors import whole
+from tests.support.tensors import set_gradients, whole
 
 Options = dict[str, Any]
 
@@ -41,3 +45,44 @@ def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) ->
     # Newton-Schulz rounds its input to bfloat16 and gives bfloat16 back, so the wire rounds nothing more: exact.
     (expected,) = gloo.run(_train, (1,), "bfloat16", [{}], world_size=1)[0]
     assert all(torch.equal(found, expected) for (found,) in gloo.run(_train, (4,), "bfloat16", [{}], world_size=4))
+
+
+def _mixed_meshes(**options: bool) -> list[Tensor]:
+    """Parameters on a 1-D mesh, on a 2-D mesh and local ones, in one optimizer, which loads the state of one process.
+
+    That state, of whole tensors in another dtype, is loaded in place of what another step has left.
+    """
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    torch.manual_seed(0)
+    alone = [nn.Parameter(torch.randn(shape)) for shape in ((9, 5), (5, 9), (6, 6), (8,))]
+    layouts: list[Any] = [(line, [Shard(0)]), (grid, [Shard(1), Shard(0)]), None, (line, [Shard(0)])]
+
+    def place(tensor: Tensor, layout: Any) -> Tensor:
+        return tensor.clone() if layout is None else distribute_tensor(tensor, *layout)
+
+    parameters = [nn.Parameter(place(one.detach(), layout)) for one, layout in zip(alone, layouts, strict=True)]
+    optimizer = ParallelMuon(parameters, lr=0.1, compute_dtype="float32", **options)
+    reference = ParallelMuon(alone, lr=0.1, compute_dtype="float32", **options)
+    for step in range(3):
+        if step == 1:
+            saved = copy.deepcopy(reference.state_dict())
+            states = enumerate(saved["state"].values())
+            saved["state"] = {n: {k: v.double() if v.ndim else v for k, v in each.items()} for n, each in states}
+            for state in optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+            optimizer.load_state_dict(saved)
+            loaded = [value for state in optimizer.state.values() for value in state.values()]
+            assert all(value.dtype == torch.float32 for value in loaded)
+        set_gradients(alone, step)
+        for parameter, one, layout in zip(parameters, alone, layouts, strict=True):
+            parameter.grad = place(one.grad, layout)  # type: ignore[arg-type]
+        optimizer.step()
+        reference.step()
+    return [(whole(mine) - one.detach()).abs().max() for mine, one in zip(parameters, alone, strict=True)]
+
+
+@pytest.mark.parametrize("options", [{}, {"normuon": True}], ids=str)
+def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool, options: dict[str, bool]) -> None:
+    for differences in gloo.run(_mixed_meshes, **options):
+        assert max(map(float, differences)) <= 1e-6

@@ -150,11 +150,6 @@ def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
 def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
     """An op that no device knows of; memory is pinned in name only."""
     if not kwargs.get("pin_memory"):
-        name = func._schema.name.split("::")[1].rstrip("_")
-        if active().pinned and name not in _NO_KERNEL - {"_local_scalar_dense"}:
-            for tensor in _tensors((*args, *kwargs.values())):
-                is_write = func._schema.is_mutable and tensor is args[0]
-                active().access_on_host(tensor, f"{name} ({site()})", is_write=is_write)
         return func(*args, **kwargs)
     tensor = func(*args, **kwargs | {"pin_memory": False})
     storage = tensor.untyped_storage()
@@ -206,12 +201,6 @@ class _Work:
         self._tensors.clear()
         return True
 
-    def is_completed(self) -> bool:
-        return active().completed
-
-    def get_future(self) -> Any:
-        raise RuntimeError("a fake communication has no future")
-
 
 def _communicate(kind: str, group: Any, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> _Work:
     simulation = active()
@@ -256,7 +245,8 @@ def _asynchronous(work: _Work, async_op: bool) -> _Work | None:
     return work if async_op else None
 
 
-def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+    """All ranks have the same."""
     del group
     found[:] = [value] * len(found)
 
@@ -283,7 +273,7 @@ def world(size: int) -> Iterator[Simulation]:
         return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))
 
     distributed: Mapping[str, Any] = {
-        "all_gather_object": _all_gather_object,
+        "all_gather_object": all_gather_object,
         "all_to_all_single": _all_to_all_single,
         "all_reduce": _all_reduce,
         "batch_isend_irecv": _batch_isend_irecv,

@@ -33,12 +33,6 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.clock = dict((stream or active().current).clock)
 
-    def wait(self, stream: Stream | None = None) -> None:
-        (stream or active().current).wait_event(self)
-
-    def query(self) -> bool:
-        return active().completed
-
     def synchronize(self) -> None:
         active().sync("event.synchronize", self.clock)
 
@@ -69,9 +63,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        return active().completed
 
     def synchronize(self) -> None:
         active().sync("stream.synchronize", self.clock)
@@ -116,7 +107,6 @@ class Simulation:
 
     def __init__(self) -> None:
         self.on = False  # Whether anything is reported and counted now.
-        self.completed = False  # What handles and events say of themselves.
         self.host: Clock = {}  # What the host has waited for.
         self.syncs, self.found, self.ops = Counter[str](), Counter[str](), Counter[str]()
         self.num_steps = 0
@@ -174,13 +164,6 @@ class Simulation:
         """Whether a tensor of the host is in memory that devices copy to and from while the host goes on."""
         known = self.pinned.get(tensor.untyped_storage()._cdata)
         return known is not None and not known.expired()
-
-    def access_on_host(self, tensor: Tensor, label: str, *, is_write: bool) -> None:
-        """The host touches pinned memory: have streams that copy from or to it ended, as far as it knows?"""
-        memory = self._memory.get(tensor.untyped_storage()._cdata)
-        for old in memory.accesses if self.on and memory is not None and self.is_pinned(tensor) else ():
-            if self.host.get(old.stream, 0) < old.time and (is_write or old.is_write):
-                self.found[f"RACE {label} on the host || {old}"] += 1
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         self._memory_of(tensor).recorded.append(stream)

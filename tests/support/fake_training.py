@@ -18,18 +18,18 @@ from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
 
-Shapes = Mapping[str, tuple[int, ...]]
 Found = Mapping[str, nn.Parameter]
 # Steps before the one that is watched: the first makes the plan and the buffers.
 _WARM_UP = 2
 
 
-def shapes_of(name: str) -> Shapes:
-    """Parameters of the model ``"small"``, by name."""
-    assert name == "small"
-    layer = {"q": (64, 64), "up": (192, 64), "down": (64, 192), "norm": (64,)}
-    shapes = {f"layers.{index}.{part}.weight": shape for index in range(3) for part, shape in layer.items()}
-    return {"embed.weight": (256, 64), **shapes, "head.weight": (256, 64)}
+_LAYER = {"q": (64, 64), "up": (192, 64), "down": (64, 192), "norm": (64,)}
+# Parameters of the model, by name.
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "embed.weight": (256, 64),
+    **{f"layers.{index}.{part}.weight": shape for index in range(3) for part, shape in _LAYER.items()},
+    "head.weight": (256, 64),
+}
 
 
 def _mesh_of(size: int, replicas: int) -> DeviceMesh:
@@ -38,11 +38,11 @@ def _mesh_of(size: int, replicas: int) -> DeviceMesh:
     return init_device_mesh("cuda", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
 
 
-def _weights(shapes: Shapes, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> Found:
+def _weights(mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> Found:
     """The parameters, their rows sharded over the last axis of the mesh."""
     found, coordinate = dict[str, nn.Parameter](), mesh.get_coordinate()
     assert coordinate is not None
-    for name, shape in shapes.items():
+    for name, shape in SHAPES.items():
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
         local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), coordinate, placements)
         local = torch.empty(local_shape, dtype=dtype, device="cuda")
@@ -100,19 +100,12 @@ def _call_hooks(tensor: nn.Parameter) -> None:
 
 
 def run_fsdp(
-    shapes: Shapes,
-    size: int,
-    *,
-    replicas: int = 1,
-    clip: bool = False,
-    dtype: torch.dtype = torch.float32,
-    **options: Any,
-) -> tuple[Simulation, ParallelMuon]:
+    size: int, *, replicas: int = 1, clip: bool = False, dtype: torch.dtype = torch.float32, **options: Any
+) -> Simulation:
     """Steps of ParallelMuon on FSDP2 parameters of ``size`` ranks."""
     with world(size) as simulation, Tracker():
-        found = _weights(shapes, _mesh_of(size, replicas), dtype=dtype)
-        groups = _groups_of(found)
-        optimizer = ParallelMuon(groups, **options)
+        found = _weights(_mesh_of(size, replicas), dtype=dtype)
+        optimizer = ParallelMuon(_groups_of(found), **options)
         backward = _Backward(found)
         for step in range(3):
             simulation.begin_step(on=step >= _WARM_UP)
@@ -121,23 +114,14 @@ def run_fsdp(
                 clip_norm_(list(found.values()), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        return simulation, optimizer
+        return simulation
 
 
-def run_flexdemo(
-    shapes: Shapes,
-    size: int,
-    *,
-    replicas: int = 2,
-    steps: int = 3,
-    completed: bool = True,
-    **options: Any,
-) -> tuple[Simulation, FlexDeMo]:
-    """As :func:`run_fsdp`, of FlexDeMo on ``replicas`` nodes; ``completed`` is what handles say of messages."""
+def run_flexdemo(size: int, *, replicas: int = 2, steps: int = 3, **options: Any) -> Simulation:
+    """As :func:`run_fsdp`, of FlexDeMo on ``replicas`` nodes."""
     with world(size) as simulation, Tracker():
-        simulation.completed = completed
         mesh = _mesh_of(size, replicas)
-        found = _weights(shapes, mesh["shard"])
+        found = _weights(mesh["shard"])
         groups = _groups_of(found)
         if options.get("base", "muon") != "muon":
             groups = [{"params": group["params"]} for group in groups]
@@ -148,40 +132,24 @@ def run_flexdemo(
             backward.run()
             optimizer.step()
             optimizer.zero_grad()
-        return simulation, optimizer
+        return simulation
 
 
-class _Net(nn.Module):
-    """Modules that hold replicated parameters of these shapes."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        super().__init__()
-        self.found: dict[str, nn.Parameter] = {}
-        for name, shape in shapes.items():
-            owner: nn.Module = self
-            *path, last = name.split(".")
-            for part in path:
-                if part not in owner._modules:
-                    owner.add_module(part, nn.Module())
-                owner = owner.get_submodule(part)
-            self.found[name] = nn.Parameter(torch.empty(shape, device="cuda"))
-            owner.register_parameter(last, self.found[name])
-
-
-def run_zero2(
-    shapes: Shapes, size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2"
-) -> tuple[Simulation, ParallelMuon]:
+def run_zero2(size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2") -> Simulation:
     """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
     with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.ddp.Ddp.prepare"):
-        net = _Net(shapes)
+        net = nn.Module()
+        found = {name: nn.Parameter(torch.empty(shape, device="cuda")) for name, shape in SHAPES.items()}
+        for name, parameter in found.items():
+            net.register_parameter(name.replace(".", "_"), parameter)
         mode = make_mode(sharding, _mesh_of(size, replicas), ModeOptions())
         mode.prepare(net)
-        optimizer = ParallelMuon(_groups_of(net.found))
+        optimizer = ParallelMuon(_groups_of(found))
         mode.attach(net, [optimizer])
         for step in range(3):
             simulation.begin_step(on=step >= _WARM_UP)
             optimizer.zero_grad()
-            for tensor in reversed(net.found.values()):
+            for tensor in reversed(found.values()):
                 with torch.no_grad():
                     tensor.grad = torch.zeros_like(tensor)
                 _call_hooks(tensor)
@@ -191,4 +159,4 @@ def run_zero2(
             optimizer.step()
             mode.end_step()
         mode.finish_parameters()
-        return simulation, optimizer
+        return simulation

@@ -1,15 +1,19 @@
-"""ParallelMuon in one process: arguments, groups, state, AdamW part and bit-equality with torch.optim.Muon."""
+"""ParallelMuon in one process: arguments, groups, routes, memory, and the bits of torch.optim.Muon."""
 
-import copy
-import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.profiler import ProfilerActivity, profile
+from transformers.pytorch_utils import Conv1D
 
 from lightning_muon import ParallelMuon
+from lightning_muon.math.newton_schulz import NewtonSchulz
+from lightning_muon.optim.graphs import NewtonSchulzGraphs
 from tests.support.family import muon_eq
 from tests.support.tensors import are_equal, set_gradients
 
@@ -40,12 +44,10 @@ def test_one_rank_has_the_bits_of_torch_optim_muon(dtype: torch.dtype, nesterov:
 
 
 def test_weights_stored_as_inputs_by_outputs_are_the_same() -> None:
-    transformers = pytest.importorskip("transformers.pytorch_utils")
     # Equal shapes in memory, so that they would be one batch.
-    conv, linear = transformers.Conv1D(40, 33), nn.Linear(40, 33)
-    straight = nn.Linear(33, 40)
+    conv, linear, straight = Conv1D(40, 33), nn.Linear(40, 33), nn.Linear(33, 40)
     straight.weight.data.copy_(conv.weight.T)
-    models = [nn.Sequential(conv, nn.GELU(), linear, nn.Linear(33, 2)), nn.Sequential(straight, nn.Linear(40, 2))]
+    models = [nn.Sequential(conv, linear, nn.Linear(33, 2)), nn.Sequential(straight, nn.Linear(40, 2))]
     options: Any = {"orthogonalize": muon_eq, "adjust_lr_fn": "spectral_mup", "compute_dtype": "float32"}
     optimizers = [ParallelMuon(model, lr=0.1, **options) for model in models]
     for step in range(3):
@@ -57,20 +59,11 @@ def test_weights_stored_as_inputs_by_outputs_are_the_same() -> None:
     torch.testing.assert_close(conv.weight.T, straight.weight, rtol=0, atol=1e-5)
 
 
-def test_arguments_have_names_and_defaults_of_torch() -> None:
-    ours = inspect.signature(ParallelMuon.__init__).parameters
-    theirs = inspect.signature(torch.optim.Muon.__init__).parameters
-    for name, parameter in theirs.items():
-        assert name in ours
-        if name != "adjust_lr_fn":  # ours matches AdamW by default
-            assert ours[name].default == parameter.default
-
-
 def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     mine = _parameters()
     optimizer = ParallelMuon(
         [
-            {"params": mine[:2], "lr": 0.2, "muon_lr_factor": 0.5, "momentum": 0.5},
+            {"params": mine[:2], "lr": torch.tensor(0.25), "muon_lr_factor": 0.5, "momentum": 0.5},
             {"params": mine[2:4], "algorithm": "adamw", "betas": (0.8, 0.95), "adamw_eps": 1e-6, "weight_decay": 0.0},
             {"params": mine[4:]},
         ],
@@ -79,7 +72,7 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     )
     theirs = _parameters()
     reference = [
-        torch.optim.Muon(theirs[:2], lr=0.1, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(theirs[:2], lr=0.125, momentum=0.5, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(theirs[2:4], betas=(0.8, 0.95), eps=1e-6, weight_decay=0.0, fused=True),
         torch.optim.Muon(theirs[4:], lr=0.004, adjust_lr_fn="match_rms_adamw"),
     ]
@@ -104,22 +97,6 @@ def test_the_nan_check_can_be_turned_off() -> None:
     assert parameters[0].isnan().all() and not parameters[1].isnan().any()
 
 
-def test_schedulers_and_settings_after_a_load_count() -> None:
-    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
-    for weight, lr in zip(weights, (torch.tensor(0.02), 0.02), strict=True):
-        optimizer = ParallelMuon([weight], lr=lr)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        for step in range(3):
-            set_gradients([weight], step)
-            optimizer.step()
-            scheduler.step()
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        optimizer.param_groups[0]["lr"], before = 0.0, weight.detach().clone()
-        optimizer.step()
-        assert torch.equal(weight, before)
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=1e-6)
-
-
 def test_a_step_needs_memory_for_a_few_buckets_only() -> None:
     # 32 matrices of 64 KiB in buckets of 64 KiB: a step may hold a few of them, not a copy of all.
     parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(32)]
@@ -135,3 +112,51 @@ def test_a_step_needs_memory_for_a_few_buckets_only() -> None:
             level += event.nbytes()
             peak = max(peak, level)
     assert 2**16 <= peak <= 10 * 2**16
+
+
+def test_the_group_decides_then_the_module_then_the_shape() -> None:
+    model, extra = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)), nn.Parameter(torch.ones(3, 2))
+    table, hidden = model[0].weight, model[1].weight
+    optimizer = ParallelMuon([table, extra])
+    assert [route.algorithm for route in optimizer.routes] == ["muon", "muon"]
+    optimizer.attach(model)
+    assert [route.algorithm for route in optimizer.routes] == ["adamw", "muon"]
+    assert optimizer.routes[1].name == "parameter 1", "it is not in the module"
+    groups = [{"params": [table], "algorithm": "muon"}, {"params": [hidden], "algorithm": "adamw"}]
+    forced = ParallelMuon(groups)
+    forced.attach(model)
+    assert [route.algorithm for route in forced.routes] == ["muon", "adamw"]
+    assert forced.routes[0].reason == "embedding, algorithm='muon'"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_flat_parameters_of_fsdp1_are_refused(use_orig_params: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        flat = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=use_orig_params)
+        with pytest.raises(ValueError, match=r"FSDP1.*fully_shard"):
+            ParallelMuon(flat)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_weight_decay_is_not_rounded_to_bfloat16() -> None:
+    # 1 - 0.02 * 0.1 is 0.998; as a bfloat16 it would be 0.9961, and the decay twice as strong.
+    weight = nn.Parameter(torch.full((4, 4), 256.0, dtype=torch.bfloat16))
+    optimizer = ParallelMuon([weight], lr=0.02, weight_decay=0.1, normuon=True)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert (weight == torch.tensor(256.0 * 0.998).bfloat16()).all()
+
+
+def test_what_cannot_be_recorded_is_launched_kernel_by_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    cuda = {name: mock.MagicMock() for name in ("CUDAGraph", "device", "stream", "current_stream", "Stream")}
+    refused = mock.MagicMock(side_effect=RuntimeError("operation not permitted"))
+    way, graphs = NewtonSchulz(((3.4445, -4.7750, 2.0315),), torch.float32), []
+    with mock.patch.multiple(torch.cuda, graph=refused, graph_pool_handle=mock.MagicMock(), **cuda):
+        recorded = NewtonSchulzGraphs(torch.float32, torch.device("cpu"))
+        graphs += [recorded.take((1, 8, 4), way, eps=1e-7) for _ in range(2)]
+    assert graphs == [None, None]
+    assert refused.call_count == 1
+    assert "kernel by kernel" in caplog.text
+    assert "not permitted" in caplog.text

@@ -5,19 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
+from transformers.pytorch_utils import Conv1D
 
+from lightning_muon.config import MuonConfig
 from lightning_muon.params.layers import find_output_heads, layer_kind
 from lightning_muon.params.routing import route_module
 from lightning_muon.params.uses import parameter_uses
-
-
-class Conv1D(nn.Module):
-    """The linear layer of GPT-2 as transformers writes it."""
-
-    def __init__(self, outputs: int, inputs: int) -> None:
-        super().__init__()
-        self.nf = outputs
-        self.weight = nn.Parameter(torch.zeros(inputs, outputs))
 
 
 def _plane(name: str) -> nn.Module:
@@ -25,14 +18,6 @@ def _plane(name: str) -> nn.Module:
     layer = type(name, (nn.Module,), {})()
     layer.weight = nn.Parameter(torch.ones(4, 6))
     return layer
-
-
-class Raw(nn.Module):
-    def __init__(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.register_parameter(
-            name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=dtype.is_floating_point)
-        )
 
 
 def _kinds(module: nn.Module) -> dict[str, str]:
@@ -70,30 +55,21 @@ def test_the_weight_of_a_layer_has_the_kind_of_the_layer(layer: nn.Module, kind:
 
 
 @pytest.mark.parametrize(
-    ("name", "shape", "kind"),
+    ("names", "shape", "kind"),
     [
-        ("text_projection", (4, 6), "matrix"),
-        ("token_mixer", (4, 6), "matrix"),
-        ("posterior_proj", (4, 6), "matrix"),
-        ("w1", (3, 4, 6), "stack"),
-        ("A_log", (4, 6), "elementwise"),
-        ("pos_embed", (4, 6), "elementwise"),
-        ("class_token", (4, 6), "elementwise"),
-        ("relative_position_bias_table", (4, 6), "elementwise"),
-        ("gate_up_proj_bias", (4, 6), "elementwise"),
-        ("row", (1, 6), "elementwise"),
-        ("column", (6, 1), "elementwise"),
-        ("gate_up_proj", (3, 4, 6), "stack"),
-        ("temperature", (3, 1, 1), "elementwise"),
-        ("scales", (3, 4, 1), "elementwise"),
-        ("anything", (1, 4, 6), "elementwise"),
+        ("text_projection token_mixer posterior_proj", (4, 6), "matrix"),
+        ("A_log pos_embed class_token relative_position_bias_table gate_up_proj_bias", (4, 6), "elementwise"),
+        ("w1 gate_up_proj", (3, 4, 6), "stack"),
         ("kernel", (3, 4, 2, 2), "convolution"),
-        ("scalar", (), "elementwise"),
-        ("vector", (5,), "elementwise"),
+        # Vectors.
+        *(("proj", shape, "elementwise") for shape in ((1, 6), (6, 1), (3, 1, 1), (3, 4, 1), (1, 4, 6), (), (5,))),
     ],
 )
-def test_a_raw_parameter_is_judged_by_shape_and_name(name: str, shape: tuple[int, ...], kind: str) -> None:
-    assert _kinds(Raw(name, *shape)) == {name: kind}
+def test_a_raw_parameter_is_judged_by_shape_and_name(names: str, shape: tuple[int, ...], kind: str) -> None:
+    module = nn.Module()
+    for name in names.split():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    assert _kinds(module) == dict.fromkeys(names.split(), kind)
 
 
 class Base(nn.Module):
@@ -172,17 +148,11 @@ def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
     assert routes["plain"].reason.endswith("(inputs, outputs)")
 
 
-def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
-    normed = parametrizations.weight_norm(nn.Conv1d(4, 5, 3))
-    assert _kinds(normed) == {
-        "bias": "elementwise",
-        "parametrizations.weight.original0": "elementwise",
-        "parametrizations.weight.original1": "convolution",
-    }
-    assert set(_kinds(parametrizations.weight_norm(nn.Conv1d(4, 4, 3, groups=2))).values()) == {"elementwise"}
-    assert _kinds(parametrizations.orthogonal(nn.Linear(4, 5, bias=False))) == {
-        "parametrizations.weight.original": "matrix"
-    }
+def test_a_reparametrized_weight_goes_to_adamw_unless_named() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 2))
+    assert set(_kinds(model[0]).values()) == {"elementwise"}
+    name = "0.parametrizations.weight.original1"
+    assert route_module(model, MuonConfig(muon_patterns=(name,)))[name].kind == "matrix"
 
 
 class Declared(nn.ModuleDict):

@@ -1,9 +1,5 @@
 """Small lists of matrices, small programs and a machine with round numbers, for the tests of plans and programs."""
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import nn
 
@@ -19,28 +15,18 @@ from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))
 
 
-def spec(name: str, numel: int, held: Sequence[int], replica_of: Sequence[int], *, flops: int = 1) -> Matrix:
-    """A matrix of one column, of which the ranks of each replica hold rows one after the other."""
-    shape, starts, boxes = (numel, 1), Counter[int](), list[Box]()
-    for replica, count in zip(replica_of, held, strict=True):
-        boxes.append(Box((starts[replica], 0), (starts[replica] + count, 1)))
-        starts[replica] += count
-    parameter = RoutedParameter(
-        nn.Parameter(torch.empty(shape, device="meta")), {}, route_by_shape(name, shape), Layout()
-    )
-    return Matrix(parameter, Box((0, 0), shape), numel, 1, 0, ShardBoxes(boxes, replica_of), 0, flops)
-
-
-def sharded(numels: list[int], num_ranks: int, num_replicas: int = 1, flops: list[int] | None = None) -> list[Matrix]:
-    """Matrices cut as evenly as torch.chunk does, in each replica; rank = replica * shards + shard."""
-    num_shards, replica_of = num_ranks // num_replicas, grid(num_replicas, num_ranks // num_replicas)
-    specs: list[Matrix] = []
+def sharded(numels: list[int], num_ranks: int, num_replicas: int = 1) -> list[Matrix]:
+    """Matrices of one column whose rows are cut as torch.chunk does, in each replica; a FLOP for each element."""
+    num_shards, matrices = num_ranks // num_replicas, list[Matrix]()
     for index, numel in enumerate(numels):
-        part = -(-numel // num_shards)
-        pieces = tuple(max(0, min(part, numel - part * shard)) for shard in range(num_shards))
-        cost = flops[index] if flops is not None else numel
-        specs.append(spec(f"w{index}", numel, pieces * num_replicas, replica_of, flops=cost))
-    return specs
+        part, route = -(-numel // num_shards), route_by_shape(f"w{index}", (numel, 1))
+        cuts = [(min(numel, part * shard), min(numel, part * (shard + 1))) for shard in range(num_shards)]
+        boxes = ShardBoxes(
+            [Box((start, 0), (stop, 1)) for start, stop in cuts] * num_replicas, grid(num_replicas, num_shards)
+        )
+        parameter = RoutedParameter(nn.Parameter(torch.empty(numel, 1, device="meta")), {}, route, Layout())
+        matrices.append(Matrix(parameter, Box((0, 0), (numel, 1)), numel, 1, 0, boxes, rank=0, flops=numel))
+    return matrices
 
 
 def grid(num_replicas: int, num_shards: int) -> list[int]:
@@ -48,18 +34,13 @@ def grid(num_replicas: int, num_shards: int) -> list[int]:
     return [replica for replica in range(num_replicas) for _ in range(num_shards)]
 
 
-def plan_of(specs: list[Matrix], **options: Any) -> ExchangeGroup:
-    """The plan with one matrix per owner in a bucket, with the ops of all ranks."""
-    replica_of = specs[0].shards.replica_of
+def step_of(matrices: list[Matrix]) -> Program:
+    """The ops of all ranks with one matrix per owner in a bucket, and AdamW behind them, as an optimizer has it."""
+    replica_of = matrices[0].shards.replica_of
     axes = AxisGroup(None, 0, tuple((rank,) for rank in range(len(replica_of))))
-    group = ExchangeGroup(MeshMembers(None, axes, axes, ()), (0,), axes, replica_of, specs)
-    plan_group(group, **({"itemsize": 2, "bucket_bytes": 1, "ranks": range(len(replica_of))} | options))
-    return group
-
-
-def with_adamw(program: Program, size: int = 1) -> Program:
-    """With an ``adamw`` op of these bytes behind each rank's ops, as an optimizer has it."""
-    return {rank: [*ops, Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=size)] for rank, ops in program.items()}
+    group = ExchangeGroup(MeshMembers(None, axes, axes, ()), (0,), axes, replica_of, matrices)
+    plan_group(group, itemsize=2, bucket_bytes=1, ranks=range(len(replica_of)))
+    return {rank: [*ops, Op(kind=OpKind.ADAMW, key="0", rank=rank, bytes=1)] for rank, ops in group.program.items()}
 
 
 def compute(name: str, cost: int, *deps: str, rank: int = 0, memory: int = 0) -> Op:

@@ -54,13 +54,8 @@ MACHINE = CostModel(
 )
 
 
-def _one_link(bandwidth: float, *latency_seconds: float) -> CostModel:
-    return CostModel(
-        flops_per_second=1.0,
-        memory_bytes_per_second=1.0,
-        bandwidth=(bandwidth,),
-        latency_seconds=latency_seconds or (0.0,),
-    )
+def _links(*bandwidth: float, latencies: tuple[float, ...] = (0.0,)) -> CostModel:
+    return replace(MACHINE, bandwidth=bandwidth, latency_seconds=latencies)
 
 
 def test_compute_takes_its_flops_memory_traffic_and_a_launch() -> None:
@@ -80,14 +75,13 @@ def test_compute_takes_its_flops_memory_traffic_and_a_launch() -> None:
         (MACHINE, {"axis_bytes": (0, 0), "group": (0, 1)}, 0.25),
         (MACHINE, {"group": (0,)}, 0),
         # Axes share a single link; what goes out and what comes in go over it at the same time.
-        (_one_link(2.0), {"bytes": 8, "axis_bytes": (2, 8)}, 4),
-        (_one_link(1.0), {"bytes": 2, "axis_bytes": (1, 1)}, 2),
-        (_one_link(1.0), {"bytes": 1, "axis_bytes": (1, 1)}, 1),
-        (replace(_one_link(1.0), bandwidth=(1.0, 1.0)), {"bytes": 2, "axis_bytes": (1, 1)}, 1),
-        (replace(_one_link(1.0), bandwidth=(8.0, 1.0)), {"bytes": 13, "axis_bytes": (8, 2, 3)}, 5),
+        (_links(2.0), {"bytes": 8, "axis_bytes": (2, 8)}, 4),
+        (_links(1.0), {"bytes": 2, "axis_bytes": (1, 1)}, 2),
+        (_links(1.0, 1.0), {"bytes": 2, "axis_bytes": (1, 1)}, 1),
+        (_links(8.0, 1.0), {"bytes": 13, "axis_bytes": (8, 2, 3)}, 5),
         # A shared link has the latency of its slowest axis that carries any.
-        (_one_link(2.0, 0.25, 1.0), {"bytes": 8, "axis_bytes": (6, 2)}, 1 + 4),
-        (_one_link(2.0, 0.25, 1.0), {"bytes": 8, "axis_bytes": (8, 0)}, 0.25 + 4),
+        (_links(2.0, latencies=(0.25, 1.0)), {"bytes": 8, "axis_bytes": (6, 2)}, 1 + 4),
+        (_links(2.0, latencies=(0.25, 1.0)), {"bytes": 8, "axis_bytes": (8, 0)}, 0.25 + 4),
     ],
 )
 def test_links_work_side_by_side(machine: CostModel, sizes: dict[str, Any], seconds: float) -> None:

@@ -1,21 +1,10 @@
-"""Files that list parameters: what comes with the package, what is read, what is refused."""
+"""Files that list parameters: those that come with the package."""
 
-import json
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_muon.params.shapes import read_shapes, shipped_shapes
-
-_WEIGHT = {"name": "a.weight", "shape": [4, 2], "kind": "matrix"}
-
-
-def _write(path: Path, parameters: Any, **other: Any) -> Path:
-    path.write_text(json.dumps({"name": "model", "parameters": parameters, **other}))
-    return path
-
 
 # Name -> number of matrices and of elements.
 _PUBLISHED = {
@@ -54,10 +43,3 @@ def test_shipped_t5_files_equal_the_routes_of_the_real_model() -> None:
         for route, parameter in zip(routes.values(), model.parameters(), strict=True)
     ]
     assert [(p.name, p.shape, p.kind, p.reason) for p in read_shapes("t5-small").parameters] == expected
-
-
-def test_a_block_stands_for_numbered_layers_in_forward_order(tmp_path: Path) -> None:
-    layers = [{**_WEIGHT, "name": "layers.{i}.a"}, {**_WEIGHT, "name": "layers.{i}.b"}]
-    path = _write(tmp_path / "m.json", [_WEIGHT, {"repeat": 2, "first": 3, "parameters": layers}])
-    names = [parameter.name for parameter in read_shapes(path).parameters]
-    assert names == ["a.weight", "layers.3.a", "layers.3.b", "layers.4.a", "layers.4.b"]

@@ -1,14 +1,14 @@
-"""Timelines, against closed forms and lower bounds; broken programs, which are refused by name of the op."""
+"""Timelines, against closed forms and lower bounds; pictures of them; broken programs, refused by name of the op."""
 
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_accuracy import host_order
-from lightning_muon.schedule.cost import CostModel
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, Program, issue_ahead, validate
+from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.pipeline import Pipeline, StageCosts, add_reduce_grad, build_program, make_order
+from lightning_muon.schedule.program import Op, Program, issue_ahead, validate
 from lightning_muon.schedule.simulate import simulate
-from tests.unit.schedule.specs import UNIT, collective, compute, plan_of, sharded, with_adamw
+from tests.unit.schedule.specs import UNIT, collective, compute, sharded, step_of
 
 
 def test_a_serial_rank_takes_the_sum() -> None:
@@ -57,27 +57,23 @@ def test_peak_bytes_count_results_until_their_last_use() -> None:
     assert simulate({0: ops}, UNIT).peak_bytes == 18
 
 
-def _muon(num_buckets: int, seconds: float, num_ranks: int = 4) -> Program:
-    """Buckets with one second of Newton-Schulz on each rank and a gather and a scatter of ``seconds`` each."""
-    numel = 1000 * num_ranks
-    specs = sharded([numel] * num_buckets * num_ranks, num_ranks, flops=[1000] * num_buckets * num_ranks)
-    program = plan_of(specs, itemsize=1).program
-    size = int(1000 * seconds)
-    return {
-        rank: [replace(op, bytes=size if op.lane == TRANSFER else 0) for op in ops] for rank, ops in program.items()
-    }
-
-
-MILLI = CostModel(flops_per_second=1000.0, memory_bytes_per_second=1e30, bandwidth=(1000.0,))
-
-
-def test_with_look_ahead_only_first_gather_and_last_scatter_show() -> None:
-    serial = simulate(_muon(10, 0.25), MILLI)
-    assert serial.makespan == pytest.approx(10 * (1 + 0.5))
-    assert serial.hidden == pytest.approx(0)
-    timeline = simulate(issue_ahead(_muon(10, 0.25), 2), MILLI)
-    assert timeline.makespan == pytest.approx(10 * 1 + 0.25 + 0.25)
-    assert timeline.hidden == pytest.approx(1 - 0.5 / 5)
+def test_pictures_have_titles_labels_ranks_and_a_legend(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pipeline = Pipeline(num_ranks=2, num_microbatches=3, costs=StageCosts(communication=0.5))
+    program = add_reduce_grad(build_program(make_order("zb_h1", pipeline), pipeline))
+    step = {0: [collective("gather", 1), compute("newton_schulz", 4)], 1: [compute("newton_schulz", 2, rank=1)]}
+    timelines = {"step": simulate(step, UNIT), "zb_h1": simulate(program, pipeline.costs)}
+    for picture in ("plan.svg", "again.svg"):
+        draw_timelines(timelines, tmp_path / picture, title="some plans")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text == (tmp_path / "again.svg").read_text()
+    for words in (
+        *("some plans", "step: 4000 ms, idle 25.0%, communication hidden 100.0%", "rank 0", "rank 1", "time (ms)"),
+        *("G[i] gather", "C[i] Newton-Schulz", "C[0]", "F[i] forward", "g[i] gradient"),
+        *("F[0.2]", "I[1.0]", "W[1.2]", "a[0.0]", "g[1.2]"),
+    ):
+        assert words in text
+    assert "S[i] scatter" not in text
 
 
 def _in(kind: str, rank: int, *group: int) -> Op:
@@ -130,11 +126,5 @@ def _order(ops: list[Op]) -> str:
     ],
 )
 def test_gathers_come_before_adamw_and_updates_late(look_ahead: int, expected: str) -> None:
-    issued = issue_ahead(with_adamw(plan_of(sharded([10] * 8, 2)).program), look_ahead)
+    issued = issue_ahead(step_of(sharded([10] * 8, 2)), look_ahead)
     assert _order(issued[0]) == _order(issued[1]) == expected
-
-
-def test_a_busy_host_starts_no_transfer() -> None:
-    lanes = {"send": TRANSFER, "work": COMPUTE, "more": COMPUTE, "recv": TRANSFER}
-    program = host_order({0: [Op(kind=kind, key="0", rank=0, lane=lane) for kind, lane in lanes.items()]})
-    assert [op.deps for op in program[0]] == [(), (), (), ("more[0]",)]
