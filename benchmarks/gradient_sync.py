@@ -2,16 +2,11 @@
 
     python -m benchmarks.gradient_sync --ranks 2 4
 
-Takes turns between ``zero2``, ``fsdp`` and ``ddp`` of this package with ParallelMuon, and with AdamW alone (in
-``zero2`` that is ParallelMuon with ``algorithm="adamw"`` for all but a frozen matrix of 16 x 16, since it must have
-one); torch's DistributedDataParallel with torch.optim.Muon for matrices and AdamW for the rest, with
-ZeroRedundancyOptimizer(AdamW), and with AdamW; and ``fully_shard`` for each block and for the model with AdamW, which
-is what Lightning's ModelParallelStrategy does. A turn is ``--steps`` training steps of equal batches and ends when all
-parameters have arrived. The table has the median over the turns of the slowest rank, and for one step:
+Takes turns between ``CONTENDERS``. A turn is ``--steps`` training steps of equal batches and ends when all parameters
+have arrived. The table has the median over the turns of the slowest rank, and for one step:
 
 - *sent*: bytes that leave a rank, mean over the ranks, from the calls of torch.distributed. Exact for messages and
-  all-to-all; for N bytes on S ranks an all-reduce counts 2 (S-1)/S N, a reduce-scatter of N and an all-gather to N
-  (S-1)/S N each, a broadcast (S-1) N at its root: the least that they need, as rings reach it.
+  all-to-all; of reductions, gathers and broadcasts the least that they need, as rings reach it.
 - *held*: tensors after backward and before the step: parameters, gradients, optimizer state; mean over the ranks.
 - *peak*: the most that the allocator has given out at any time, activations included; the largest rank.
 - *early*: the share of what backward sends that is handed to torch.distributed before the last matrix product of
@@ -38,7 +33,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,7 +48,6 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 
 LR, WEIGHT_DECAY = 1e-3, 0.01
-ZERO, DDP = "torch DDP + ZeroRedundancyOptimizer(AdamW)", "torch DDP + AdamW"
 MIB = 2**20
 _NOTHING = nullcontext()
 
@@ -109,18 +103,13 @@ def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
     return [torch.optim.AdamW(net.parameters(), LR, weight_decay=WEIGHT_DECAY)]
 
 
-def parallel_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+def planned_adamw(net: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
     return [ParallelMuon(net, LR, WEIGHT_DECAY, algorithm="adamw", **options)]
 
 
-def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
-    named = dict(net.named_parameters())
-    matrices = [
-        p
-        for name, p in named.items()
-        if p.ndim == 2 and not name.endswith(("embedding.weight", "positions.weight", "head.weight"))
-    ]
-    rest = [p for p in named.values() if all(p is not matrix for matrix in matrices)]
+def torch_muon(net: GPT) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in net.blocks.parameters() if p.ndim == 2]
+    rest = [p for p in net.parameters() if all(p is not matrix for matrix in matrices)]
     return [
         torch.optim.Muon(matrices, LR, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, LR, weight_decay=WEIGHT_DECAY),
@@ -128,11 +117,8 @@ def torch_muon(net: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def zero(net: nn.Module) -> list[torch.optim.Optimizer]:
-    return [
-        ZeroRedundancyOptimizer(
-            net.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LR, weight_decay=WEIGHT_DECAY
-        )
-    ]
+    options: dict[str, Any] = {"parameters_as_bucket_view": True, "lr": LR, "weight_decay": WEIGHT_DECAY}
+    return [ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, **options)]
 
 
 Optimizers = Callable[[nn.Module], list[torch.optim.Optimizer]]
@@ -170,9 +156,8 @@ def fsdp2(optimizers: Optimizers, arguments: argparse.Namespace) -> Contender:
     fully_shard(net)
 
     def set_sync(enabled: bool) -> None:
-        for unit in (unit for unit in net.modules() if isinstance(unit, FSDPModule)):
-            unit.set_requires_gradient_sync(enabled, recurse=False)
-            unit.set_is_last_backward(enabled)
+        net.set_requires_gradient_sync(enabled)
+        net.set_is_last_backward(enabled)
 
     @contextmanager
     def no_sync() -> Generator[None]:
@@ -197,14 +182,12 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace], Contender]] = {
     'fsdp, accumulate="whole" + ParallelMuon': partial(ours, "fsdp", muon, accumulate="whole"),
     "ddp + ParallelMuon": partial(ours, "ddp", muon),
     "torch DDP + torch.optim.Muon and AdamW": partial(distributed_data_parallel, torch_muon),
-    "zero2 + AdamW": partial(ours, "zero2", parallel_adamw),
+    "zero2 + AdamW": partial(ours, "zero2", planned_adamw),
     # As the other contenders, which do not look for NaN.
-    "zero2 + AdamW, error_if_nonfinite=False": partial(
-        ours, "zero2", partial(parallel_adamw, error_if_nonfinite=False)
-    ),
-    ZERO: partial(distributed_data_parallel, zero),
+    "zero2 + AdamW, error_if_nonfinite=False": partial(ours, "zero2", partial(planned_adamw, error_if_nonfinite=False)),
+    "torch DDP + ZeroRedundancyOptimizer(AdamW)": partial(distributed_data_parallel, zero),
     "ddp + AdamW": partial(ours, "ddp", adamw),
-    DDP: partial(distributed_data_parallel, adamw),
+    "torch DDP + AdamW": partial(distributed_data_parallel, adamw),
     "fsdp + AdamW": partial(ours, "fsdp", adamw),
     "FSDP2 + AdamW (ModelParallelStrategy)": partial(fsdp2, adamw),
 }
@@ -225,7 +208,6 @@ class Wire(TorchDispatchMode):
 
 
 def bytes_out(name: str, args: Any) -> float:
-    """What leaves this rank; see the top of this file."""
     group = next(dist.ProcessGroup.unbox(each) for each in args if isinstance(each, torch.ScriptObject))
     ranks, source = group.size(), args[1] if name in ("_allgather_base_", "_reduce_scatter_base_") else args[0]
     if name == "alltoall_base_":
@@ -258,7 +240,6 @@ def worker(num_ranks: int, chosen: Sequence[str], arguments: argparse.Namespace)
 
 
 def time_steps(contender: Contender, batches: Sequence[Tensor], steps: int) -> float:
-    """Seconds per step of the slowest rank."""
     dist.barrier()
     started = time.perf_counter()
     for _ in range(steps):
@@ -310,13 +291,11 @@ def peak_of(profile: torch.profiler.profile) -> int:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    heads = ["ranks", "contender", "ms per step", "of DDP + Zero", "of DDP + AdamW", "MiB sent"]
-    heads += ["MiB held: parameters", "gradients", "state", "peak MiB", "early"]
+    heads = ["ranks", "contender", "ms per step", "MiB sent", "MiB held: parameters", "gradients", "state"]
+    heads += ["peak MiB", "early"]
     cells: list[list[str]] = []
     for row in rows:
-        base = {each["name"]: each["seconds"] for each in rows if each["ranks"] == row["ranks"]}
         cells.append([str(row["ranks"]), row["name"], f"{1e3 * row['seconds']:.0f}"])
-        cells[-1] += [f"{row['seconds'] / base[name]:.2f}" if name in base else "" for name in (ZERO, DDP)]
         cells[-1] += [f"{row[key] / MIB:.1f}" for key in ("sent", "parameters", "gradients", "state", "peak")]
         cells[-1].append(f"{row['early']:.2f}")
     return markdown(heads, cells)

@@ -2,8 +2,6 @@
 
     python -m benchmarks.loss --tune adamw muon --seeds 0 1 2 --out results/pretraining
     python -m benchmarks.loss --only adamw muon 'mine={"momentum": 0.9}' --text my/corpus README.md --width 256
-    python -m benchmarks.loss --program CNN --grid --only muon --weight-decay 0.01 --rates 3e-4 1e-3 --factors 2 3
-    python -m benchmarks.loss --program t5 --tune adamw muon
     python -m benchmarks.loss --program t5 gpt falling_CNN --nodes 2 --tune adamw
 
 Trains with each configuration of ``CONFIGURATIONS`` or --only, in one process with one thread per run. With --nodes 2
@@ -11,17 +9,15 @@ a batch is divided between two processes: AdamW with DDP beside FlexDeMo of two 
 Programs:
 
 - gpt: a byte-level GPT on --text. The last tenth of the shuffled files is held out.
-- t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``; also ROUGE-L.
+- t5: recipes/t5_summarization/demo.yaml, a docstring to its summary line, by ``lightning-muon fit``.
 - CNN: with batch norms, on scanned digits, for which scikit-learn is needed; falling_CNN with a rate that falls.
 
 --tune gives the named configurations the best rate of a grid, measured with a seed of its own: for AdamW the learning
 rate of all parameters, for the others, which keep that one for AdamW's parameters, ``muon_lr_factor``. What is not
 named takes the factor of "muon", or --factor and --lr. --grid instead runs all --rates and --factors.
 
-Each run leaves a file in --out (step, held-out loss, ROUGE-L, seconds per step) and is not run again as long as that is
-there. Ends with Markdown tables: the mean final loss and the standard deviation over the seeds, the first step at which
-the loss is AdamW's final one, what nodes send as a part of the sums of float32 gradients that DDP and HSDP send, and
-seconds per step over AdamW's.
+Each run leaves a file in --out (step, held-out loss, seconds per step) and is not run again as long as that is there.
+*bytes*: what nodes send as a part of the sums of float32 gradients that DDP and HSDP send.
 """
 
 from __future__ import annotations
@@ -71,7 +67,7 @@ SUFFIXES = (".py", ".txt", ".rst", ".md")
 EXCLUDED = {"site-packages", "dist-packages", "pydoc_data"}
 STEPS_OF_EPOCH = 160
 Batch = tuple[Tensor, ...]
-Rows = list[tuple[int, float, float, float]]  # Step, loss, ROUGE-L, seconds per step.
+Rows = list[tuple[int, float, float]]  # Step, loss, seconds per step.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +84,10 @@ class Run:
 
     @property
     def optimizer(self) -> dict[str, Any]:
-        """What a file of Lightning says of it."""
         kind = "MuonConfig" if self.nodes == 1 else "FlexDeMoConfig"
         return {"class_path": f"lightning_muon.{kind}", "init_args": self.options}
 
     def path(self, folder: Path) -> Path:
-        """Where its losses are."""
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
         return folder / f"{self.program}-{self.name}-{self.lr:g}-{self.seed}-{digest}.csv".replace(" ", "_")
 
@@ -117,7 +111,6 @@ class Supervised:
     data_seed: int = 1000
 
     def train(self, run: Run, folder: Path) -> Rows:
-        """Losses at several steps."""
         torch.manual_seed(run.seed)
         settings, steps = run.settings, run.settings["steps"] or self.steps
         module, strategy = self.model(settings), "auto"
@@ -138,7 +131,7 @@ class Supervised:
         marks = {steps * part // settings["evaluations"] for part in range(settings["evaluations"] + 1)}
         for step in range(steps + 1):
             if step in marks:
-                rows.append((step, self.held_out_loss(model, settings), math.nan, median(seconds)))
+                rows.append((step, self.held_out_loss(model, settings), median(seconds)))
             if step == steps:
                 break
             batch = tuple(each.chunk(run.nodes)[fabric.global_rank] for each in next(batches))
@@ -149,7 +142,7 @@ class Supervised:
             try:
                 optimizer.step()
             except NonFiniteGradientError:
-                return [*rows, (steps, math.inf, math.nan, median(seconds))]
+                return [*rows, (steps, math.inf, median(seconds))]
             scheduler.step()
             optimizer.zero_grad()
             seconds.append(time.perf_counter() - started)
@@ -157,7 +150,6 @@ class Supervised:
 
     @torch.no_grad()
     def held_out_loss(self, model: nn.Module, settings: dict[str, Any]) -> float:
-        """The mean."""
         model.eval()
         loss = mean(float(self.loss(model, batch)) for batch in self.held_out(settings))
         model.train()
@@ -184,7 +176,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens ``(batch, context)`` to logits ``(batch, context, words)``; heads of 32 channels."""
 
-    def __init__(self, *, words: int, width: int, layers: int, context: int, init_std: float = 0.02) -> None:
+    def __init__(self, *, words: int, width: int, layers: int, context: int) -> None:
         super().__init__()
         self.embedding, self.positions = nn.Embedding(words, width), nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -193,7 +185,7 @@ class GPT(nn.Module):
             if parameter.ndim == 2:
                 # Less in layers that add to the residual stream.
                 depth = 2 * layers if name.endswith(("out.weight", "down.weight")) else 1
-                nn.init.normal_(parameter, std=init_std / math.sqrt(depth))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(depth))
 
     @override
     def forward(self, tokens: Tensor) -> Tensor:
@@ -204,7 +196,7 @@ class GPT(nn.Module):
 
 
 def byte_model(settings: dict[str, Any]) -> GPT:
-    return GPT(words=256, **{name: settings[name] for name in ("width", "layers", "context", "init_std")})
+    return GPT(words=256, **{name: settings[name] for name in ("width", "layers", "context")})
 
 
 @cache
@@ -224,7 +216,6 @@ def corpus(paths: tuple[str, ...], megabytes: float) -> tuple[Tensor, Tensor]:
 
 
 def windows(data: Tensor, count: int, size: int, generator: torch.Generator) -> Batch:
-    """``(count, size)``."""
     starts = torch.randint(len(data) - size + 1, (count, 1), generator=generator)
     return (data[starts + torch.arange(size)].long(),)
 
@@ -279,17 +270,14 @@ def convolutions(settings: dict[str, Any]) -> nn.Module:
 class Recipe:
     """The recipe for T5 in one process; "adamw" is Lightning's own strategy with the recipe's torch.optim.AdamW."""
 
-    steps = 4 * STEPS_OF_EPOCH
-
     def train(self, run: Run, folder: Path) -> Rows:
-        """Validation loss and ROUGE-L after each epoch, of steps of 32 rows."""
-        started, place, steps = time.perf_counter(), run.path(folder).with_suffix("").resolve(), self.steps
+        """Validation loss after each epoch, of steps of 32 rows."""
+        started, place = time.perf_counter(), run.path(folder).with_suffix("").resolve()
         place.mkdir(parents=True, exist_ok=True)
         strategy = {"replicate_size": run.nodes, "shard_size": 1, "optimizer": run.optimizer}
         muon = {"class_path": "lightning_muon.ParallelMuonStrategy", "init_args": strategy}
-        epochs = math.ceil((run.settings["steps"] or steps) / STEPS_OF_EPOCH)
-        trainer = {"devices": run.nodes, "max_epochs": epochs}
-        trainer |= {"strategy": "auto" if run.options is None else muon}
+        epochs = math.ceil(run.settings["steps"] / STEPS_OF_EPOCH) or 4
+        trainer = {"devices": run.nodes, "max_epochs": epochs, "strategy": "auto" if run.options is None else muon}
         trainer |= {"enable_progress_bar": False, "enable_checkpointing": False, "callbacks": None}
         rates = {"lr": run.lr, "embedding_lr_scale": run.settings["embedding_lr"] / run.lr}
         rows = {"batch_size": 32 // run.nodes, "cache_dir": str(ROOT / "outputs/cache")}
@@ -306,7 +294,7 @@ class Recipe:
         seconds = (time.perf_counter() - started) / (epochs * STEPS_OF_EPOCH)  # Validations are in it.
         with max(place.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime).open(newline="") as file:
             found = [row for row in csv.DictReader(file) if row.get("val_loss")]
-        return [(int(row["step"]), float(row["val_loss"]), float(row.get("rougeL") or 0), seconds) for row in found]
+        return [(int(row["step"]), float(row["val_loss"]), seconds) for row in found]
 
 
 PROGRAMS: dict[str, Supervised | Recipe] = {
@@ -331,7 +319,7 @@ PROGRAMS: dict[str, Supervised | Recipe] = {
 }
 PROGRAMS["falling_CNN"] = replace(PROGRAMS["CNN"], falls=True)
 _SETTINGS = ("text", "megabytes", "width", "layers", "context", "batch", "steps", "evaluations")
-_SETTINGS += ("weight_decay", "init_std", "embedding_lr")
+_SETTINGS += ("weight_decay", "embedding_lr")
 
 
 def start(words: Sequence[str], place: Path) -> None:
@@ -343,7 +331,6 @@ def start(words: Sequence[str], place: Path) -> None:
 
 
 def train(run: Run, folder: Path) -> None:
-    """Train, and leave the file."""
     torch.set_num_threads(1)
     path, rows = run.path(folder), PROGRAMS[run.program].train(run, folder)
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -353,7 +340,6 @@ def train(run: Run, folder: Path) -> None:
 
 
 def train_all(runs: Sequence[Run], folder: Path) -> None:
-    """Train those that have no file yet."""
     for run in runs:
         path = run.path(folder)
         if not path.exists():
@@ -373,14 +359,11 @@ def sent(run: Run, folder: Path) -> str:
 
 
 def curve(run: Run, folder: Path) -> Rows:
-    """What the run has left."""
     with run.path(folder).open(newline="") as file:
-        return [(int(step), float(loss), float(other), float(spent)) for step, loss, other, spent in csv.reader(file)]
+        return [(int(step), float(loss), float(spent)) for step, loss, spent in csv.reader(file)]
 
 
 def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]:
-    """The runs with the rates of the best of a grid."""
-
     def best(candidates: list[Run]) -> Run:
         candidates = [replace(run, seed=TUNING_SEED) for run in candidates]
         train_all(candidates, arguments.out)
@@ -404,7 +387,6 @@ def tuned(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]
 
 
 def on_grid(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Run]:
-    """All rates, and for Muon all factors; AdamW at each rate first."""
     found: dict[str, Run] = {}
     for lr in arguments.rates:
         for name, run in runs.items():
@@ -415,29 +397,25 @@ def on_grid(runs: dict[str, Run], arguments: argparse.Namespace) -> dict[str, Ru
 
 
 def table(runs: dict[str, Run], arguments: argparse.Namespace) -> str:
-    """One row for each configuration, from the files of its seeds."""
     seeds, folder = arguments.seeds, arguments.out
     curves = {name: [curve(replace(run, seed=seed), folder) for seed in seeds] for name, run in runs.items()}
     finals = {name: [each[-1][1] for each in found] for name, found in curves.items()}
-    seconds = {name: median(each[-1][3] for each in found) for name, found in curves.items()}
+    seconds = {name: median(each[-1][2] for each in found) for name, found in curves.items()}
     rows: list[list[str]] = []
     for name, run in runs.items():
         base = next(its for its in runs if runs[its].options is None and runs[its].lr == run.lr)
         spread = f" +- {stdev(finals[name]):.4f}" if len(seeds) > 1 else ""
         goal = mean(finals[base])
-        reached = [next((step for step, loss, *_ in each if loss <= goal), math.inf) for each in curves[name]]
+        reached = [next((step for step, loss, _ in each if loss <= goal), math.inf) for each in curves[name]]
         rows.append([run.name, f"{run.lr:g}", "-" if run.options is None else str(run.options["muon_lr_factor"])])
         rows[-1] += [f"{mean(finals[name]):.4f}{spread}", f"{100 * (mean(finals[name]) / goal - 1):+.1f} %"]
         rows[-1] += [f"{mean(reached):.0f}".replace("inf", "-"), sent(replace(run, seed=seeds[0]), folder)]
-        other = mean(each[-1][2] for each in curves[name])
-        rows[-1] += [f"{seconds[name] / seconds[base]:.2f}", "-" if math.isnan(other) else f"{other:.3f}"]
-    heads = ["configuration", "lr", "factor", "loss", "against AdamW", "steps to AdamW's", "bytes"]
-    heads += ["time of a step", "ROUGE-L"]
+        rows[-1].append(f"{seconds[name] / seconds[base]:.2f}")
+    heads = ["configuration", "lr", "factor", "loss", "against AdamW", "steps to AdamW's", "bytes", "time of a step"]
     return markdown(heads, rows)
 
 
 def configurations(only: list[str] | None, nodes: int) -> dict[str, dict[str, Any] | None]:
-    """What the command line names, AdamW always."""
     chosen: dict[str, dict[str, Any] | None] = {"adamw": None}
     known = CONFIGURATIONS if nodes == 1 else chosen | {"flexdemo": {}}
     for entry in only or known:
@@ -450,7 +428,7 @@ def configurations(only: list[str] | None, nodes: int) -> dict[str, dict[str, An
 
 def parse_arguments() -> argparse.Namespace:
     sizes = {"width": 128, "layers": 4, "context": 128, "batch": 16, "evaluations": 20}
-    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "embedding-lr": 0.16, "init-std": 0.02}
+    rates = {"lr": 4e-3, "factor": 3.0, "weight-decay": 0.1, "embedding-lr": 0.16}
     parser = parser_of(__doc__, sizes | rates | {"megabytes": 20.0})
     parser.add_argument("--program", nargs="+", choices=PROGRAMS, default=["gpt"])
     text = sysconfig.get_path("stdlib")
@@ -469,7 +447,6 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what the command line names and --out does not have yet."""
     arguments = parse_arguments()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.train:

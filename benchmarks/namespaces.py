@@ -6,7 +6,6 @@ talk over ``lo``, so the counters of the device have the bytes between the nodes
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import subprocess
@@ -19,39 +18,18 @@ from typing import IO, Any
 DEVICE = "slow0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29500  # Nothing else listens in a namespace of our own.
-_COUNT = itertools.count()
-
-# Waits until the pipe to its creator closes, however that one ends (SIGKILL too), then removes what lives in the
-# namespaces that it was given. A namespace takes its device with it. Bounded: a process in the kernel may stay a while.
-_REMOVE = """
-while read -r _; do :; done
-for name in "$@"; do
-    tries=0
-    while pids=$(ip netns pids "$name" 2>/dev/null) && [ -n "$pids" ] && [ $tries -lt 100 ]; do
-        kill -KILL $pids 2>/dev/null
-        tries=$((tries + 1))
-        sleep 0.05
-    done
-    ip netns del "$name" 2>/dev/null
-done
-"""
 
 
 class TwoNodes:
     """Context manager: two joined namespaces, which are gone with all of their processes when it is left.
 
-    A guardian process outside of this session does the removal as soon as this process closes a pipe or ends, so that
-    an exception, Ctrl-C, SIGTERM and SIGKILL are all the same to it. It touches only namespaces that this object has
-    named, with the number of this process in the name.
+    Their names have the number of this process in them, and nothing else is touched.
     """
 
     def __init__(self) -> None:
-        stem = f"slow-{os.getpid()}-{next(_COUNT)}"
-        self.names = (f"{stem}-a", f"{stem}-b")
+        self.names = (f"slow-{os.getpid()}-a", f"slow-{os.getpid()}-b")
 
     def __enter__(self) -> TwoNodes:
-        command = ["sh", "-c", _REMOVE, "remove", *self.names]
-        self._guardian = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         try:
             self._create()
         except BaseException:
@@ -60,9 +38,16 @@ class TwoNodes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._guardian.stdin is not None
-        self._guardian.stdin.close()
-        self._guardian.wait(timeout=60)
+        quiet: dict[str, Any] = {"check": False, "stderr": subprocess.DEVNULL}
+        for name in self.names:
+            # A process in the kernel may stay a while. A namespace takes its device with it.
+            for _ in range(100):
+                found = subprocess.run(["ip", "netns", "pids", name], stdout=subprocess.PIPE, text=True, **quiet)
+                if not found.stdout.split():
+                    break
+                subprocess.run(["kill", "-KILL", *found.stdout.split()], **quiet)
+                time.sleep(0.05)
+            subprocess.run(["ip", "netns", "del", name], **quiet)
 
     def _create(self) -> None:
         first, second = self.names
@@ -79,12 +64,8 @@ class TwoNodes:
 
     def start(self, node: int, command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         """Start ``command`` in the namespace of ``node`` (0 or 1), out of reach of Ctrl-C."""
-        name = self.names[node]
-        process = subprocess.Popen(["ip", "netns", "exec", name, *command], start_new_session=True, **options)
-        # Until it has entered the namespace the guardian does not see it.
-        while process.poll() is None and not _is_inside(process.pid, name):
-            time.sleep(0.001)
-        return process
+        command = ["ip", "netns", "exec", self.names[node], *command]
+        return subprocess.Popen(command, start_new_session=True, **options)
 
     def torchrun(
         self, arguments: Sequence[str], ranks_per_node: int, *, log: IO[bytes], environment: Mapping[str, str]
@@ -93,23 +74,11 @@ class TwoNodes:
         options = f"--nnodes 2 --nproc-per-node {ranks_per_node} --master-addr {ADDRESSES[0]} --master-port {_PORT}"
         launcher = [sys.executable, "-m", "torch.distributed.run", *options.split()]
         variables = {**os.environ, **environment, "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+        how = {"env": variables, "stdout": log, "stderr": subprocess.STDOUT}
         return [
-            self.start(
-                node,
-                [*launcher, "--node-rank", str(node), "--local-addr", ADDRESSES[node], *arguments],
-                env=variables,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-            for node in (0, 1)
+            self.start(node, [*launcher, "--node-rank", str(node), "--local-addr", address, *arguments], **how)
+            for node, address in enumerate(ADDRESSES)
         ]
-
-
-def _is_inside(pid: int, name: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/ns/net").samefile(f"/run/netns/{name}")
-    except OSError:  # It has just ended.
-        return False
 
 
 def why_not() -> str | None:

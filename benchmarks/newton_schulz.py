@@ -1,14 +1,11 @@
-"""Time of Newton-Schulz by shape, dtype and method, against torch's own and a plain matrix product, in one run.
+"""Time of Newton-Schulz by shape, dtype and method, against torch's own, in one run.
 
     python -m benchmarks.newton_schulz                                     # three minutes
     python -m benchmarks.newton_schulz --shapes 4096x4096 8192x28672 --dtypes bfloat16     # on a CUDA device
 
-The candidates take turns and the fastest of each counts, since other work on the machine only ever adds. "torch" is the
-function that torch.optim.Muon calls, which knows bfloat16 only; for other dtypes the same products by torch. Of each
-method the table has its time beside that of torch, and in brackets its FLOPs, halves counted as such. "of a product" is
-the rate of the default, in textbook FLOPs (``NewtonSchulz.flops``; what is computed by half counts in full, so it may
-exceed 1), beside that of the product of two square matrices with the short side. Matrices that the optimizer does not
-batch are measured alone: eight take eight times as long.
+The candidates take turns and the fastest of each counts, since other work on the machine only ever adds. Of each method
+the table has its time beside that of the function that torch.optim.Muon calls, and in brackets its FLOPs, halves
+counted as such.
 """
 
 from __future__ import annotations
@@ -17,7 +14,6 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -40,31 +36,16 @@ DEFAULT = "jordan 5, plain"
 Ways = Mapping[str, NewtonSchulz]
 
 
-@dataclass(frozen=True)
-class Found:
-    """Of one shape and dtype."""
-
-    gflops_per_second: float  # Of the default.
-    of_product: float
-    of_torch: dict[str, float]  # Way -> its time, of that of torch's products.
-    flops: dict[str, float]  # The same of FLOPs.
-
-
 def main() -> None:
     arguments = parse_arguments()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(f"{torch.cuda.get_device_name() if device == 'cuda' else f'{torch.get_num_threads()} CPU threads'}\n")
-    found: dict[tuple[str, str], Found] = {}
+    rows: list[list[str]] = []
     for name in arguments.dtypes:
         for text in arguments.shapes or SHAPES[device]:
             matrix = torch.randn([int(size) for size in text.split("x")], device=device)
-            found[text, name] = measure(matrix, getattr(torch, name), arguments.seconds)
-    names = list(ways_of(torch.float32))
-    rows: list[list[str]] = []
-    for (text, name), each in found.items():
-        rows.append([text, name, f"{each.gflops_per_second:.0f}", f"{each.of_product:.2f}"])
-        rows[-1] += [f"{each.of_torch[way]:.2f} ({each.flops[way]:.2f})" for way in names]
-    print(markdown(["shape", "dtype", "GFLOP/s", "of a product", *names], rows))
+            rows.append([text, name, *measure(matrix, getattr(torch, name), arguments.seconds)])
+    print(markdown(["shape", "dtype", *ways_of(torch.float32)], rows))
     print(origin(__spec__.name))
 
 
@@ -86,29 +67,22 @@ def ways_of(dtype: torch.dtype) -> Ways:
     }
 
 
-def measure(matrix: Tensor, dtype: torch.dtype, seconds: float) -> Found:
-    """All ways on a matrix, or on a batch as the optimizer takes it, beside torch's products on one after the other."""
+def measure(matrix: Tensor, dtype: torch.dtype, seconds: float) -> list[str]:
+    """Cells of the table: all ways on a matrix, or a batch as the optimizer takes it, beside torch's on each matrix."""
     *_, rows, cols = matrix.shape
     members, ways, short = matrix.view(-1, rows, cols), ways_of(dtype), min(rows, cols)
     as_batch = worth_batching(rows, cols, matrix.device.type)
     stacks = [members] if as_batch else members.split(1)
-    square = torch.randn(short, short, device=matrix.device).to(dtype)
 
     def orthogonalize_all(way: NewtonSchulz) -> list[Tensor]:
         return [way.orthogonalize(stack, eps=MuonConfig.eps) for stack in stacks]
 
-    candidates: dict[str, Callable[[], object]] = {name: partial(orthogonalize_all, way) for name, way in ways.items()}
-    candidates |= {"torch": lambda: [by_torch(each, dtype) for each in members], "product": lambda: square @ square}
-    best = fastest(candidates, seconds)
+    candidates: dict[str, Callable[[], object]] = {"torch": lambda: [by_torch(each, dtype) for each in members]}
+    best = fastest(candidates | {name: partial(orthogonalize_all, way) for name, way in ways.items()}, seconds)
     share = 1.0 if as_batch and len(members) > 1 else share_of_full_product(short, matrix.device.type)
     flops_of_torch = ways[DEFAULT].flops(rows, cols)
-    rate = len(members) * flops_of_torch / best[DEFAULT]
-    return Found(
-        gflops_per_second=rate / 1e9,
-        of_product=rate / (2 * short**3 / best["product"]),
-        of_torch={name: best[name] / best["torch"] for name in ways},
-        flops={name: halved_flops(way, rows, cols, share) / flops_of_torch for name, way in ways.items()},
-    )
+    flops = {name: halved_flops(way, rows, cols, share) / flops_of_torch for name, way in ways.items()}
+    return [f"{best[name] / best['torch']:.2f} ({flops[name]:.2f})" for name in ways]
 
 
 def halved_flops(way: NewtonSchulz, rows: int, cols: int, share: float) -> float:

@@ -94,17 +94,14 @@ class Contender:
         seconds = 2e-3 * arguments.milliseconds / options.stages_per_rank
         self.costs = StageCosts(forward=seconds, backward_input=seconds, backward_weight=seconds)
 
-    def step(self, batch: Batch) -> None:
-        self.engine.run_pipeline(batch)
-        self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
-        self.optimizer.zero_grad()
-
     def timed(self, batch: Batch, number: int) -> float:
         """Seconds of each of so many steps in a row, from the start on all ranks to the end on the last one."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(number):
-            self.step(batch)
+            self.engine.run_pipeline(batch)
+            self.engine.step(self.optimizer, lambda optimizer: optimizer.step())
+            self.optimizer.zero_grad()
         return max(gather(time.perf_counter() - start, None)) / number
 
 

@@ -37,13 +37,12 @@ from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import JORDAN, NewtonSchulz
 from lightning_muon.monitor.recorder import TimelineRecorder
-from lightning_muon.optim.matrix_step import MatrixStep
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
 from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import draw_timelines
-from lightning_muon.schedule.program import COMPUTE, TRANSFER, Op, OpKind, Program
+from lightning_muon.schedule.program import COMPUTE, TRANSFER, OpKind, Program
 from lightning_muon.schedule.simulate import Span, Timeline, simulate
 
 SCHEDULES = {"serial": {"overlap": "off"}, "overlapped": {"overlap": "step"}}
@@ -65,13 +64,11 @@ def main() -> None:
     for name in arguments.shapes:
         model = read_shapes(name)
         for num_ranks in arguments.ranks:
-            rounds = run_on_ranks(measure, model, arguments, num_ranks=num_ranks)
-            rows += [
-                [name, str(num_ranks), schedule, *figures([found[schedule] for found in rounds])]
-                for schedule in SCHEDULES
-            ]
+            rounds = run_on_ranks(measure, model, arguments.rounds, num_ranks=num_ranks)
+            rows += [[name, str(num_ranks), each, *figures([found[each] for found in rounds])] for each in SCHEDULES]
             if arguments.out is not None and is_first:
-                write_last(arguments, model, num_ranks, rounds[-1]["overlapped"])
+                title = f"{model.name} on {num_ranks} ranks"
+                write_last(arguments.out, title, rounds[-1]["overlapped"])
     if is_first:
         ratios = "predicted / measured, rounds"
         print(markdown(["shapes", "ranks", "schedule", "measured ms", "predicted ms", ratios, "median"], rows))
@@ -79,13 +76,15 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__, {"rounds": 5, "steps": 5})
+    parser = parser_of(__doc__, {"rounds": 5})
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--replicas", type=int, default=1, help="replicas among them")
     parser.add_argument("--shapes", nargs="+", default=["t5-small"], help="names that plan --shapes takes, or files")
-    parser.add_argument("--compute-dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--out", type=Path, help="folder for the cost model, trace and pictures of the last round")
     return parser.parse_args()
+
+
+# The fastest of the recorded steps, the cost model that was measured just before, and the same ops simulated.
+Comparison = tuple[Timeline, CostModel, Timeline]
 
 
 def record_step(optimizer: ParallelMuon) -> Timeline:
@@ -99,29 +98,15 @@ def record_step(optimizer: ParallelMuon) -> Timeline:
     executor.recorder = recorder
     optimizer.step()
     executor.recorder = None
-    spans = [
-        Span(replace(op, rank=dist.get_rank(), group=_world_ranks(op, planned)), start, end)
-        for op, start, end in recorder.spans()
-    ]
+    spans = [Span(replace(op, rank=dist.get_rank()), start, end) for op, start, end in recorder.spans()]
     return merge(gather((begun, spans), None))
-
-
-def _world_ranks(op: Op, planned: MatrixStep) -> tuple[int, ...]:
-    """The group of an op in global ranks."""
-    bucket = planned.plan.buckets.get(op.key)
-    if not op.group or bucket is None or bucket.group.axes.group is None:
-        return ()
-    members = dist.get_process_group_ranks(bucket.group.axes.group)
-    return tuple(members[member] for member in op.group)
 
 
 def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Timeline:
     """The ops of all ranks in the order in which they were issued, in seconds since the last rank began the step.
 
-    A communication begins when all ranks of its group have reached it, as in :func:`simulate`.
-
-    Args:
-        everyone: Of each rank the begin of the step, and its ops with global ranks.
+    A communication begins when all ranks of its group have reached it, as in :func:`simulate`. ``everyone`` has the
+    begin of the step on each rank, and its ops.
     """
     begun = max(start for start, _ in everyone)
     reached: dict[tuple[str, tuple[int, ...]], float] = {}
@@ -138,10 +123,10 @@ def merge(everyone: Sequence[tuple[float, list[Span]]]) -> Timeline:
     return Timeline(timeline)
 
 
-def predict(recorded: Timeline, cost: CostModel, *, device_type: str) -> Timeline:
+def predict(recorded: Timeline, cost: CostModel) -> Timeline:
     """Simulate the recorded ops with a cost model. A CPU starts no transfer while it computes."""
     program = {rank: [span.op for span in spans] for rank, spans in recorded.spans.items()}
-    return simulate(host_order(program) if device_type == "cpu" else program, cost)
+    return simulate(host_order(program) if this_device().type == "cpu" else program, cost)
 
 
 def host_order(program: Program) -> Program:
@@ -179,21 +164,15 @@ def trace_events(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-# The fastest of the recorded steps, the cost model that was measured just before, and the same ops simulated.
-Comparison = tuple[Timeline, CostModel, Timeline]
-
-
-def measure(model: ModelShapes, arguments: argparse.Namespace) -> list[dict[str, Comparison]]:
-    """A comparison for each schedule, in so many rounds. Collective; every rank must call it."""
-    arithmetic = {"compute_dtype": arguments.compute_dtype}
+def measure(model: ModelShapes, num_rounds: int) -> list[dict[str, Comparison]]:
+    """A comparison for each schedule in each round. Collective; every rank must call it."""
     rounds: list[dict[str, Comparison]] = []
-    for _ in range(arguments.rounds):
-        cost = calibrate(model, arguments.replicas, arithmetic)
+    for _ in range(num_rounds):
+        cost = calibrate(model)
         rounds.append({})
         for schedule, options in SCHEDULES.items():
-            recording = fastest_step(model, arguments.replicas, arguments.steps, arithmetic | options)
-            predicted = predict(recording, cost, device_type=this_device().type)
-            rounds[-1][schedule] = recording, cost, predicted
+            recording = fastest_step(model, options)
+            rounds[-1][schedule] = recording, cost, predict(recording, cost)
     return rounds
 
 
@@ -204,12 +183,10 @@ def figures(found: Sequence[Comparison]) -> list[str]:
     return [*times, " ".join(f"{ratio:.2f}" for ratio in ratios), f"{median(ratios):.2f}"]
 
 
-def write_last(arguments: argparse.Namespace, model: ModelShapes, num_ranks: int, found: Comparison) -> None:
-    """The cost model, and the step as it was measured and as it was predicted."""
-    (recording, cost, predicted), folder = found, arguments.out
+def write_last(folder: Path, title: str, found: Comparison) -> None:
+    recording, cost, predicted = found
     folder.mkdir(parents=True, exist_ok=True)
     timelines = {"measured": recording, "predicted": predicted}
-    title = f"{model.name} on {arguments.replicas} x {num_ranks // arguments.replicas} ranks"
     (folder / "cost.json").write_text(json.dumps(asdict(cost)) + "\n", encoding="utf-8")
     (folder / "trace.json").write_text(json.dumps(trace_events(timelines)), encoding="utf-8")
     for suffix in (".png", ".svg"):
@@ -217,44 +194,33 @@ def write_last(arguments: argparse.Namespace, model: ModelShapes, num_ranks: int
     print(f"wrote cost.json (for plan --cost), trace.json, timeline.png and timeline.svg to {folder}")
 
 
-def calibrate(model: ModelShapes, num_replicas: int, arithmetic: Mapping[str, Any]) -> CostModel:
+def calibrate(model: ModelShapes) -> CostModel:
     """Measure Newton-Schulz, memory and links in less than 20 seconds, while all ranks work at once.
 
     Fits the rates to ops and whole steps of ParallelMuon on a sample of the matrices, so that packing and contention
-    for cores count, and times all-to-alls along each axis of the mesh. Collective; every rank must call it.
+    for cores count, and times all-to-alls. Collective; every rank must call it.
     """
-    counts = Counter(
-        (rows, cols)
-        for parameter in model.parameters
-        if parameter.kind != "elementwise" and not parameter.frozen
-        for _, rows, cols in matrices_in(parameter.shape, parameter)
-    )
     device_type = this_device().type
-    sample = sample_matrices(counts, dist.get_world_size(), device_type)
+    sample = sample_matrices(model, dist.get_world_size(), device_type)
     serial, overlapped, pieces = (
-        fastest_step(sample, num_replicas, _NUM_STEPS, {**arithmetic, "overlap": overlap, "bucket_bytes": bucket_bytes})
+        fastest_step(sample, {"overlap": overlap, "bucket_bytes": bucket_bytes})
         for overlap, bucket_bytes in (("off", _BUCKET_BYTES[0]), ("step", _BUCKET_BYTES[0]), ("off", _BUCKET_BYTES[1]))
     )
     spans = [span for step in (serial, pieces) for each in step.spans.values() for span in each]
-    latencies, bandwidths = [], []
-    mesh = mesh_of(num_replicas, device_type)
-    groups = [axis_group(mesh, (axis,)) for axis in (1, 0) if mesh.size(axis) > 1]
+    group = axis_group(mesh_of(1, device_type), (1,))
     # Without links, a link that costs nothing.
-    links = [[_time_message(group, size) for size in _MESSAGE_BYTES] for group in groups] or [[(1.0, 1e-12)]]
-    for points in links:
-        per_byte, latency = map(fmean, zip(*gather(fit_line(points), None), strict=True))  # The same on all ranks.
-        latencies.append(latency)
-        bandwidths.append(1 / per_byte)
-    fitted = CostModel.from_dict({**fit_compute(spans), "bandwidth": bandwidths, "latency_seconds": latencies})
-    return fit_steps(fitted, (serial, overlapped), device_type=device_type)
+    points = [_time_message(group, size) for size in _MESSAGE_BYTES] if group.size > 1 else [(1.0, 1e-12)]
+    per_byte, latency = map(fmean, zip(*gather(fit_line(points), None), strict=True))  # The same on all ranks.
+    links = {"bandwidth": [1 / per_byte], "latency_seconds": [latency]}
+    return fit_steps(CostModel.from_dict(fit_compute(spans) | links), (serial, overlapped))
 
 
-def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, device_type: str = "cpu") -> ModelShapes:
-    """A few matrices per rank with about the mix of ``counts`` (shape -> number), the largest cut to size."""
-    side = _LARGEST_SIDE[device_type]
-    cut: Counter[tuple[int, int]] = Counter()
-    for (rows, cols), count in counts.items():
-        cut[min(rows, side), min(cols, side)] += count
+def sample_matrices(model: ModelShapes, num_ranks: int, device_type: str) -> ModelShapes:
+    """A few matrices per rank with about the mix of the model, the largest cut to size."""
+    side, cut = _LARGEST_SIDE[device_type], Counter[tuple[int, int]]()
+    for parameter in model.parameters:
+        if parameter.kind != "elementwise" and not parameter.frozen:
+            cut.update((min(rows, side), min(cols, side)) for _, rows, cols in matrices_in(parameter.shape, parameter))
     newton_schulz = NewtonSchulz((JORDAN,) * MuonConfig.ns_steps, torch.float32)
     work = {shape: count * newton_schulz.flops(*shape) for shape, count in cut.items()}
     chosen = sorted(work, key=lambda shape: (-work[shape], shape))[:_MOST_SHAPES]
@@ -269,12 +235,12 @@ def sample_matrices(counts: Mapping[tuple[int, int], int], num_ranks: int, devic
     return ModelShapes(name="sample", source="", parameters=tuple(parameters))
 
 
-def fastest_step(model: ModelShapes, num_replicas: int, num_steps: int, options: Mapping[str, Any]) -> Timeline:
-    """The fastest of so many steps after a first one. Collective; every rank must call it."""
+def fastest_step(model: ModelShapes, options: Mapping[str, Any]) -> Timeline:
+    """The fastest of some steps after a first one. Collective; every rank must call it."""
     fixed = {"dedupe": "never", "error_if_nonfinite": False}
-    optimizer = sharded_muon(model.parameters, num_replicas, this_device().type, **options, **fixed)
+    optimizer = sharded_muon(model.parameters, 1, this_device().type, **options, **fixed)
     optimizer.step()
-    return min((record_step(optimizer) for _ in range(num_steps)), key=lambda each: each.makespan)
+    return min((record_step(optimizer) for _ in range(_NUM_STEPS)), key=lambda each: each.makespan)
 
 
 def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
@@ -289,7 +255,7 @@ def fit_compute(spans: Sequence[Span]) -> dict[str, float]:
     return {"flops_per_second": rate, "memory_bytes_per_second": 1 / per_byte, "op_seconds": op_seconds}
 
 
-def fit_steps(cost: CostModel, recordings: Sequence[Timeline], *, device_type: str) -> CostModel:
+def fit_steps(cost: CostModel, recordings: Sequence[Timeline]) -> CostModel:
     """Correct ``flops_per_second`` so that predicted steps take as long as measured ones, in geometric mean."""
     # A fit to single ops gives too short steps: ranks share cores, and wait for the last one at each communication.
     begun = [min(spans[0].start for spans in each.spans.values() if spans) for each in recordings]
@@ -297,7 +263,7 @@ def fit_steps(cost: CostModel, recordings: Sequence[Timeline], *, device_type: s
 
     def surplus(factor: float) -> float:
         changed = replace(cost, flops_per_second=factor * cost.flops_per_second)
-        predicted = [predict(recording, changed, device_type=device_type).makespan for recording in recordings]
+        predicted = [predict(recording, changed).makespan for recording in recordings]
         return sum(math.log(each / seconds) for each, seconds in zip(predicted, measured, strict=True))
 
     low, high = -math.log(_LARGEST_CORRECTION), math.log(_LARGEST_CORRECTION)

@@ -4,15 +4,14 @@
 
 Two network namespaces are the nodes, a veth pair is the link, and a token bucket of the kernel (``tbf``) at both ends
 limits each direction to the rate; it adds no delay. torchrun starts the ranks, one thread each, which train a T5 of 10
-million parameters from random weights on random words. One contender at a time: HSDP (FSDP2 on a 2-D mesh) with AdamW
-and with ParallelMuon, FlexDeMo (FSDP2 within the node), and *no exchange*, nodes that do not talk to each other.
+million parameters from random weights on random words, one contender at a time.
 
 - *s per step*: median of the steps after ``--warmup`` ones, slowest rank; in parentheses how many times faster than
   HSDP + AdamW. Steps are measured for about ``--seconds``, at least 2 and at most ``--steps``.
 - *MB sent*: bytes that leave a node in a step, from the counters of its device, so with headers and acknowledgements;
   mean over both nodes, the largest of all rates.
 
-The namespaces are removed with all that runs in them however this script ends. Where there can be none it says so.
+Where there can be no namespaces it says so.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -55,21 +53,7 @@ MODEL: dict[str, Any] = {"vocab_size": 10240, "d_model": 256, "d_kv": 32, "d_ff"
 LR = 1e-3
 
 
-@dataclass(kw_only=True)
-class Contender:
-    """A model on its ranks, and its optimizer."""
-
-    net: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def step(self, batch: dict[str, Tensor]) -> None:
-        self.optimizer.zero_grad()
-        self.net(**batch).loss.backward()
-        self.optimizer.step()
-
-
 def new_net(num_layers: int) -> nn.Module:
-    """Equal on all ranks."""
     torch.manual_seed(0)
     return T5ForConditionalGeneration(T5Config(decoder_start_token_id=0, num_layers=num_layers, **MODEL))
 
@@ -79,6 +63,7 @@ def batch_of(rows: int) -> dict[str, Tensor]:
     return {"input_ids": words[0], "labels": words[1]}
 
 
+Contender = tuple[nn.Module, torch.optim.Optimizer]
 Maker = Callable[[DeviceMesh, argparse.Namespace], Contender]
 
 
@@ -95,7 +80,7 @@ def fsdp(
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     for unit in [*(module for module in net.modules() if isinstance(module, T5Block)), net]:
         fully_shard(unit, mesh=on, mp_policy=policy)
-    return Contender(net=net, optimizer=make(net, LR))
+    return net, make(net, LR)
 
 
 def flexdemo(mesh: DeviceMesh, job: argparse.Namespace, *, top_k: int | None = None, **options: Any) -> Contender:
@@ -110,7 +95,6 @@ def adamw(net: nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 CONTENDERS: dict[str, Maker] = {
-    "no exchange: FSDP2 + AdamW": partial(fsdp, adamw, in_node=True),
     "no exchange: FlexDeMo sgd, NoReplication": partial(flexdemo, top_k=0, base="sgd"),
     BASELINE: partial(fsdp, adamw),
     "HSDP + AdamW, gradients reduced in bf16": partial(fsdp, adamw, reduce_dtype=torch.bfloat16),
@@ -132,7 +116,7 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    names = chosen(arguments.contenders)
+    names = [name for name in CONTENDERS if any(word in name for word in arguments.contenders)]
     for ranks_per_node in arguments.ranks_per_node:
         rows: dict[str, dict[str, Any]] = {}
         for name in names:
@@ -140,14 +124,6 @@ def main() -> None:
             print(f"2 x {ranks_per_node}, {name}: {rows[name]}", file=sys.stderr, flush=True)
         print(f"\n2 nodes x {ranks_per_node}\n\n{table(rows, arguments.rates)}", flush=True)
     print(origin(__spec__.name))
-
-
-def chosen(words: Sequence[str]) -> list[str]:
-    """Names of the contenders that contain one of ``words``, in their order."""
-    names = [name for name in CONTENDERS if any(word.lower() in name.lower() for word in words)]
-    if not names:
-        raise SystemExit(f"--contenders {' '.join(words)}: none of {', '.join(CONTENDERS)} has such a word in it")
-    return names
 
 
 def run(name: str, ranks_per_node: int, timeout: float) -> dict[str, Any]:
@@ -179,7 +155,6 @@ def wait(launchers: Sequence[subprocess.Popen[bytes]], timeout: float) -> str | 
 
 
 def parse_rate(text: str) -> float | None:
-    """``"100mbit"`` -> 1e8; ``"unlimited"`` -> ``None``."""
     if text == "unlimited":
         return None
     number, unit = text[:-4], text[-4:]
@@ -237,40 +212,33 @@ def work(arguments: argparse.Namespace) -> None:
 
 def measure_rate(contender: Contender, job: argparse.Namespace, rate: float | None) -> dict[str, float]:
     """Median seconds of a step on the slowest rank, and bytes that a node sends in a step, mean over both nodes."""
-    set_rate_of_node(rate)
-    warmup = time_steps(contender, job, job.warmup)
-    longest = gather(warmup[-1], None)
+    quietly(partial(set_rate, rate) if os.environ["LOCAL_RANK"] == "0" else lambda: None)  # Both ends of the link.
+    longest = gather(time_steps(contender, job, job.warmup)[-1], None)
     num_steps = max(2, min(job.steps, int(job.seconds / max(longest))))
-    before = counted()
+    before = quietly(sent_bytes)
     seconds = time_steps(contender, job, num_steps)
-    sent = gather(counted() - before, None)
-    medians = gather(statistics.median(seconds), None)
-    return {"seconds": max(medians), "sent": statistics.mean(sent) / num_steps, "steps": num_steps}
+    sent = statistics.mean(gather(quietly(sent_bytes) - before, None)) / num_steps
+    return {"seconds": max(gather(statistics.median(seconds), None)), "sent": sent}
 
 
-def counted() -> int:
-    """Bytes that this node has sent, read while nobody sends. Collective; every rank must call it."""
+def quietly(function: Callable[[], Any]) -> Any:
+    """Call it while nobody sends. Collective; every rank must call it."""
     dist.barrier()
-    num_bytes = sent_bytes()
+    found = function()
     dist.barrier()
-    return num_bytes
+    return found
 
 
 def time_steps(contender: Contender, job: argparse.Namespace, count: int) -> list[float]:
+    net, optimizer = contender
     seconds = []
     for _ in range(count):
         batch, started = batch_of(job.batch), time.perf_counter()
-        contender.step(batch)
+        optimizer.zero_grad()
+        net(**batch).loss.backward()
+        optimizer.step()
         seconds.append(time.perf_counter() - started)
     return seconds
-
-
-def set_rate_of_node(rate: float | None) -> None:
-    """At both ends of the line, when nothing is on its way. Collective; every rank must call it."""
-    dist.barrier()
-    if os.environ["LOCAL_RANK"] == "0":
-        set_rate(rate)
-    dist.barrier()
 
 
 if __name__ == "__main__":

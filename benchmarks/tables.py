@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A table."""
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in (heads, ["---"] * len(heads), *rows))
 
 
@@ -26,12 +25,9 @@ def origin(module: str) -> str:
 
 def commit() -> str:
     """Of the code that runs; says so if it has been changed since."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
+    describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=8", "--dirty= and changes"]
     try:
-        return git("rev-parse", "--short=8", "HEAD") + (" and changes" if git("status", "--short", "-uno") else "")
+        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 

@@ -3,9 +3,6 @@
 What is sent is copied on a stream of the group's own, as NCCL does it, so streams, launches, buffers and waiting are
 those of a real rank on this device. What comes back is made up, but finite: sums are right for equal ranks, an uneven
 all-to-all gives small random numbers. Times have no network in them.
-
-    with loopback_world(8):
-        mesh = init_device_mesh("cuda", (8,), mesh_dim_names=("shard",))
 """
 
 from __future__ import annotations

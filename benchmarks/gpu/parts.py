@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -35,16 +35,7 @@ from lightning_muon.schedule.program import OpKind
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One part and the seconds that it may take."""
-
-    run: Callable[[Device], Iterator[Row]]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """What was looked at, what came out, and whether a promise held (``None``: nothing was promised)."""
 
     what: str
@@ -63,12 +54,21 @@ class Device:
     def is_cuda(self) -> bool:
         return self.name == "cuda"
 
+    def forget_memory(self) -> None:
+        if self.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak(self) -> str:
+        """The most memory that was held since."""
+        return f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if self.is_cuda else ""
+
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
 
     def seconds(self, function: Callable[[], Any], *, rounds: int = 7) -> float:
-        """Median time of one call, after two to warm up."""
         times: list[float] = []
         for round_ in range(rounds + 2):
             self.synchronize()
@@ -86,8 +86,8 @@ def run_part(name: str, *, device: str, is_small: bool) -> dict[str, Any]:
     # What the package and torch print must not get between the lines of the result.
     with contextlib.redirect_stdout(sys.stderr):
         try:
-            for row in PARTS[name].run(Device(device, is_small)):
-                outcome["rows"].append({"what": row.what, "figure": row.figure, "held": row.held})
+            run, _ = PARTS[name]
+            outcome["rows"] += (row._asdict() for row in run(Device(device, is_small)))
         except Exception as error:
             outcome["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             outcome["log"] = traceback.format_exc(limit=-6)
@@ -96,7 +96,8 @@ def run_part(name: str, *, device: str, is_small: bool) -> dict[str, Any]:
 
 def environment(device: Device) -> Iterator[Row]:
     """Versions, and the two rates that all other times are compared with."""
-    yield Row("torch, CUDA, NCCL", f"{torch.__version__}, {torch.version.cuda}, {_nccl_version(device)}")
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.is_cuda else "none"
+    yield Row("torch, CUDA, NCCL", f"{torch.__version__}, {torch.version.cuda}, {nccl}")
     yield Row("bf16 product of two large matrices", f"{_gemm_rate(device):.3g} TFLOP/s")
     source = torch.empty((1 << 20) if device.is_small else (1 << 31), dtype=torch.uint8, device=device.name)
     target = torch.empty_like(source)
@@ -105,14 +106,9 @@ def environment(device: Device) -> Iterator[Row]:
 
 
 def _gemm_rate(device: Device) -> float:
-    """TFLOP/s of a large product in bfloat16."""
     size = 512 if device.is_small else 8192
     a, b = (torch.randn(size, size, device=device.name, dtype=torch.bfloat16) for _ in range(2))
     return 2 * size**3 / device.seconds(lambda: a @ b) / 1e12
-
-
-def _nccl_version(device: Device) -> str:
-    return ".".join(map(str, torch.cuda.nccl.version())) if device.is_cuda else "none"
 
 
 def newton_schulz(device: Device) -> Iterator[Row]:
@@ -186,9 +182,7 @@ def waiting(device: Device) -> Iterator[Row]:
     }
     for label, settings in modes.items():
         with one_rank_of_mode(device=device.name, **settings) as rank:
-            for _ in range(3):
-                rank.backward()
-                rank.step()
+            rank.take_steps(3)
             rank.backward()
             yield _waits(label, device, rank.step)
     with one_rank_of(8, "t5-small", device=device.name, replicas=2) as optimizer:
@@ -200,25 +194,29 @@ def waiting(device: Device) -> Iterator[Row]:
 
 
 def _waits(label: str, device: Device, step: Callable[[], Any]) -> Row:
-    waits = list[str]()
-    counted = {"torch.cuda.synchronize": "device", "torch.cuda.Event.synchronize": "event"}
-    counted["torch.cuda.Stream.synchronize"] = "stream"
-    with ExitStack() as stack, warnings.catch_warnings(record=True) as seen, _sync_warnings(device):
-        warnings.simplefilter("always")
-        for name, kind in counted.items() if device.is_cuda else ():
-            function = operator.attrgetter(name.removeprefix("torch."))(torch)
-            stack.enter_context(mock.patch(name, _noting(function, waits, kind)))
+    what = f"hidden synchronizations, {label}"
+    if not device.is_cuda:  # It never warns.
         step()
-    places = [
-        f"{warning.filename.rsplit('lightning_muon/', 1)[-1]}:{warning.lineno}"
-        for warning in seen
-        if "called a synchronizing" in str(warning.message)
-    ]
+        return Row(what, "none")
+    waits = list[str]()
+    with ExitStack() as stack, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for kind, name in {
+            "device": "synchronize",
+            "event": "Event.synchronize",
+            "stream": "Stream.synchronize",
+        }.items():
+            function = operator.attrgetter(name)(torch.cuda)
+            stack.enter_context(mock.patch(f"torch.cuda.{name}", _noting(function, waits, kind)))
+        torch.cuda.set_sync_debug_mode("warn")
+        step()
+        torch.cuda.set_sync_debug_mode("default")
     if waits.count("event") == 1:  # The one in which the host learns whether all gradients are finite.
         waits.remove("event")
+    found = [each for each in seen if "called a synchronizing" in str(each.message)]
+    places = [f"{each.filename.rsplit('lightning_muon/', 1)[-1]}:{each.lineno}" for each in found]
     places += [f"of the {kind}" for kind in waits]
-    # A CPU never warns.
-    return Row(f"hidden synchronizations, {label}", ", ".join(places) or "none", not places if device.is_cuda else None)
+    return Row(what, ", ".join(places) or "none", not places)
 
 
 def _noting(function: Callable[..., Any], waits: list[str], kind: str) -> Callable[..., Any]:
@@ -227,18 +225,6 @@ def _noting(function: Callable[..., Any], waits: list[str], kind: str) -> Callab
         return function(*args)
 
     return noting
-
-
-@contextlib.contextmanager
-def _sync_warnings(device: Device) -> Iterator[None]:
-    if not device.is_cuda:
-        yield
-        return
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def two_ranks(device: Device) -> Iterator[Row]:
@@ -253,9 +239,7 @@ def two_ranks(device: Device) -> Iterator[Row]:
 def steps(device: Device) -> Iterator[Row]:
     """Optimizer steps of named models as rank 0 of 8: time, launches, memory."""
     for shapes in ["t5-small"] if device.is_small else ["llama3.2-1b", "llama3-8b"]:
-        if device.is_cuda:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        device.forget_memory()
         with one_rank_of(8, shapes, device=device.name) as optimizer:
             held = sum(each.to_local().numel() for group in optimizer.param_groups for each in group["params"])
             times: list[tuple[float, float]] = []
@@ -269,18 +253,12 @@ def steps(device: Device) -> Iterator[Row]:
                 times.append((time.perf_counter() - start, middle - start))
                 optimizer.zero_grad()
             total, host = (1e3 * statistics.median(each) for each in zip(*times[2:], strict=True))
-            flops = _flops_of(optimizer)
+            assert optimizer._planned is not None
+            flops = sum(op.cost for op in optimizer._planned.plan.ops if op.kind == OpKind.NEWTON_SCHULZ)
             launches = _launches(device, optimizer)
-        peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
         figure = f"{total:.1f} ms, host {host:.1f} ms, {launches} launches, {held / 1e9:.2f} billion parameters here"
         share = 100 * flops / (total / 1e3) / 1e12 / _gemm_rate(device)
-        yield Row(f"{shapes} on 8 ranks", f"{figure}{peak}, {share:.0f} % of the rate of products")
-
-
-def _flops_of(optimizer: ParallelMuon) -> int:
-    """FLOPs of Newton-Schulz of this rank in a step."""
-    assert optimizer._planned is not None
-    return sum(op.cost for op in optimizer._planned.plan.ops if op.kind == OpKind.NEWTON_SCHULZ)
+        yield Row(f"{shapes} on 8 ranks", f"{figure}{device.peak}, {share:.0f} % of the rate of products")
 
 
 def _launches(device: Device, optimizer: ParallelMuon) -> str:
@@ -302,15 +280,13 @@ def training(device: Device) -> Iterator[Row]:
     options: Any = {"device": device.name, "is_small": device.is_small}
     for _ in range(2):
         for name, seconds in times.items():
-            if device.is_cuda:
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
+            device.forget_memory()
             with stepped.training_with(name, **options) as each:
-                seconds.append(stepped.seconds_of_steps(each, device.synchronize))
+                # Three steps that no host waits between.
+                seconds.append(device.seconds(partial(each.take_steps, 3), rounds=4) / 3)
             del each
-            peak = f", peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB" if device.is_cuda else ""
             tokens = f"{stepped.SEQUENCES} x {stepped.LENGTH} tokens on each of {stepped.RANKS} ranks"
-            yield Row(f"{name}, {tokens}", f"{1e3 * seconds[-1]:.1f} ms{peak}")
+            yield Row(f"{name}, {tokens}", f"{1e3 * seconds[-1]:.1f} ms{device.peak}")
     yield Row("Muon over AdamW", f"{min(times['Muon']) / min(times['AdamW']):.3f} of the time")
     if device.is_cuda:
         with stepped.training_with("Muon", **options) as each:
@@ -333,14 +309,15 @@ def trainer(device: Device) -> Iterator[Row]:
         yield Row(f"{sharding}, same bits after a resume", str(resumes), resumes)
 
 
-PARTS = {
-    "environment": Part(environment, 60),
-    "newton_schulz": Part(newton_schulz, 100),
-    "merging": Part(merging, 40),
-    "waiting": Part(waiting, 60),
-    "two_ranks": Part(two_ranks, 80),
-    "trainer": Part(trainer, 90),
-    "steps": Part(steps, 150),
-    "training": Part(training, 120),
+# What runs, and the seconds that it may take.
+PARTS: dict[str, tuple[Callable[[Device], Iterator[Row]], float]] = {
+    "environment": (environment, 60),
+    "newton_schulz": (newton_schulz, 100),
+    "merging": (merging, 40),
+    "waiting": (waiting, 60),
+    "two_ranks": (two_ranks, 80),
+    "trainer": (trainer, 90),
+    "steps": (steps, 150),
+    "training": (training, 120),
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")

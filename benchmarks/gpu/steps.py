@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -31,7 +30,8 @@ from lightning_muon.sharding.modes import Sharding
 RANKS, SEQUENCES, LENGTH = 8, 4, 2048
 _SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 _SIZES += ("num_attention_heads", "num_key_value_heads")
-OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
     "Muon": lambda model: ParallelMuon(model, lr=1e-4),
 }
@@ -66,51 +66,65 @@ class OneRank:
     loss: Callable[[], Tensor]  # Of a batch.
 
     def backward(self) -> None:
-        """Leave the gradients of a batch in the parameters."""
         self.mode.begin_forward()
         self.loss().backward()
         self.mode.finish_gradients()
 
     def step(self) -> None:
-        """Take the step of the optimizer."""
         self.optimizer.step()
         self.mode.end_step()
         self.optimizer.zero_grad()
 
+    def take_steps(self, number: int) -> None:
+        for _ in range(number):
+            self.backward()
+            self.step()
+
+
+@contextmanager
+def _trained(
+    mode: ShardingMode, model: nn.Module, make: MakeOptimizer, loss: Callable[[], Tensor]
+) -> Iterator[OneRank]:
+    """A model in a mode, with the optimizer that ``make`` makes of it."""
+    mode.prepare(model)
+    optimizer = make(model)
+    mode.attach(model, [optimizer])
+    yield OneRank(mode, optimizer, loss)
+    mode.finish_parameters()
+    mode.close()
+
 
 @contextmanager
 def one_rank_of_mode(
-    name: Sharding, *, device: str, mesh_shape: tuple[int, ...] = (8,), nodes: FlexDeMoConfig | None = None, **muon: Any
+    name: Sharding, *, device: str, mesh_shape: tuple[int, ...] = (8,), nodes: FlexDeMoConfig | None = None
 ) -> Iterator[OneRank]:
     """Rank 0 of a mesh that trains a small model; with ``nodes`` on FlexDeMo, else on ParallelMuon."""
-    size = math.prod(mesh_shape)
-    with loopback_world(size):
+    make: MakeOptimizer = OPTIMIZERS["Muon"] if nodes is None else partial(FlexDeMo.from_config, config=nodes)
+    with loopback_world(math.prod(mesh_shape)):
         mesh = init_device_mesh(device, mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :])
         blocks = [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)) for _ in range(4)]
         model = nn.Sequential(*blocks).to(device)
+
+        def loss() -> Tensor:
+            return model(torch.randn(32, 64, device=device)).square().mean()
+
         mode = make_mode(name, mesh, ModeOptions(decoupled_nodes=nodes is not None))
-        mode.prepare(model)
-        optimizer = FlexDeMo.from_config(model, nodes) if nodes is not None else ParallelMuon(model, lr=1e-3, **muon)
-        mode.attach(model, [optimizer])
-        yield OneRank(mode, optimizer, lambda: model(torch.randn(32, 64, device=device)).square().mean())
-        mode.finish_parameters()
-        mode.close()
+        with _trained(mode, model, make, loss) as rank:
+            yield rank
 
 
 def train_two_ranks(sharding: Sharding, device: str) -> tuple[bool, float]:
-    """Train a model on two processes over gloo, and in one process.
+    """Whether overlap keeps the bits of weights on two processes, and their largest difference to those of one process.
 
     Gloo carries CUDA tensors in collectives, so two ranks can share one card, which NCCL refuses.
-
-    Returns:
-        Whether overlap keeps the bits of the weights, and their largest difference to those of one process.
     """
     with tempfile.TemporaryDirectory() as folder:
         # A forked process imports nothing; CUDA does not survive a fork.
         method = "spawn" if device == "cuda" else "fork"
         mp.start_processes(_train_rank, (folder, sharding, device), nprocs=2, join=True, start_method=method)
         weights = torch.load(Path(folder, "weights.pt"))
-    reference = _train("off", None, sharding, device, ranks=(0, 1))
+    with loopback_world(1):
+        reference = _train("off", "none", device, ranks=(0, 1))
     off = weights["off"]
     pairs = zip(off, reference, strict=True)
     difference = torch.stack([(a - b).abs().max() / b.abs().max().clamp(min=1e-6) for a, b in pairs]).max().item()
@@ -120,43 +134,29 @@ def train_two_ranks(sharding: Sharding, device: str) -> tuple[bool, float]:
 def _train_rank(rank: int, folder: str, sharding: Sharding, device: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh = init_device_mesh(device, (2,), mesh_dim_names=("shard",))
     overlaps: tuple[Overlap, ...] = ("off", "step")
-    weights = {overlap: _train(overlap, mesh, sharding, device, ranks=(rank,)) for overlap in overlaps}
+    weights = {overlap: _train(overlap, sharding, device, ranks=(rank,)) for overlap in overlaps}
     if rank == 0:
         torch.save(weights, Path(folder, "weights.pt"))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _train(
-    overlap: Overlap, mesh: DeviceMesh | None, sharding: Sharding, device: str, *, ranks: Sequence[int]
-) -> list[Tensor]:
+def _train(overlap: Overlap, sharding: Sharding, device: str, *, ranks: Sequence[int]) -> list[Tensor]:
     """Weights after five steps on the batches of ``ranks``; odd shapes, and float32 throughout."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(65, 130), nn.GELU(), nn.Linear(130, 65, bias=False)) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(65, 1)).to(device)
-    mode = None if mesh is None else make_mode(sharding, mesh, ModeOptions())
-    if mode is not None:
-        mode.prepare(model)
-    optimizer = ParallelMuon(model, lr=1e-2, overlap=overlap, compute_dtype="float32", wire_dtype="float32")
-    if mode is not None:
-        mode.attach(model, [optimizer])
-    for step in range(5):
-        batches = [torch.randn(32, 65, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in ranks]
-        if mode is not None:
-            mode.begin_forward()
-        losses = [model(batch.to(device)).square().mean() for batch in batches]
-        torch.stack(losses).mean().backward()
-        if mode is not None:
-            mode.finish_gradients()
-        optimizer.step()
-        if mode is not None:
-            mode.end_step()
-        optimizer.zero_grad()
-    if mode is not None:
-        mode.finish_parameters()
-        mode.close()
+    seeds = iter([10 * step + rank for rank in ranks] for step in range(5))
+
+    def loss() -> Tensor:
+        batches = [torch.randn(32, 65, generator=torch.Generator().manual_seed(seed)) for seed in next(seeds)]
+        return torch.stack([model(batch.to(device)).square().mean() for batch in batches]).mean()
+
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    make = partial(ParallelMuon, lr=1e-2, overlap=overlap, compute_dtype="float32", wire_dtype="float32")
+    with _trained(make_mode(sharding, mesh, ModeOptions()), model, make, loss) as rank:
+        rank.take_steps(5)
     return [_whole(parameter) for parameter in model.parameters()]
 
 
@@ -182,29 +182,13 @@ def training_with(optimizer: str, *, device: str, is_small: bool) -> Iterator[On
     with loopback_world(RANKS):
         mesh = init_device_mesh(device, (RANKS,), mesh_dim_names=("shard",))
         mode = make_mode("fsdp", mesh, ModeOptions(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
-        mode.prepare(model)
-        rank = OneRank(mode, OPTIMIZERS[optimizer](model), lambda: model(input_ids=tokens, labels=tokens).loss)
-        mode.attach(model, [rank.optimizer])
-        for _ in range(2):
-            rank.backward()
-            rank.step()
-        yield rank
-        mode.finish_parameters()
-        mode.close()
 
+        def loss() -> Tensor:
+            return model(input_ids=tokens, labels=tokens).loss
 
-def seconds_of_steps(training: OneRank, synchronize: Callable[[], None], *, rounds: int = 4) -> float:
-    """Seconds of one step of the training, the median of ``rounds`` times three steps that no host waits between."""
-    times: list[float] = []
-    for _ in range(rounds):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(3):
-            training.backward()
-            training.step()
-        synchronize()
-        times.append((time.perf_counter() - start) / 3)
-    return statistics.median(times)
+        with _trained(mode, model, OPTIMIZERS[optimizer], loss) as rank:
+            rank.take_steps(2)
+            yield rank
 
 
 def idle_of_step(training: OneRank) -> tuple[float, float]:

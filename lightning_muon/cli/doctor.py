@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import __version__
 from lightning_muon.cli.table import count, memory_of_host, table
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all
+from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import axis_group
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 
@@ -56,13 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
             broken.append(f"the exchange of {os.environ['WORLD_SIZE']} ranks failed: {error}")
         if os.environ["RANK"] != "0":
             return
-    for axis, _, kind, _, is_right in links:
+    for axis, *_, is_right in links:
         if not is_right:
-            broken.append(f"{kind} over the axis {axis} gave wrong numbers: check the network, and the memory of hosts")
+            broken.append(f"the axis {axis} gave wrong numbers: check the network, and the memory of hosts")
     console = Console(file=sys.stdout, highlight=False, markup=False)
     console.print(table({"what": "", "found": ""}, rows))
     if links:
-        columns = {"axis": "", "ranks": "d", "exchange": "", f"ms for {_MIB} MiB": ",.1f"}
+        columns = {"axis": "", "ranks": "d", f"ms for {_MIB} MiB": ",.1f"}
         console.print(table(columns, [row[:-1] for row in links]))
     for title, lines in (("broken", broken), ("to know", notes)):
         for line in lines:
@@ -126,7 +126,7 @@ def _network(broken: list[str]) -> Rows:
 
 
 def exchange(device_type: str, replicate_size: int) -> list[tuple[Any, ...]]:
-    """Exchange known numbers on each axis: (axis, ranks, kind, milliseconds, whether all ranks got the right ones).
+    """Exchange known numbers on each axis: (axis, ranks, milliseconds, whether all ranks got the right ones).
 
     Collective over the default process group.
     """
@@ -137,25 +137,21 @@ def exchange(device_type: str, replicate_size: int) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     for axis, name in ((1, "shard"), (0, "replicate")):
         group = axis_group(mesh, (axis,))
+        if group.size == 1:
+            continue
         numbers = torch.arange(1.0, group.size + 1, device=device_type)
         sizes = [_MIB * 2**18 // group.size] * group.size
         sent = numbers[group.rank].repeat(sum(sizes))
-        each_from_one, sums = numbers.repeat_interleave(sizes[0]), numbers.sum().expand_as(sent)
-        for kind, wanted in {"all-to-all": each_from_one, "all-reduce": sums}.items() if group.size > 1 else ():
-            got, milliseconds = sent, 0.0
-            for _ in range(2):  # The first exchange connects.
-                got = sent.clone()
-                dist.barrier(group.group)
-                started = time.perf_counter()
-                for work in (
-                    [start_all_reduce_sum(got, group)]
-                    if wanted is sums
-                    else start_all_to_all(sent, sizes, got, sizes, group)
-                ):
-                    work.wait()
-                got[-1].item()  # Waits for a card.
-                milliseconds = 1e3 * (time.perf_counter() - started)
-            is_right = torch.tensor(int(torch.equal(got, wanted)), device=device_type)
-            dist.all_reduce(is_right, dist.ReduceOp.MIN)
-            found.append((name, group.size, kind, milliseconds, bool(is_right)))
+        got, milliseconds = sent, 0.0
+        for _ in range(2):  # The first exchange connects.
+            got = sent.clone()
+            dist.barrier(group.group)
+            started = time.perf_counter()
+            for work in start_all_to_all(sent, sizes, got, sizes, group):
+                work.wait()
+            got[-1].item()  # Waits for a card.
+            milliseconds = 1e3 * (time.perf_counter() - started)
+        is_right = torch.tensor(int(torch.equal(got, numbers.repeat_interleave(sizes[0]))), device=device_type)
+        dist.all_reduce(is_right, dist.ReduceOp.MIN)
+        found.append((name, group.size, milliseconds, bool(is_right)))
     return found

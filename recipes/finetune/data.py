@@ -13,8 +13,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from recipes.t5_summarization.data import IGNORED_LABEL, Batch, pad
-from recipes.t5_summarization.sources import Row, split_rows
+from recipes.t5_summarization.data import IGNORED_LABEL, Batch, Row, pad, split_rows
 
 COLUMNS = ("prompt", "completion")
 

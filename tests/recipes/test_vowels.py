@@ -4,6 +4,7 @@ import json
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,29 +14,25 @@ from tests.support.programs import program_environment
 from tests.support.warm_python import warm_python
 
 
-@pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """Sentences in the place of those that a harvest of the packages would find."""
-    path = cache_file(tmp_path, folders_of(PACKAGES))
+@pytest.mark.long
+def test_the_demo_draws_both_trainings_and_reports_them(tmp_path: Path) -> None:
+    # Sentences in the place of those that a harvest of the packages would find.
     verbs, nouns = ("Return", "Remove", "Compute", "Replace"), ("number", "name", "value", "shape", "length")
     texts = [f"{verb} the {noun} of item number {n}." for verb in verbs for noun in nouns for n in range(10)]
     pairs = [Pair(module=f"file_{n % 37}.py", source="", target=text) for n, text in enumerate(texts)]
+    path = cache_file(tmp_path, folders_of(PACKAGES))
     path.write_text("".join(json.dumps(asdict(pair)) + "\n" for pair in pairs))
-    return tmp_path
-
-
-@pytest.mark.long
-def test_the_demo_draws_both_trainings_and_reports_them(cache: Path) -> None:
     options = {
         "trainer.devices": "2",
         "trainer.max_steps": "6",
         "trainer.val_check_interval": "2",
         "trainer.enable_progress_bar": "false",
         "model.init_args.width": "16",
-        "data.init_args.cache_dir": str(cache),
+        "data.init_args.cache_dir": str(tmp_path),
     }
     command = [warm_python(), "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
-    ended = subprocess.run(command, cwd=cache, env=program_environment(), capture_output=True, text=True, check=False)
+    how: Any = {"cwd": tmp_path, "env": program_environment(), "capture_output": True, "text": True}
+    ended = subprocess.run(command, check=False, **how)
     assert ended.returncode == 0, ended.stderr
     report = ended.stdout[ended.stdout.index("hidden  ") :]
     for line, start in enumerate(("hidden", "AdamW", "Muon", "right")):
@@ -43,5 +40,5 @@ def test_the_demo_draws_both_trainings_and_reports_them(cache: Path) -> None:
     for title in ('AdamW, strategy="ddp"', 'strategy="parallel_muon"'):
         row = next(line for line in report.splitlines() if line.startswith(title))
         assert 0 < float(row.removeprefix(title).split()[0]) < 3
-    picture = cache / report.split("Both curves: ")[1].splitlines()[0]
+    picture = tmp_path / report.split("Both curves: ")[1].splitlines()[0]
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -10,43 +10,14 @@ import torch
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
 from lightning_muon.config import (
     MuonConfig,
-    check_hyperparameters,
     name_of_function,
-    takes_options,
 )
 from lightning_muon.engine.options import Options
-
-
-def test_the_defaults_are_valid_and_frozen() -> None:
-    config = MuonConfig()
-    check_hyperparameters(vars(config))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        config.lr = 1.0  # type: ignore[misc]
 
 
 def test_numbers_of_other_libraries_and_lists_are_taken() -> None:
     config = MuonConfig(lr=torch.tensor(0.5), betas=[0, 0.5], adamw_patterns=["*.x"], max_skipped_steps=0)  # type: ignore[arg-type]
     assert (float(config.lr), config.betas, config.adamw_patterns) == (0.5, [0, 0.5], ["*.x"])
-
-
-def test_a_wrong_keyword_names_the_nearest_one() -> None:
-    class Base:
-        def __init__(self, width: int, *, height: int = 2) -> None:
-            self.area = width * height
-
-    plain = inspect.signature(Base)
-    decorated = takes_options()(Base)
-
-    class Child(decorated): ...  # type: ignore[misc,valid-type]
-
-    assert decorated is Base and inspect.signature(Base) == plain
-    assert (Base(3).area, Child(width=3, height=5).area) == (6, 15)
-    with pytest.raises(TypeError, match=r"^Child: there is no option 'hieght'; did you mean 'height'\?$"):
-        Child(1, hieght=2)
-    with pytest.raises(TypeError, match=r"^Base: there is no option 'colour'; the options are width, height$"):
-        Base(1, colour=2)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'"):
-        Base()  # type: ignore[call-arg]
 
 
 _SIGNATURES = [

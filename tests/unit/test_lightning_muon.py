@@ -30,7 +30,6 @@ def test_the_public_api_is_that_of_the_snapshot() -> None:
     """After an intended change: ``python -m tests.unit.test_lightning_muon``, and a line in CHANGELOG.md."""
     assert list(public_api()) == API.read_text(encoding="utf-8").splitlines()
     for name in ("accelerate", "hf"):
-        pytest.importorskip("accelerate")
         assert getattr(lightning_muon, name).__name__ == f"lightning_muon.{name}"
     with pytest.raises(AttributeError, match="no attribute 'Muon'"):
         _ = lightning_muon.Muon
@@ -52,7 +51,6 @@ def test_the_import_is_light() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_the_import_starts_no_threads() -> None:
     """A fork, as of ``notebook_launcher``, has the locks of OpenMP's threads and not the threads."""
-    pytest.importorskip("accelerate")
     script = (
         "import os, torch, accelerate\n"
         "def count(): return len(os.listdir('/proc/self/task'))\n"

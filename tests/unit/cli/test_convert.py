@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_muon.checkpoint.saving import full_state_dict
 from lightning_muon.cli.main import main
-from tests.distributed.pipeline.models import causal_lm
 from tests.integration.training import PACKAGES, Network, load, loader, loss_of, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
@@ -72,15 +70,11 @@ def trained(gloo: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 def test_any_trainer_reads_the_file(
-    trained: tuple[Path, dict[str, Any], float],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: tuple[Path, dict[str, Any], float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights, value = trained
     file = tmp_path / "one.ckpt"
     main(["convert", str(directory), str(file)])
-    assert capsys.readouterr().out == f"wrote {file}, one file, without states of optimizers\n"
     assert [path.name for path in tmp_path.iterdir()] == ["one.ckpt"]
     content, metadata = (torch.load(path, weights_only=True) for path in (file, directory / "meta.pt"))
     assert content.keys() == {*metadata, "state_dict"}, "no states of optimizers"
@@ -148,22 +142,43 @@ def test_hyper_parameters_of_any_type_need_trust(gloo: ProcessPool, tmp_path: Pa
     assert model.hparams["rate"] == Fraction(1, 100)
 
 
-def test_weights_go_through_all_formats(
-    trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def _begin(path: str) -> tuple[dict[str, Any], int]:
+    """Weights and step with which a training begins."""
+    found = list[tuple[dict[str, Any], int]]()
+
+    class Beginning(Model):
+        get_extra_state, set_extra_state = nn.Module.get_extra_state, nn.Module.set_extra_state
+
+        def on_train_start(self) -> None:
+            weights = {name: value.clone() for name, value in full_state_dict(self).items()}
+            found.append((weights, self.trainer.global_step))
+
+    trainer(load(PACKAGES[0]), max_steps=1).fit(Beginning(num_blocks=2), loader(), ckpt_path=path)
+    return found[0]
+
+
+def test_weights_go_through_all_formats_and_begin_a_training(
+    gloo: ProcessPool,
+    trained: tuple[Path, dict[str, Any], float],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, weights, _ = trained
     main(["verify", str(directory)])
-    found = r"written, step 4, mesh replicate 1 x shard 2$"
-    assert re.search(found, capsys.readouterr().out.strip())
-    places = [tmp_path / name for name in ("one.ckpt", "shards.ckpt", "safe.safetensors", "end.ckpt")]
-    kinds = ("one file", "a directory of shards", "safetensors", "one file")
-    for source, target, kind in zip([directory, *places], places, kinds, strict=False):
+    assert capsys.readouterr().out.endswith("written, step 4, mesh replicate 1 x shard 2\n")
+    kinds = {"one.ckpt": "one file", "shards.ckpt": "a directory of shards", "safe.safetensors": "safetensors"}
+    places = [tmp_path / name for name in (*kinds, "end.ckpt", "begin.ckpt")]
+    for source, target, kind in zip([directory, *places], places, [*kinds.values(), "one file"], strict=False):
         main(["convert", str(source), str(target)])
         assert capsys.readouterr().out == f"wrote {target}, {kind}, without states of optimizers\n"
-    main(["verify", *(str(place) for place in places if place.suffix == ".ckpt")])
-    content = torch.load(places[-1], weights_only=True)["state_dict"]
+    main(["verify", *map(str, (*places[:2], places[3]))])
+    content = torch.load(places[3], weights_only=True)["state_dict"]
     assert content.keys() == weights.keys() - {"_extra_state"}
-    assert all(torch.equal(content[name], value) for name, value in weights.items() if name in content)
+    assert all(torch.equal(value, weights[name]) for name, value in content.items())
+    torch.save(content, places[3])  # Weights alone, as anybody may have them.
+    main(["convert", *map(str, places[3:])])
+    begun, num_steps = gloo.run(_begin, str(places[4]), world_size=2)[0]
+    assert num_steps == 0 and all(torch.equal(begun[name], value) for name, value in content.items())
 
 
 def test_keys_of_a_program_stay_without_its_optimizer(tmp_path: Path) -> None:
@@ -184,46 +199,3 @@ def test_keys_of_a_program_stay_without_its_optimizer(tmp_path: Path) -> None:
         assert all(torch.equal(found["net"][key], value) for key, value in content["net"].items())
     found = pytest.importorskip("safetensors.torch").load_file(tmp_path / names[3])
     assert all(torch.equal(found[key], value) for key, value in content["net"].items())
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_transformers_and_a_trainer_load_what_was_trained(gloo: ProcessPool, tmp_path: Path, tied: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = causal_lm("llama", num_layers=1, tied=tied)
-    state = {f"net.{key}": value for key, value in model.state_dict().items()}
-    torch.save({"state_dict": state}, tmp_path / "f.ckpt")
-    weights = torch.load(tmp_path / "f.ckpt")["state_dict"]
-    # The lines of docs/checkpoints.md.
-    found = transformers.AutoModelForCausalLM.from_config(model.config)
-    found.load_state_dict({name.removeprefix("net."): value for name, value in weights.items()})
-    found.save_pretrained(tmp_path / "folder")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "folder")
-    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
-    torch.save(state, tmp_path / "weights.pt")  # Weights alone, as anybody may have them.
-    main(["convert", str(tmp_path / "weights.pt"), str(tmp_path / "shards")])
-    trained, num_steps = gloo.run(_fine_tuned, str(tmp_path / "shards"), tied, world_size=2)[0]
-    assert num_steps == 0 and all(torch.equal(trained[name], value) for name, value in state.items())
-
-
-def _fine_tuned(path: str, tied: bool) -> tuple[dict[str, Any], int]:
-    """Weights and step with which ``fit`` begins, from weights of transformers."""
-    package, found = load(PACKAGES[0]), list[tuple[dict[str, Any], int]]()
-
-    class Wrapper(package.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = causal_lm("llama", num_layers=1, tied=tied, seed=1)
-
-        def on_train_start(self) -> None:
-            state = {name: value.clone() for name, value in full_state_dict(self).items()}
-            found.append((state, self.trainer.global_step))
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return self.net(input_ids=batch[0], labels=batch[0]).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-    trainer(package, max_steps=1).fit(Wrapper(), loader(), ckpt_path=path)
-    return found[0]

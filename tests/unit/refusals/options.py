@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -85,9 +84,7 @@ OPTIONS = {
             ({"bucket_bytes": 3}, "bucket_bytes must be an integer of at least 4, got 3"),
             ({"sign": "never"}, "sign must be True, False or 'auto', got 'never'"),
             ({"decay": 1.01}, r"decay must be in \[0, 1\], got 1.01"),
-            ({"decay": NAN}, r"decay must be in \[0, 1\], got nan"),
             ({"decay": "0.9"}, "decay must be a number, got '0.9'"),
-            ({"replicator": "dct"}, r"replicator must be a Replicator, such as DCTTopK\(top_k=8\), got 'dct'"),
             ({"replicator": DCTTopK}, "replicator must be a Replicator, .* got "),
             ({"lr": -1.0}, "lr must be finite and >= 0, got -1.0"),
             *_ALONE,
@@ -95,40 +92,25 @@ OPTIONS = {
         ],
         (ValueError, TypeError),
     ),
-    "DCTTopK": Table(
-        DCTTopK,
+    "a replicator": Table(
+        lambda kind, **options: kind(**options),
         [
-            ({"chunk_size": 0}, "DCTTopK: chunk_size must be an integer of at least 1, got 0"),
-            ({"top_k": -3}, "DCTTopK: top_k must be an integer of at least 1"),
-        ],
-    ),
-    "Random": Table(
-        Random,
-        [
-            ({"rate": 0.0}, r"Random: rate must be in \(0, 1\]"),
-            ({"rate": NAN}, r"Random: rate must be in \(0, 1\]"),
-            ({"rate": "0.5"}, r"rate must be a number, got '0\.5'"),
-            ({"rate": 0.7}, r"1 / n for a whole number n.*got 0\.7"),
+            ({"kind": DCTTopK, "chunk_size": 0}, "DCTTopK: chunk_size must be an integer of at least 1, got 0"),
+            ({"kind": DCTTopK, "top_k": -3}, "DCTTopK: top_k must be an integer of at least 1"),
+            ({"kind": Random, "rate": NAN}, r"Random: rate must be in \(0, 1\]"),
+            ({"kind": Random, "rate": "0.5"}, r"rate must be a number, got '0\.5'"),
+            ({"kind": Random, "rate": 0.7}, r"1 / n for a whole number n.*got 0\.7"),
+            ({"kind": Striding, "rate": 1.01}, r"Striding: rate must be in \(0, 1\]"),
+            ({"kind": DiLoCo, "period": 2.5}, "DiLoCo: period must be an integer of at least 1, got 2.5"),
+            ({"kind": DiLoCo, "period": 5, "outer_lr": NAN}, "outer_lr must be positive"),
+            ({"kind": DiLoCo, "period": 5, "outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\)"),
         ],
         (ValueError, TypeError),
-    ),
-    "Striding": Table(Striding, [({"rate": 1.01}, r"Striding: rate must be in \(0, 1\]")]),
-    "DiLoCo": Table(
-        DiLoCo,
-        [
-            ({"period": 0}, "DiLoCo: period must be an integer of at least 1, got 0"),
-            ({"period": 2.5}, "integer of at least 1, got 2.5"),
-            ({"period": True}, "period must be an integer"),
-            ({"period": 5, "outer_lr": 0.0}, "outer_lr must be positive"),
-            ({"period": 5, "outer_lr": NAN}, "outer_lr must be positive"),
-            ({"period": 5, "outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\)"),
-        ],
     ),
     "Options": Table(
         Options,
         [
             ({"timeout": 30}, "timeout must be a datetime.timedelta of more than 0 seconds, got 30"),
-            ({"timeout": timedelta(-1)}, "timeout must be a .* of more than 0 seconds, got .*days=-1"),
             ({"reshard_after_backward": "no"}, "reshard_after_backward must be True or False, got 'no'"),
             ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
             ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
@@ -151,7 +133,6 @@ OPTIONS = {
         lambda **options: Options(**({"pipeline_size": 2} | options)),
         [
             ({"pipeline_schedule": "1f1p"}, "there is no schedule '1f1p'; did you mean '1f1b'"),
-            ({"pipeline_schedule": "nothing of the kind"}, "there is no schedule .*; there are .*gpipe, 1f1b"),
             ({"pipeline_microbatches": 0}, "pipeline_microbatches must be 'auto' or"),
             ({"pipeline_stages_per_rank": 2}, "1f1b needs exactly 1 stages per rank"),
             ({"pipeline_size": 0}, "pipeline_size must be"),
@@ -167,10 +148,8 @@ OPTIONS = {
         MeshSizes,
         [
             ({"replicate_size": 0}, "replicate_size must be"),
-            ({"shard_size": "all"}, "shard_size must be"),
             ({"shard_size": True}, "shard_size must be"),
             ({"context_size": "auto"}, "context_size must be an integer"),
-            ({"tensor_size": 0}, "tensor_size must be an integer"),
         ],
     ),
     "sizes on 2 nodes of 4": Table(
@@ -190,7 +169,6 @@ OPTIONS = {
             ({"bandwith": [1]}, "CostModel: there is no option 'bandwith'; did you mean 'bandwidth'"),
             ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
             ({"latency_seconds": -1}, r"latency_seconds must be finite and at least 0, got \(-1,\)"),
-            ({"op_seconds": NAN}, "op_seconds must be finite and at least 0, got nan"),
             ({"bandwidth": "fast"}, r"bandwidth must be finite and above 0, got \('fast',\)"),
         ],
         (ValueError, TypeError),
