@@ -1,4 +1,4 @@
-"""Private names of Accelerate 1.15 that the package uses; tests/unit/compat/test_accelerate.py watches them."""
+"""Private names of Accelerate 1.15 that the package uses; tests/unit/compat/test_frameworks.py watches them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every private name of Lightning 2.6 that the package uses; tests/unit/compat/test_lightning.py fails when one moves.
+"""Every private name of Lightning 2.6 that the package uses; tests/unit/compat/test_frameworks.py fails when one moves.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are the same code under two names, with classes of their own. A
 :class:`LightningPackage` stands for one of them, so that everything else is written once.

@@ -1,4 +1,4 @@
-"""Private names of transformers 5 that the package uses; tests/unit/compat/test_transformers.py watches them."""
+"""Private names of transformers 5 that the package uses; tests/unit/compat/test_frameworks.py watches them."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ CLASSES = {
     "ParallelMuonStrategy": _Mixed("lightning.strategy", "TrainerStrategy", (_MODEL_PARALLEL,)),
     "ParallelMuonFabricStrategy": _Mixed("fabric.strategy", "FabricStrategy", (_MODEL_PARALLEL,), FABRICS),
     "AutoResume": _Mixed("lightning.auto_resume", "AutoResumeCallback", _SAVING),
-    "EMAWeights": _Mixed("lightning.ema", "EMAWeightsCallback", (_CALLBACK,)),
-    "MuonMonitor": _Mixed("lightning.muon_monitor", "MuonMonitorCallback", (_CALLBACK,)),
+    "EMAWeights": _Mixed("lightning.callbacks", "EMAWeightsCallback", (_CALLBACK,)),
+    "MuonMonitor": _Mixed("lightning.callbacks", "MuonMonitorCallback", (_CALLBACK,)),
     "FirstCallback": _Mixed("lightning.first_callback", "FirstCallback", (_CALLBACK,)),
 }
 # Where users find the classes that were made for a package, if not in ours.

@@ -87,6 +87,15 @@ def _read_in_training_step(pl: Any, model: Any) -> None:
     type(model).training_step = training_step
 
 
+def _loss_of_gradients(pl: Any, model: Any) -> None:
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        positions = self.network.embedding(batch[0]).detach().requires_grad_()
+        energy = self.network.blocks[1](self.network.blocks[0](positions)).sum()
+        return _loss(self, batch) + torch.autograd.grad(energy, positions, create_graph=True)[0].square().mean()
+
+    type(model).training_step = training_step
+
+
 def _interrupt(pl: Any, model: Any) -> None:
     def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 3:
@@ -125,6 +134,7 @@ CASES = {
     "weights clamped in optimizer_step": (_clamp_in_optimizer_step, None),
     "zero_grad between two passes": (_manual(_zero_between_passes), _two_optimizers),
     "weights read in training_step": (_read_in_training_step, None),
+    "a loss of gradients": (_loss_of_gradients, None),
     "gradients clamped in on_after_backward": (_clamp_in_a_hook, None),
     "interrupted": (_interrupt, None),
     "nothing": (_nothing, None),
@@ -139,6 +149,12 @@ def test_weights_are_those_of_one_process(gloo: ProcessPool, case: str) -> None:
         for weights, seen in gloo.run(_train, sharding, case, world_size=2):
             assert training.max_difference(weights, expected) < 1e-5 if weights else True
             assert seen and training.max_difference(seen, expected) < 1e-5, sharding
+
+
+def test_a_loss_of_gradients_is_an_error_with_fsdp(gloo: ProcessPool) -> None:
+    match = r"create_graph=True .* reaches 'network.blocks.1' \(Block\).*; use sharding='zero2' or 'ddp'"
+    case = "a loss of gradients"
+    gloo.expect_error_on_all_ranks(_train, "fsdp", case, world_size=2, exception=RuntimeError, match=match)
 
 
 def _fit_in_parts(sharding: str, own: str, parts: Sequence[int]) -> list[Any]:

@@ -212,19 +212,20 @@ def _warnings_of(kind: str, checkpoint: str) -> list[str]:
     return [str(each.message) for each in caught if any(text in str(each.message) for text in of_rows)]
 
 
-def test_what_has_no_order_begins_anew_with_a_warning(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.run(_run, str(tmp_path), "stream", None, [2], num_epochs=1, world_size=2)
-    (text,), others = gloo.run(_warnings_of, "stream", f"{tmp_path}/step=2.ckpt", world_size=2)
-    assert "this DataLoader begins the epoch anew: take a DataLoader of a map-style dataset, or a Stateful" in text
-    assert others == []
-
-
-@_NO_TORCHDATA
-def test_a_state_of_other_ranks_is_warned_of(gloo: ProcessPool, tmp_path: Path) -> None:
-    gloo.run(_run, str(tmp_path), "torchdata", None, [2], num_epochs=1, world_size=2)
-    assert gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=2) == [[], []]
-    ((text,),) = gloo.run(_warnings_of, "torchdata", f"{tmp_path}/step=2.ckpt", world_size=1)
-    assert "the state of one of 2 ranks, and now there are 1: rows of this epoch are lost" in text
+@pytest.mark.parametrize(
+    ("kind", "num_ranks", "text"),
+    [
+        ("stream", 2, "this DataLoader begins the epoch anew: take a DataLoader of a map-style dataset, or a Stateful"),
+        pytest.param("torchdata", 1, "of one of 2 ranks, and now there are 1: rows of this epoch", marks=_NO_TORCHDATA),
+        pytest.param("torchdata", 2, None, marks=_NO_TORCHDATA),
+    ],
+)
+def test_what_cannot_go_on_is_warned_of(
+    gloo: ProcessPool, tmp_path: Path, kind: str, num_ranks: int, text: str | None
+) -> None:
+    gloo.run(_run, str(tmp_path), kind, None, [2], num_epochs=1, world_size=2)
+    first, *others = gloo.run(_warnings_of, kind, f"{tmp_path}/step=2.ckpt", world_size=num_ranks)
+    assert len(first) == (text is not None) and all(text in each for each in first) and not any(others)
 
 
 @pytest.mark.parametrize("kind", ["plain", "random"])
@@ -250,68 +251,51 @@ def test_another_number_of_ranks_reads_the_rest_of_the_epoch(gloo: ProcessPool, 
         assert sorted(_rows(rest, 1)) == sorted(_rows(whole[0] + whole[1], 1))
 
 
-def _resume_by_itself(directory: str, steps: int, package: str = training.PACKAGES[1]) -> tuple[int, int, list[str]]:
-    """First and last step of a run whose program names no checkpoint, and its warnings."""
-    pl = training.load(package)
-    model, begun = training.language_model(pl), list[int]()
-    type(model).on_train_batch_start = lambda self, *_: self.log("step", 1.0)
+def _resume_by_itself(directory: str, steps: int, every: int) -> tuple[int, str, list[str], list[str]]:
+    """The first step of a run whose program names no checkpoint, the best one by a metric of each rank, and warnings.
+
+    Third are the checkpoints of AutoResume.
+    """
+    package = training.PACKAGES[1]
+    pl, begun, rank = training.load(package), list[int](), float(os.environ["RANK"])
+    model = training.language_model(pl)
+    type(model).on_train_batch_start = lambda self, *_: self.log_dict({"own": rank + self.global_step % 3, "step": 1.0})
     type(model).on_train_start = lambda self: begun.append(self.trainer.global_step)
-    callback = make("AutoResume", package)(directory, keep=3, every_n_train_steps=2)
-    fitter = training.trainer(
-        pl,
-        strategy=training.strategy_class(package)(),
-        callbacks=[callback],
-        enable_checkpointing=True,
-        max_steps=steps,
-        max_epochs=-1,
+    best = pl.callbacks.ModelCheckpoint(
+        f"{directory}/best", monitor="own", filename="{own:.0f}", every_n_train_steps=2, save_top_k=2
     )
     with warnings.catch_warnings(record=True, action="always") as caught:
+        auto = make("AutoResume", package)(f"{directory}/auto", every_n_train_steps=every)
+        fitter = training.trainer(
+            pl,
+            strategy=training.strategy_class(package)(),
+            callbacks=[auto, best],
+            enable_checkpointing=True,
+            max_steps=steps,
+            max_epochs=-1,
+        )
         fitter.fit(model, training.loader(), weights_only=False)
-    return begun[0], fitter.global_step, [str(each.message) for each in caught]
-
-
-def _resume_and_choose(directory: str, steps: int, every: int) -> tuple[str, list[str], list[str]]:
-    """The best checkpoint, by a metric that differs between ranks, those of AutoResume, and warnings."""
-    pl = training.load()
-    model, rank = training.language_model(pl), float(os.environ["RANK"])
-    type(model).on_train_batch_start = lambda self, *_: self.log("own", rank + self.global_step % 3)
-    monitored = pl.callbacks.ModelCheckpoint(
-        f"{directory}/best", monitor="own", filename="{step}-{own:.0f}", every_n_train_steps=2, save_top_k=2
-    )
-    auto = make("AutoResume", training.PACKAGES[0])(f"{directory}/auto", every_n_train_steps=every)
-    fitter = training.trainer(
-        pl, callbacks=[auto, monitored], enable_checkpointing=True, max_steps=steps, max_epochs=-1
-    )
-    with warnings.catch_warnings(record=True, action="always") as caught:
-        auto.__init__(f"{directory}/auto", every_n_train_steps=every)  # Its filters of warnings.
-        fitter.fit(model, training.loader())
-    fitter.test(model, training.loader(), ckpt_path="best", verbose=False)
-    assert fitter.checkpoint_callback is monitored and fitter.ckpt_path == monitored.best_model_path
-    saved = sorted(os.listdir(f"{directory}/auto"))
-    return monitored.best_model_path, saved, [str(each.message) for each in caught if "ckpt_path" in str(each.message)]
-
-
-def test_auto_resume_keeps_two_and_is_never_the_best(gloo: ProcessPool, tmp_path: Path) -> None:
-    for every, older, steps in ((2, 4, 6), (2, 8, 10), (3, 10, 12), (4, 12, 16)):  # With other intervals, too.
-        (best, saved, warned), other = gloo.run(_resume_and_choose, str(tmp_path), steps, every, world_size=2)
-        assert {each.partition("step=")[2] for each in saved} == {f"{older}.ckpt", f"{steps}.ckpt"}
-        assert other == (best, saved, []) and warned == []
-        assert Path(best).name == "step=4-own=0.ckpt" and Path(best).is_file()
+    fitter.test(model, training.loader(), ckpt_path="best", verbose=False, weights_only=False)
+    assert fitter.checkpoint_callback is best and fitter.ckpt_path == best.best_model_path
+    texts = [str(each.message) for each in caught]
+    return begun[0], best.best_model_path, os.listdir(f"{directory}/auto"), [t for t in texts if "ckpt" in t]
 
 
 def test_a_program_goes_on_from_the_newest_intact_one(gloo: ProcessPool, tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    directory.mkdir()
-    (directory / "train.log").touch()
-    assert gloo.run(_resume_by_itself, str(directory), 5, world_size=2)[0][:2] == (0, 5)
-    assert gloo.run(_resume_by_itself, str(directory), 7, world_size=2)[0][:2] == (4, 7)
-    newest, second = newest_first(directory)[:2]
+    """Two of AutoResume are kept, with other intervals, too, and none of them is the best."""
+    auto = tmp_path / "auto"
+    for every, began, older, steps in ((2, 0, 4, 6), (2, 6, 8, 10), (3, 10, 10, 12)):
+        for found in gloo.run(_resume_by_itself, str(tmp_path), steps, every, world_size=2):
+            assert found[0] == began and found[1] == f"{tmp_path}/best/own=0.ckpt" and found[3] == []
+            saved = {each.partition("step=")[2] for each in found[2]} - {""}
+            assert saved == {f"{older}.ckpt", f"{steps}.ckpt"}
+        (auto / "train.log").touch()
+    newest, second = newest_first(auto)
     shard = newest / "__1_0.distcp"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    for began, ended, warned in gloo.run(_resume_by_itself, str(directory), 8, world_size=2):
-        assert (began, ended) == (4, 8)
+    for found in gloo.run(_resume_by_itself, str(tmp_path), 16, 4, world_size=2):
+        assert found[0] == 10 and "step=12" in newest.name and "step=10" in second.name
         text = f"{newest} is damaged:\n  {shard} is not as it was written\nGoing on from {second}"
-        assert warned.count(next((each for each in warned if text in each), "")) in (0, 1)
-    assert "step=6" in newest.name and "step=4" in second.name
+        assert len(found[3]) in (0, 1) and all(text in each for each in found[3])

@@ -76,6 +76,10 @@ def _fabric_pipeline(what: str) -> None:
             loss = forward_backward(model, dict.fromkeys(("input_ids", "labels"), loop.micro_batch(0, 0)[0]))
         if what == "backward":
             fabric.backward(loss)
+        if what == "save_pretrained":
+            net.save_pretrained("never")
+        if what == "state_dict":
+            model.state_dict()
         optimizer.step()
     except ValueError as error:
         raise RuntimeError(str(error)) from error
@@ -198,6 +202,8 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fabric_pipeline, "no pipeline", RuntimeError, "is no stage of a pipeline; set it up with pipeline_size of 2 or"),
     (_fabric_pipeline, "backward", RuntimeError, "does not require grad"),
     (_fabric_pipeline, "no_backward_sync", RuntimeError, _NOT_REDUCED),
+    (_fabric_pipeline, "save_pretrained", RuntimeError, "would write the part of the weights that this rank has"),
+    (_fabric_pipeline, "state_dict", RuntimeError, r"state_dict would lack .* call lightning_muon\.full_state_dict"),
     (_fabric_tokens, "fsdp", RuntimeError, _TWICE),
     (_fabric_tokens, "zero2", RuntimeError, _TWICE),
     (_fabric_tokens, "in turn", RuntimeError, r"no_backward_sync of some models, but not of \w*Network"),

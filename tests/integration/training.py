@@ -24,11 +24,11 @@ EXACT = lightning_muon.MuonConfig(compute_dtype="float32", wire_dtype="float32")
 class Block(nn.Module):
     """Residual block: repeated, so that it becomes an FSDP2 unit."""
 
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 3 * width)
-        self.down = nn.Linear(3 * width, width)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
@@ -56,8 +56,11 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+HYPER = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
+
+
 def adamw(module: nn.Module) -> Any:
-    return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.05, betas=(0.8, 0.9))
+    return torch.optim.AdamW(module.parameters(), **HYPER)
 
 
 def dataset(num_samples: int = 32) -> TensorDataset:
@@ -114,9 +117,8 @@ def language_model(
     return LanguageModel()
 
 
-def trainer(pl: Any, *, strategy: Any = "parallel_muon", world_size: int | None = None, **kwargs: Any) -> Any:
+def trainer(pl: Any, *, strategy: Any = "parallel_muon", **kwargs: Any) -> Any:
     """A quiet Trainer over all ranks of the pool's call."""
-    size = world_size or int(os.environ["WORLD_SIZE"])
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -124,19 +126,19 @@ def trainer(pl: Any, *, strategy: Any = "parallel_muon", world_size: int | None 
         "enable_model_summary": False,
         "max_epochs": 2,
     }
-    return pl.Trainer(accelerator="cpu", devices=size, strategy=strategy, **(quiet | kwargs))
+    return pl.Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **(quiet | kwargs))
 
 
-def loader(global_batch: int = 8, *, num_samples: int = 32) -> DataLoader[Any]:
-    """The same global batches, in the same order, at every number of ranks."""
-    return DataLoader(dataset(num_samples), batch_size=global_batch // int(os.environ["WORLD_SIZE"]))
+def loader(*, num_samples: int = 32) -> DataLoader[Any]:
+    """The same batches of 8 on all ranks together, in the same order, at every number of ranks."""
+    return DataLoader(dataset(num_samples), batch_size=8 // int(os.environ["WORLD_SIZE"]))
 
 
-def plain_loader(epoch: int, *, global_batch: int = 8, num_samples: int = 32) -> DataLoader[Any]:
-    """The global batches of :func:`loader` in one process; Lightning shuffles them for distributed strategies."""
-    sampler = DistributedSampler(dataset(num_samples), num_replicas=1, rank=0, shuffle=True, seed=0)
+def plain_loader(epoch: int) -> DataLoader[Any]:
+    """The batches of :func:`loader` in one process; Lightning shuffles them for distributed strategies."""
+    sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, shuffle=True, seed=0)
     sampler.set_epoch(epoch)
-    return DataLoader(dataset(num_samples), batch_size=global_batch, sampler=sampler)
+    return DataLoader(dataset(), batch_size=8, sampler=sampler)
 
 
 def strategy_class(package: str = PACKAGES[0]) -> Any:

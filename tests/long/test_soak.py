@@ -7,10 +7,6 @@ from tests.long.soak import run_series
 from tests.support.processes import ProcessPool
 
 
-def test_losses_after_kills_are_those_of_a_whole_run(tmp_path: Path) -> None:
-    pool = ProcessPool()
-    try:
-        line = run_series(pool, tmp_path, "flexdemo", kills=5, num_steps=14, draw=random.Random(1))
-    finally:
-        pool.close()
+def test_losses_after_kills_are_those_of_a_whole_run(gloo: ProcessPool, tmp_path: Path) -> None:
+    line = run_series(gloo, tmp_path, "flexdemo", kills=5, num_steps=14, draw=random.Random(1))
     assert line.startswith("flexdemo: 5 kills")

@@ -21,16 +21,15 @@ with open("pids", "a") as file:
     file.write(str(os.getpid()) + " ")
 runpy.run_path({str(ROOT / "examples" / "restarts.py")!r}, run_name="__main__")
 """
-NUM_STEPS = 9
-_RANKS = ("--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-TORCHRUN = ("-m", "torch.distributed.run", *_RANKS)
+_NUM_STEPS = 9
+_TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
 
 
-def start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) -> subprocess.Popen[str]:
+def _start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) -> subprocess.Popen[str]:
     """The program of examples/restarts.py, in a folder of its own."""
     program = folder / "program.py"
     program.write_text(_PROGRAM)
-    options = ("--steps", NUM_STEPS, "--seconds-per-step", pause, "--kill-at", kill_at)
+    options = ("--steps", _NUM_STEPS, "--seconds-per-step", pause, "--kill-at", kill_at)
     return subprocess.Popen(
         [warm_python(), *launcher, str(program), *map(str, options)],
         cwd=folder,
@@ -47,7 +46,7 @@ def _losses(folder: Path) -> list[list[str]]:
     return [[line for line in lines if line.startswith(f"rank {rank}, step")] for rank in range(2)]
 
 
-def end(started: subprocess.Popen[str], folder: Path, code: int = 0) -> list[list[str]]:
+def _end(started: subprocess.Popen[str], folder: Path, code: int = 0) -> list[list[str]]:
     """The losses of both ranks, once the program has ended with this code."""
     _, errors = started.communicate(timeout=150)
     assert started.returncode == code, errors[-3000:]
@@ -62,41 +61,29 @@ def end(started: subprocess.Popen[str], folder: Path, code: int = 0) -> list[lis
 def whole(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """The losses of a run that nobody ends."""
     folder = tmp_path_factory.mktemp("whole")
-    return end(start(folder), folder)
-
-
-def require_restarted(whole: list[list[str]], folder: Path, *, kill_at: int) -> None:
-    """A rank is killed in a step under torchrun, which restarts; raises unless every loss is as without."""
-    broken = end(start(folder, *TORCHRUN, "--max-restarts=2", kill_at=kill_at), folder)
-    for before, after in zip(whole, broken, strict=True):
-        again = NUM_STEPS - kill_at // 4 * 4  # The example saves every 4 steps.
-        assert len(before) == NUM_STEPS and after[-again:] == before[-again:] and set(after) == set(before)
-
-
-def require_saved(
-    whole: list[list[str]], folder: Path, launcher: tuple[str, ...], number: int, code: int, *, num_steps: int = 1
-) -> None:
-    """A signal comes after some steps; raises unless a second start goes on without a step lost or run again."""
-    started = start(folder, *launcher, pause=0.3)
-    while not all(len(losses) >= num_steps for losses in _losses(folder)):
-        assert started.poll() is None
-        time.sleep(0.05)
-    started.send_signal(number)
-    told = end(started, folder, code)
-    assert all(0 < len(losses) < NUM_STEPS for losses in told)
-    assert end(start(folder), folder) == whole, "no step is lost or run again"
+    return _end(_start(folder), folder)
 
 
 def test_killed_ranks_come_back_with_equal_bits(whole: list[list[str]], tmp_path: Path) -> None:
-    require_restarted(whole, tmp_path, kill_at=6)
+    broken = _end(_start(tmp_path, *_TORCHRUN, "--max-restarts=2", kill_at=6), tmp_path)
+    for before, after in zip(whole, broken, strict=True):
+        again = _NUM_STEPS - 4  # The example saves every 4 steps.
+        assert len(before) == _NUM_STEPS and after[-again:] == before[-again:] and set(after) == set(before)
 
 
 @pytest.mark.parametrize(
     ("launcher", "number", "code"),
-    [(TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGTERM, 143), ((), signal.SIGINT, 130)],
+    [(_TORCHRUN, signal.SIGTERM, 1), ((), signal.SIGTERM, 143), ((), signal.SIGINT, 130)],
     ids=["torchrun", "SIGTERM", "Ctrl-C"],
 )
 def test_a_launcher_that_is_told_to_end_saves(
     whole: list[list[str]], tmp_path: Path, launcher: tuple[str, ...], number: int, code: int
 ) -> None:
-    require_saved(whole, tmp_path, launcher, number, code)
+    started = _start(tmp_path, *launcher, pause=0.3)
+    while not all(_losses(tmp_path)):
+        assert started.poll() is None
+        time.sleep(0.05)
+    started.send_signal(number)
+    told = _end(started, tmp_path, code)
+    assert all(0 < len(losses) < _NUM_STEPS for losses in told)
+    assert _end(_start(tmp_path), tmp_path) == whole, "no step is lost or run again"

@@ -179,11 +179,10 @@ def _accelerate(
 ) -> Found:
     """``by_torch``: the last micro-batch calls ``loss.backward()`` itself."""
     options = {"optimizer": row.config} | dict(row.options)
-    sizes = {name: options.pop(name) for name in ("replicate_size", "shard_size") if name in options}
     variables = {"ACCELERATE_DYNAMO_BACKEND": "EAGER"} if compiles else {}
-    arguments: dict[str, Any] = {"is_fsdp": is_fsdp, "accumulate": row.accumulate, "variables": variables}
+    arguments: dict[str, Any] = {"is_fsdp": is_fsdp, "micro_batches": row.accumulate, "variables": variables}
     arguments["mixed_precision"] = "bf16" if row.precision == "bf16-mixed" else "no"
-    with accelerator_on_cpu(**arguments, **sizes, given=options) as accelerator:
+    with accelerator_on_cpu(**arguments, **options) as accelerator:
         net = row.make_model(task.seed).to(torch.bfloat16 if row.precision == "bf16-true" else torch.float32)
         optimizer: Any = row.make_optimizer(net)
         make: Any = partial(_scheduler, row, per_step=row.ranks)  # Accelerate steps it once for each process.
@@ -245,6 +244,7 @@ def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = Fa
             max_steps=row.steps,
             max_grad_norm=row.max_norm or 0.0,
             lr_scheduler_type="linear" if row.has_rates else "constant",
+            bf16=row.precision == "bf16-mixed",
             save_strategy="steps" if row.saved_at and not task.resume else "no",
             save_steps=row.saved_at or 500,
         )

@@ -181,6 +181,8 @@ def _frameworks() -> None:
         resumed = {"ranks": 4} if kind == "fsdp, one file" else {}
         _add(f"transformers, {kind}", f"transformers {kind}", ranks, **of_trainer, has_rates=kind != "hsdp",
              parts=("tied",) if kind in ("ddp", "fsdp") else (), saved_at=saved, resumed=resumed)  # fmt: skip
+    _add("transformers, bf16-mixed, fsdp", "transformers fsdp", 2, **of_trainer, saved_at=2,
+         precision="bf16-mixed", tolerance=0.05)  # fmt: skip
     for kind, ranks, saved in (("none", 1, 0), ("hsdp", 4, 2), ("ddp", 2, of_ddp)):
         options = {"sharding": "ddp"} if kind == "ddp" else {}
         _add(f"transformers, launched, {kind}", f"transformers launched {kind}", ranks, **of_trainer, options=options,

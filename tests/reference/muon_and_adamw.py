@@ -38,3 +38,7 @@ class MuonAndAdamW:
         for name, matrix in self.muon.matrices.items():
             self.parameters[name].copy_(matrix)
         self.adamw.step()
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None

@@ -13,6 +13,7 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
+from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
@@ -24,19 +25,21 @@ from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.compat.accelerate import is_prepared, mark_prepared
 from lightning_muon.config import join_names
+from lightning_muon.engine.conversion import tell
 from lightning_muon.engine.options import Options
+from lightning_muon.engine.session import Session
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.integrations.accelerate.checkpoints import load_state, save_state
 from lightning_muon.integrations.accelerate.settings import (
     check_state,
     make_meshes,
     read_options,
-    session_for,
     shard,
     sharding_of,
 )
 from lightning_muon.optim.gradients import skipped_steps
 
+_log = get_logger(__name__)
 OptionsLike = Options | Mapping[str, Any] | str | Path | None
 
 
@@ -97,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
                 "lightning_muon averages gradients itself, and finds unused parameters",
                 stacklevel=2,
             )
-        self._session = session_for(self.options)
+        self._session = Session(self.options, info=partial(tell, _log), warn=_log.warning)
         if dist.is_initialized():
             self._session.watch()
 

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.logging import get_logger
 from accelerate.utils import DistributedType, fsdp2_apply_ac
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.engine.conversion import tell
 from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.engine.model_setup import mixed_precision_policy, require_precision
@@ -28,7 +26,6 @@ from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import Sharding
 from lightning_muon.sharding.units import WrapPolicy
 
-_log = get_logger(__name__)
 CONFIG_VARIABLE = "LIGHTNING_MUON_CONFIG"
 _OTHER_NAMES = {"replicate_size": "dp_replicate_size", "shard_size": "dp_shard_size"}
 
@@ -172,11 +169,6 @@ def make_meshes(state: Any, options: Options) -> Meshes:
         backend = "nccl" if state.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return sizes.make(state.device.type, by_nodes=options.has_nodes, **launched)
-
-
-def session_for(options: Options) -> Session:
-    """A session that logs as Accelerate does."""
-    return Session(options, info=partial(tell, _log), warn=_log.warning)
 
 
 def shard(accelerator: Any, session: Session, module: nn.Module) -> None:

@@ -16,7 +16,6 @@ from lightning_muon.compat.lightning import MONITOR_CANDIDATES, SAVE_TOP_K, SKIP
 
 _LAST = re.compile(r"last(-v\d+)?$")  # How Lightning names the last checkpoint.
 PREFIX_OF_REQUEUE = "hpc_ckpt_"  # Lightning's names of checkpoints that it saves for SLURM's requeue.
-_STEPS = "steps_of_auto_resume"  # A name that nobody logs, as some do `step`.
 
 
 class AutoResumeCallback:
@@ -59,7 +58,7 @@ class AutoResumeCallback:
         self.package.module("callbacks").ModelCheckpoint.__init__(
             self,
             dirpath=str(dirpath),
-            monitor=_STEPS,  # The newest ones are those with most steps.
+            monitor="step",  # The newest ones are those with most steps.
             mode="max",
             save_top_k=-1,
             every_n_train_steps=every_n_train_steps,
@@ -96,9 +95,9 @@ class AutoResumeCallback:
 
 
 def _candidates_with_steps(callback: Any, trainer: Any) -> dict[str, Any]:
-    """Values that ``ModelCheckpoint`` may choose by, with the steps of the Trainer."""
+    """Values that ``ModelCheckpoint`` may choose by; ``step`` is the Trainer's, whatever a program logs so."""
     found = getattr(super(AutoResumeCallback, callback), MONITOR_CANDIDATES)(trainer)
-    return found | dict.fromkeys((_STEPS, "step"), torch.tensor(trainer.global_step))
+    return found | {"step": torch.tensor(trainer.global_step)}
 
 
 def _save_and_remove(callback: Any, trainer: Any, found: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from lightning_muon.integrations.lightning.auto_resume import (
     require_same_checkpoint,
     share_metrics,
 )
-from lightning_muon.integrations.lightning.ema import AVERAGE
+from lightning_muon.integrations.lightning.callbacks import AVERAGE
 from lightning_muon.integrations.lightning.first_callback import require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (

@@ -16,7 +16,7 @@ from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.accelerate.settings import check_state, mesh_sizes, mode_options, read_options
 from lightning_muon.integrations.lightning.trainer import sharded_plugin
 from lightning_muon.integrations.registry import strategy_class
-from tests.unit.integrations.accelerate.test_settings import accelerate_state
+from tests.unit.integrations.test_accelerate import accelerate_state
 from tests.unit.refusals import Table
 
 

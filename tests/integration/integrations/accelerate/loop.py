@@ -3,7 +3,7 @@
 import contextlib
 import io
 import runpy
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,15 @@ from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
 @contextmanager
 def accelerator_on_cpu(
     *,
-    accumulate: int = 2,
+    micro_batches: int = 2,
     replicate_size: int | None = None,
     shard_size: int | None = None,
     mixed_precision: str = "no",
     variables: dict[str, str] | None = None,
     is_fsdp: bool = True,
-    given: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Generator[Any]:
-    """An Accelerator of ours over all ranks of the pool's call, as launched with FSDP2 or with several CPUs.
-
-    ``given`` are options, too: those whose names are arguments of this function.
-    """
-    options |= given or {}
+    """An Accelerator of ours over all ranks of the pool's call, as launched with FSDP2 or with several CPUs."""
     environment = {"mixed_precision": mixed_precision, **(variables or {})}
     if is_fsdp:
         context = fsdp2_on_cpu(replicate_size=replicate_size, shard_size=shard_size, **environment)
@@ -44,7 +39,7 @@ def accelerator_on_cpu(
         options |= {key: size for key, size in sizes.items() if size is not None}
     with context:
         accelerator = lightning_muon.accelerate.Accelerator(
-            gradient_accumulation_steps=accumulate, options={"optimizer": EXACT} | options
+            gradient_accumulation_steps=micro_batches, options={"optimizer": EXACT} | options
         )
         yield accelerator
         accelerator.free_memory()
@@ -58,26 +53,14 @@ def training_on_cpu(**options: Any) -> Generator[tuple[Any, Any, Any]]:
         yield accelerator, *accelerator.prepare(module, adamw(module))
 
 
-def run_steps(
-    accelerator: Any,
-    model: Any,
-    optimizer: Any,
-    *,
-    steps: range = range(4),
-    clip: Callable[[], Any] | None = None,
-    scheduler: Any = None,
-) -> None:
+def run_steps(accelerator: Any, model: Any, optimizer: Any, *, steps: range = range(4)) -> None:
     """The loop that the documentation of Accelerate shows."""
     for step in steps:
         for index in range(accelerator.gradient_accumulation_steps):
             tokens, targets = own_rows(accelerator, micro_batch(step, index))
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model(tokens), targets))
-                if clip is not None:
-                    clip()
                 optimizer.step()
-                if scheduler is not None:
-                    scheduler.step()
                 optimizer.zero_grad()
 
 

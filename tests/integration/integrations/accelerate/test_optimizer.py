@@ -8,38 +8,31 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.params.layout import local_tensor
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, own_rows
-from tests.integration.integrations.fabric.loop import HYPER, MATRICES, adamw, micro_batch, network
-from tests.integration.training import loss_of
+from tests.integration.integrations.fabric.loop import MATRICES, micro_batch, network
+from tests.integration.training import EXACT, HYPER, adamw, loss_of
 from tests.support.processes import ProcessPool
 
 
-def _kinds(**options: Any) -> list[str]:
-    """What became of two optimizers; and what of the model is divided."""
-    with accelerator_on_cpu(**options) as accelerator:
+def _kinds(choice: str) -> list[str]:
+    """What becomes of two optimizers, given in any order, of a model with a weight in 16 bits."""
+    with accelerator_on_cpu(mixed_precision="bf16", optimizer=EXACT if choice == "auto" else choice) as accelerator:
         model: Any = network()
         model.head.weight.data = model.head.weight.data.bfloat16()
-        named = dict(model.named_parameters())
-        given = [
-            torch.optim.AdamW([named[name] for name in MATRICES], **HYPER),
-            torch.optim.SGD([value for name, value in named.items() if name not in MATRICES], lr=0.1),
-        ]
-        sgd, model, adamw = accelerator.prepare(given[1], model, given[0])
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        parts = [[p for name, p in model.named_parameters() if (name in MATRICES) == is_muon] for is_muon in (1, 0)]
+        sgd, model, adamw = accelerator.prepare(torch.optim.SGD(parts[1], lr=0.1), model, torch.optim.AdamW(parts[0]))
+        assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in model.parameters())
         return [type(adamw.optimizer).__name__, type(sgd.optimizer).__name__]
 
 
-def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool) -> None:
-    found = gloo.run(_kinds, mixed_precision="bf16", world_size=2)
-    assert found == [["ParallelMuon", "SGD"]] * 2
-    found = gloo.run(_kinds, mixed_precision="bf16", optimizer="keep", world_size=2)
-    assert found == [["AdamW", "SGD"]] * 2
+@pytest.mark.parametrize(("choice", "kind"), [("auto", "ParallelMuon"), ("keep", "AdamW")])
+def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool, choice: str, kind: str) -> None:
+    assert gloo.run(_kinds, choice, world_size=2) == [[kind, "SGD"]] * 2
 
 
 def _skipped(choice: str, *, sharding: str) -> tuple[list[bool], list[float], bool]:
     """Whether each step was skipped, the rate after each, and whether a skipped one has changed weights."""
     options = {} if choice == "auto" else {"optimizer": choice}
-    with accelerator_on_cpu(accumulate=1, is_fsdp=sharding == "fsdp", sharding=sharding, **options) as accelerator:
+    with accelerator_on_cpu(micro_batches=1, is_fsdp=sharding == "fsdp", sharding=sharding, **options) as accelerator:
         model: Any = network()
         optimizer: Any = adamw(model)
         scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)

@@ -1,6 +1,5 @@
 """A Fabric program inside of the workers of the gloo pool, and the same training in one process with whole matrices."""
 
-import importlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,27 +7,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from lightning.fabric import Fabric
+from torch import Tensor
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
-from lightning_muon.integrations.registry import FABRICS as PACKAGES
-from tests.integration.training import EXACT, LENGTH, VOCABULARY, Network, full_weights, loss_of, strategy_class
+from tests.integration.training import (
+    EXACT,
+    HYPER,
+    LENGTH,
+    VOCABULARY,
+    Network,
+    adamw,
+    full_weights,
+    loss_of,
+    strategy_class,
+)
 from tests.reference.muon_and_adamw import MuonAndAdamW
 
-FABRICS = tuple(PACKAGES)
 MATRICES = tuple(f"blocks.{block}.{layer}.weight" for block in range(2) for layer in ("up", "down"))
-HYPER = {"lr": 1e-2, "weight_decay": 0.05, "betas": (0.8, 0.9)}
 ROWS = 12  # Of a micro-batch, on all ranks together.
 
 
-def launch(package: str = FABRICS[0], *, strategy: Any = None, precision: Any = None, **options: Any) -> Any:
+def launch(**options: Any) -> Any:
     """A Fabric over all ranks of the pool's call."""
     os.environ["TORCHELASTIC_RUN_ID"] = "pool"
-    fabric_package = importlib.import_module(package)
-    chosen = strategy or strategy_class(package)(**({"optimizer": EXACT} | options))
-    fabric = fabric_package.Fabric(
-        accelerator="cpu", devices=dist.get_world_size(), strategy=chosen, precision=precision
-    )
+    strategy = strategy_class("lightning.fabric")(**({"optimizer": EXACT} | options))
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
     fabric.launch()
     return fabric
 
@@ -36,10 +40,6 @@ def launch(package: str = FABRICS[0], *, strategy: Any = None, precision: Any = 
 def network(seed: int = 0, **options: Any) -> Network:
     torch.manual_seed(seed)
     return Network(**options)
-
-
-def adamw(module: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(module.parameters(), **HYPER)
 
 
 def set_up(seed: int = 0, **options: Any) -> tuple[Any, Any, Any]:
@@ -113,13 +113,7 @@ def weights(model: Any) -> dict[str, Tensor]:
     return full_weights(model.module)
 
 
-def reference(
-    *,
-    steps: int = 4,
-    accumulate: int = 2,
-    max_norm: float | None = None,
-    rate: Callable[[int], float] = lambda step: 1.0,
-) -> dict[str, Tensor]:
+def reference(*, steps: int = 4, accumulate: int = 2, max_norm: float | None = None) -> dict[str, Tensor]:
     """What :func:`run_steps` does, in one process."""
     module = network()
     optimizer = MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER)
@@ -130,6 +124,5 @@ def reference(
             (loss_of(module(tokens), targets) / accumulate).backward()
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-        optimizer.muon.lr = optimizer.adamw.param_groups[0]["lr"] = HYPER["lr"] * rate(step)
         optimizer.step()
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}

@@ -1,6 +1,7 @@
 """Fabric programs with several models, with activation checkpointing, and with ranks that do not do the same."""
 
 import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.integrations.fabric import loop
-from tests.integration.training import Network, loss_of, max_difference
+from tests.integration.training import Network, adamw, loss_of, max_difference
 from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool, RanksFailedError
 from tests.support.programs import run_program
@@ -58,79 +59,69 @@ def test_activation_checkpointing_changes_nothing(gloo: ProcessPool, sharding: s
     assert plain and all(torch.equal(weights[name], plain[name]) for weights in others for name in plain)
 
 
-def _batch(step: int, index: int) -> tuple[Tensor, Tensor]:
-    tokens, targets = loop.micro_batch(step, index)
-    targets[:, _NUM_KEPT[index] :] = -100
-    return tokens, targets
+# Kind -> groups of passes of each step, a pass by its micro-batch and the models whose loss it is. All forward passes
+# of a group come before its backward passes; then its models step, or of "thrown away" only those of the last group.
+_PASSES: dict[str, list[list[tuple[int, list[int]]]]] = {
+    "shared loss": [[(0, [0, 1])], [(1, [0])]],
+    "own losses": [[(0, [0]), (1, [1])]],
+    "thrown away": [[(0, [0])], [(1, [0])]],
+}
 
 
-def _several(kind: str, sharding: str) -> list[dict[str, Tensor]]:
+def _train(
+    kind: str,
+    models: Sequence[Any],
+    optimizers: Sequence[Any],
+    loss: Callable[[Tensor, Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor], None],
+    own_rows: Callable[[Any], Any],
+) -> None:
+    for step in range(3):
+        for number, group in enumerate(_PASSES[kind]):
+            passes = list[tuple[Tensor, Tensor]]()
+            for index, used in group:
+                tokens, targets = loop.micro_batch(step, index)
+                targets[:, _NUM_KEPT[index] :] = -100
+                tokens, targets = own_rows((tokens, targets))
+                logits: Any = sum(models[each](tokens) for each in used)
+                passes.append((loss(logits, targets), targets))
+            for each in passes:
+                backward(*each)
+            for each in {each for _, used in group for each in used}:
+                if kind != "thrown away" or number == 1:
+                    optimizers[each].step()
+                optimizers[each].zero_grad()
+
+
+def _with_fabric(kind: str, sharding: str) -> list[dict[str, Tensor]]:
     """Two models that share a loss, or have one each with its own tokens; or one whose first pass is thrown away."""
-    fabric = loop.launch(sharding=sharding, **({} if kind == "shared loss" else {"loss_scaling": "tokens"}))
-    pairs: list[Any] = [fabric.setup(module, loop.adamw(module)) for module in map(loop.network, range(2))]
-    (first, first_optimizer), (second, _) = pairs
+    has_tokens = kind != "shared loss"
+    fabric = loop.launch(sharding=sharding, **({"loss_scaling": "tokens"} if has_tokens else {}))
+    pairs: list[Any] = [fabric.setup(module, adamw(module)) for module in map(loop.network, range(2))]
 
     def backward(loss: Tensor, targets: Tensor) -> None:
-        if kind != "shared loss":
+        if has_tokens:
             fabric.strategy.report_tokens((targets != -100).sum())
         fabric.backward(loss)
 
-    def step_all(*optimizers: Any) -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    for step in range(3):
-        (tokens, targets), (others, other_targets) = (loop.own_rows(fabric, _batch(step, index)) for index in range(2))
-        if kind == "shared loss":
-            backward(loss_of(first(tokens) + second(tokens), targets), targets)
-            step_all(*(optimizer for _, optimizer in pairs))
-            backward(loss_of(first(others), other_targets), other_targets)  # Only one of them runs.
-            step_all(first_optimizer)
-        elif kind == "own losses":  # Both have run before the first backward pass.
-            losses = loop.summed_loss(first(tokens), targets), loop.summed_loss(second(others), other_targets)
-            backward(losses[0], targets)
-            backward(losses[1], other_targets)
-            step_all(*(optimizer for _, optimizer in pairs))
-        else:
-            backward(loop.summed_loss(first(tokens), targets), targets)
-            first_optimizer.zero_grad()
-            backward(loop.summed_loss(first(others), other_targets), other_targets)
-            step_all(first_optimizer)
+    loss = loop.summed_loss if has_tokens else loss_of
+    _train(kind, *zip(*pairs, strict=True), loss, backward, partial(loop.own_rows, fabric))
     result = [loop.weights(model) for model, _ in pairs]
     fabric.strategy.teardown()
     return result
 
 
-# Kind -> for each step the micro-batches, and the models that share its loss.
-_ALONE = {
-    "shared loss": [(0, [0, 1]), (1, [0])],
-    "own losses": [(0, [0]), (1, [1])],
-    "thrown away": [(1, [0])],
-}
-
-
-def _alone(kind: str) -> list[dict[str, Tensor]]:
-    modules = [loop.network(0), loop.network(1)]
-    make = partial(MuonAndAdamW, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **loop.HYPER)
-    optimizers = [make(module, loop.MATRICES) for module in modules]
-    for step in range(3):
-        for index, used in _ALONE[kind]:
-            tokens, targets = _batch(step, index)
-            logits: Any = sum(modules[each](tokens) for each in used)
-            loss_of(logits, targets).backward()
-            for each in used:
-                optimizers[each].step()
-                modules[each].zero_grad()
-    return [dict(module.state_dict()) for module in modules]
-
-
 @pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
-@pytest.mark.parametrize("kind", _ALONE)
+@pytest.mark.parametrize("kind", _PASSES)
 def test_models_train_as_one_process_does(gloo: ProcessPool, kind: str, sharding: str) -> None:
-    found = gloo.run(_several, kind, sharding, world_size=2)[0]
-    for ours, alone in zip(found, _alone(kind), strict=True):
-        assert max_difference(ours, alone) <= _TOLERANCE
+    found = gloo.run(_with_fabric, kind, sharding, world_size=2)[0]
+    modules = [loop.network(0), loop.network(1)]
+    optimizers = [
+        MuonAndAdamW(each, loop.MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **loop.HYPER) for each in modules
+    ]
+    _train(kind, modules, optimizers, loss_of, lambda loss, _: loss.backward(), lambda batch: batch)
+    for ours, module in zip(found, modules, strict=True):
+        assert max_difference(ours, dict(module.state_dict())) <= _TOLERANCE
 
 
 def _clip_on_one_rank(how: dict[str, float]) -> None:

@@ -14,7 +14,14 @@ import transformers
 import yaml
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DistributedConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 import lightning_muon.hf
 from lightning_muon.cli.launch import replace_accelerator
@@ -46,14 +53,13 @@ def causal_lm(*, tied: bool = False, seed: int = 0, kv_heads: int = 1) -> LlamaF
     return LlamaForCausalLM(config)
 
 
-def samples(num_samples: int = 64, *, even: bool = False) -> Samples:
-    """Sequences of which only a part is to be predicted, each another one unless they are to be ``even``."""
+def samples(num_samples: int = 64) -> Samples:
+    """Sequences of which only a part is to be predicted, each another one."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for index in range(num_samples):
         tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
-        last = LENGTH if even else 2 + index % 7
-        labels = ((3 * tokens + 1) % VOCABULARY).masked_fill(torch.arange(LENGTH) > last, -100)
+        labels = ((3 * tokens + 1) % VOCABULARY).masked_fill(torch.arange(LENGTH) > 2 + index % 7, -100)
         found.append({"input_ids": tokens, "labels": labels})
     return found
 
@@ -131,6 +137,35 @@ def logged(run: Trainer, key: str) -> list[float]:
     return [float(entry[key]) for entry in run.state.log_history if key in entry]
 
 
-def linear(warmup: int, num_steps: int) -> Callable[[int], float]:
-    """The default schedule of a Trainer: step -> factor of the learning rate."""
-    return lambda step: step / warmup if step < warmup else (num_steps - step) / (num_steps - warmup)
+def train_sharded(
+    directory: str,
+    sizes: dict[str, Any],
+    resume: str = "",
+    *,
+    fsdp: str = "false",
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> dict[str, Tensor]:
+    """Weights after four steps of a model that ``from_pretrained`` has sharded; saved after two, or begun there.
+
+    Without sizes it is trained in one process.
+    """
+    # What tensor parallelism needs of Accelerate there is on CUDA alone.
+    with accelerator_of("fsdp" if sizes else "none", ACCELERATE_USE_FSDP=fsdp):
+        config = DistributedConfig(**sizes) if sizes else None
+        model = AutoModelForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
+        prepare(model)
+        # An evaluation leaves the root of FSDP2 whole, before it is saved.
+        options = {} if resume else {"eval_strategy": "steps", "eval_steps": 2}
+        options |= {"max_grad_norm": 0.3, "save_strategy": "steps", "save_steps": 2}
+        run = trainer(
+            f"{directory}/{'out' if sizes else 'alone'}",
+            model,
+            kind=lightning_muon.hf.Trainer,
+            ranks_per_sample=sizes.get("tp_size", 1),
+            **options,
+        )
+        run.train(resume_from_checkpoint=resume or None)
+        for name, each in run.model.named_parameters():
+            if ".experts." in name and sizes:  # As lightning-muon plan counts them, with any ep_size.
+                assert each.to_local().numel() * sizes["fsdp_size"] == each.numel()
+        return whole_weights(run.model)

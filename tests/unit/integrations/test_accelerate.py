@@ -1,6 +1,5 @@
 """What Accelerate was told, in our words; and what cannot be said in them."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,15 +10,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_muon import FlexDeMoConfig, MuonConfig
-from lightning_muon.engine.options import Options
-from lightning_muon.integrations.accelerate.settings import (
-    launched_sizes,
-    mesh_sizes,
-    mode_options,
-    read_options,
-    sharding_of,
-)
+from lightning_muon import FlexDeMoConfig, Options
+from lightning_muon.integrations.accelerate.settings import launched_sizes, mesh_sizes, mode_options, sharding_of
 from lightning_muon.sharding.units import find_units
 from tests.integration.training import Block, Network
 
@@ -41,28 +33,7 @@ def accelerate_state(kind: DistributedType = DistributedType.FSDP, *, precision:
     return state
 
 
-def test_options_come_in_four_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_options(None) == Options()
-    given = Options(replicate_size=3)
-    assert read_options(given) is given
-    assert read_options({"optimizer": {"momentum": 0.8}}) == Options(optimizer=MuonConfig(momentum=0.8))
-    side = tmp_path / "side.yaml"
-    side.write_text("replicate_size: 3\n")
-    assert read_options(side) == read_options(str(side)) == given
-    monkeypatch.setenv("LIGHTNING_MUON_CONFIG", str(side))
-    assert read_options(None) == given
-    side.write_text("optimizer: {muon_lr_factor: 4}\n")
-    assert read_options(None) == Options(optimizer=MuonConfig(muon_lr_factor=4.0))
-
-
-def test_sizes_come_from_either_side_and_may_not_contradict() -> None:
-    state = accelerate_state()
-    assert mesh_sizes(state, Options(replicate_size=2)).replicate_size == 2
-    state.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4)
-    for options in (Options(), Options(replicate_size=2), Options(replicate_size=2, shard_size=4)):
-        sizes = mesh_sizes(state, options)
-        assert (sizes.replicate_size, sizes.shard_size) == (2, 4)
-    # Without FSDP Accelerate calls all ranks replicas, which is no wish of the user.
+def test_replicas_that_accelerate_counts_are_no_wish_of_the_user() -> None:
     state = accelerate_state(DistributedType.MULTI_GPU)
     state.parallelism_config = ParallelismConfig(dp_replicate_size=4)
     assert mesh_sizes(state, Options()).replicate_size == "auto"
@@ -103,12 +74,8 @@ def test_the_launcher_says_how_many_are_on_a_node(monkeypatch: pytest.MonkeyPatc
     assert tuple(launched_sizes(6).values()) == layout
 
 
-def test_a_single_process_shards_only_if_launched_to() -> None:
+def test_a_single_process_divides_nothing_unless_it_is_a_node() -> None:
     state = accelerate_state(DistributedType.NO)
     state.num_processes = 1
     assert sharding_of(state, Options()) == "none"
-    assert sharding_of(state, Options(sharding="ddp")) == "ddp"
     assert sharding_of(state, Options(optimizer=FlexDeMoConfig())) == "fsdp"
-    fsdp, several = accelerate_state(), accelerate_state(DistributedType.MULTI_CPU)
-    fsdp.num_processes, several.num_processes = 1, 2
-    assert sharding_of(fsdp, Options()) == sharding_of(several, Options()) == "fsdp"

@@ -1,6 +1,7 @@
-"""Fails when a private name of Accelerate moves."""
+"""Fails when a private name of Lightning, Accelerate or transformers moves."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,24 @@ from accelerate.commands import launch
 from torch import nn
 
 from lightning_muon.compat.accelerate import in_place_of_states, launch_on_cpus
+from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.compat.transformers import ShardedAtLoad
+from tests.integration.training import PACKAGES
 from tests.support.accelerate_cpu import fresh_accelerate
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request: pytest.FixtureRequest) -> LightningPackage:
+    pytest.importorskip(request.param)
+    return LightningPackage(request.param)
+
+
+def test_names_of_lightning_that_are_assigned_exist(package: LightningPackage) -> None:
+    strategy = package.module("strategies").ModelParallelStrategy()
+    assert callable(strategy._setup_distributed)
+    assert strategy._device_mesh is None and strategy._layer_sync is None
+    assert package.module().LightningModule()._device_mesh is None
+    assert hasattr(package.fabric("strategies").FSDPStrategy(accelerator=None), "_backward_sync_control")
 
 
 def test_after_an_error_everything_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,3 +61,9 @@ def test_processes_on_cpus_follow_the_config_file(tmp_path: Path, monkeypatch: p
     assert (arguments.num_processes, arguments.training_script, arguments.training_script_args) == (3, "a.py", ["--x"])
     assert environment["ACCELERATE_USE_CPU"] == "true"
     assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_what_a_trainer_overrides_is_there() -> None:
+    kind = pytest.importorskip("transformers").Trainer
+    own = [name for name, value in vars(ShardedAtLoad).items() if re.match("_[^_]", name) and callable(value)]
+    assert len(own) == 3 and all(callable(getattr(kind, name)) for name in own)

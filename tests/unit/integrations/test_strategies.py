@@ -1,39 +1,33 @@
-"""Strategy classes: registration with each package, in any order of imports, without importing one; their arguments."""
+"""Strategies: registered with each package, in any order of imports, without importing one; where their ranks meet."""
 
 from __future__ import annotations
 
 import importlib.util
-import inspect
+import os
 import subprocess
 import sys
-from dataclasses import fields
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-import lightning_muon
-from lightning_muon import MuonConfig, Options
-from lightning_muon.integrations import fabric, registry
-from lightning_muon.integrations.registry import strategy_class
+from lightning_muon import ParallelMuonStrategy
+from lightning_muon.integrations import registry
+from lightning_muon.integrations.strategy import store_of_attempt
 from tests.integration.training import PACKAGES
-
-_ROOM = "lightning_muon.integrations"
-
-
-# Theirs first, then ours; twice our class first, which imports theirs, which registers it; and ours first, then theirs.
-_IMPORTS = f"""
-import lightning_fabric, lightning_muon
-from {_ROOM}.fabric import ParallelMuonFabricStrategy
-from {_ROOM}.lightning.pytorch_lightning import ParallelMuonStrategy
-import lightning.pytorch
-"""
 
 
 def test_both_names_are_registered_with_each_package() -> None:
     for package in PACKAGES:
         pytest.importorskip(package)
-    code = f"""{_IMPORTS}
-import sys
+    # Theirs first, then ours; our class first, twice, which imports theirs, which registers it; and ours, then theirs.
+    code = """
+import lightning_fabric, lightning_muon, sys
+from lightning_muon.integrations.fabric import ParallelMuonFabricStrategy
+from lightning_muon.integrations.lightning.pytorch_lightning import ParallelMuonStrategy
+import lightning.pytorch
 from lightning_muon.integrations.registry import strategy_class
 for trainer, other in (("lightning.pytorch", "lightning_fabric"), ("pytorch_lightning", "lightning.fabric")):
     fabric, strategies = sys.modules[other], sys.modules[trainer + ".strategies"]
@@ -57,15 +51,6 @@ for trainer, other in (("lightning.pytorch", "lightning_fabric"), ("pytorch_ligh
     ]
 
 
-def test_the_first_packages_give_the_public_classes() -> None:
-    pytest.importorskip("lightning.pytorch")
-    assert lightning_muon.ParallelMuonStrategy is registry.strategy_class("lightning.pytorch")
-    assert lightning_muon.ParallelMuonFabricStrategy is registry.strategy_class("lightning.fabric")
-    assert fabric.ParallelMuonFabricStrategy is lightning_muon.ParallelMuonFabricStrategy
-    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
-        _ = fabric.Nothing  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
     ("name", "second"),
     [("ParallelMuonStrategy", "pytorch_lightning"), ("ParallelMuonFabricStrategy", "lightning_fabric")],
@@ -84,13 +69,24 @@ def test_what_is_installed_is_taken(monkeypatch: pytest.MonkeyPatch, name: str, 
     assert getattr(registry, name).package.name == "pytorch_lightning"
 
 
-@pytest.fixture(params=PACKAGES)
-def cls(request: pytest.FixtureRequest) -> Any:
-    pytest.importorskip(request.param)
-    return strategy_class(request.param)
+@pytest.mark.parametrize(("given", "asked"), [(None, "1"), ("0", "0")])
+def test_what_nccl_sends_goes_before_products(monkeypatch: pytest.MonkeyPatch, given: str | None, asked: str) -> None:
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", given or "")
+    if given is None:
+        monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY")
+    ParallelMuonStrategy()
+    assert os.environ["TORCH_NCCL_HIGH_PRIORITY"] == asked
 
 
-def test_arguments_are_options(cls: Any) -> None:
-    assert inspect.signature(cls).parameters.keys() == {field.name for field in fields(Options)}
-    given: Any = {"shard_size": 2, "optimizer": MuonConfig(lr=0.5), "save_distributed_checkpoint": False}
-    assert cls(**given).options == Options(**given)
+def test_an_attempt_meets_in_a_store_without_old_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            stores = list(threads.map(lambda rank: store_of_attempt(rank, 3, timedelta(seconds=20)), (2, 0, 1)))
+            assert not any(store.check(["address"]) for store in stores)
+            stores[0].set("address", "rank 2")
+            assert [store.get("address") for store in stores] == [b"rank 2"] * 3
+    with pytest.raises(TimeoutError, match="rank 0 has not come"):
+        store_of_attempt(1, 3, timedelta(seconds=0.3))

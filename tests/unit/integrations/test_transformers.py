@@ -1,9 +1,8 @@
-"""What a Trainer is given, the groups it makes, and Accelerators that cannot work with it."""
+"""Which numbers a Trainer gets, and Accelerators that cannot work with it."""
 
 from __future__ import annotations
 
 import re
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import pytest
 import torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_optimizer import is_optimizer_factory
 
 import lightning_muon.hf
-from lightning_muon import MuonConfig, ParallelMuon
+from lightning_muon import MuonConfig
 from tests.support.accelerate_cpu import fresh_accelerate, fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 
@@ -29,25 +27,6 @@ def model() -> LlamaForCausalLM:
         attention_bias=True,
     )  # fmt: skip
     return LlamaForCausalLM(config)
-
-
-def _make(model: torch.nn.Module, *args: Any, **options: Any) -> Any:
-    factory, arguments = lightning_muon.hf.optimizer(*args, **options)
-    assert is_optimizer_factory(factory)
-    return factory()(model, **arguments)
-
-
-def test_the_example_makes_a_parallel_muon(
-    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = re.search(r"Example::\n\n(.*?)\n\n    ``Training", lightning_muon.hf.optimizer.__doc__ or "", re.DOTALL)
-    assert text is not None
-    names = {"Trainer": Trainer, "TrainingArguments": TrainingArguments, "model": model, "dataset": []}
-    with fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
-        exec(textwrap.dedent(text[1]), names)
-        optimizer = names["trainer"].create_optimizer()
-    assert isinstance(optimizer, ParallelMuon) and optimizer.param_groups[0]["lr"] == 3e-4
 
 
 @pytest.mark.parametrize(
@@ -76,22 +55,8 @@ def test_numbers_of_the_arguments_count_where_none_are_given(
 def _make_under_fsdp1() -> None:
     with fsdp2_on_cpu(FSDP_VERSION="1"):
         Accelerator()
-        _make(torch.nn.Linear(3, 4))
-
-
-def _ranks_that_divide_the_work() -> int:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
-    with fresh_accelerate({"ACCELERATE_USE_CPU": "true"}):
-        Accelerator()
-        optimizer = _make(model, dedupe="always")
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    groups = optimizer._planned.plan.exchange_groups
-    return max(group.axes.size for group in groups)
-
-
-def test_replicas_of_ddp_divide_the_work(gloo: ProcessPool) -> None:
-    assert gloo.run(_ranks_that_divide_the_work, world_size=2) == [2, 2]
+        factory, arguments = lightning_muon.hf.optimizer()
+        factory()(torch.nn.Linear(3, 4), **arguments)
 
 
 def test_what_cannot_be_right_is_an_error(gloo: ProcessPool) -> None:

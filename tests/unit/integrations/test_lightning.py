@@ -1,12 +1,11 @@
-"""Callbacks and the default optimizer of a Trainer; whole runs are in tests/integration."""
+"""Callbacks of a Trainer; whole runs are in tests/integration."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, Options, ParallelMuon
+from lightning_muon import Options
 from lightning_muon.compat.lightning import LightningPackage
 from lightning_muon.integrations.lightning import trainer as room
 from tests.integration.training import PACKAGES
@@ -35,20 +34,6 @@ def _trainer(module: Any, *callbacks: Any) -> Any:
         strategy=options,
         checkpoint_callbacks=[each for each in callbacks if hasattr(each, "best_model_path")],
     )
-
-
-def test_subclasses_are_refused_and_others_pass(pl: Any) -> None:
-    class Own(pl.callbacks.StochasticWeightAveraging):
-        pass
-
-    assert all(isinstance(getattr(pl.callbacks, name), type) for name in room._REFUSED)
-    quiet = [pl.callbacks.Timer(), pl.callbacks.EarlyStopping("loss"), pl.callbacks.ModelCheckpoint()]
-    module = SimpleNamespace(trainer=_trainer(None, *quiet), automatic_optimization=True)
-    room.check_run(module, Options(), _package(pl))
-    module.trainer.callbacks.append(Own(1e-3))
-    with pytest.raises(ValueError, match=r"Own does not work with shards.*use lightning_muon.EMAWeights"):
-        room.check_run(module, Options(), _package(pl))
-    room.check_run(module, Options(sharding="ddp"), _package(pl))
 
 
 def test_async_save_refuses_links_and_other_writers(pl: Any) -> None:
@@ -89,21 +74,3 @@ def test_code_of_the_user_between_steps_is_found(pl: Any) -> None:
         assert reads(_module(pl, hook), *quiet)
     for callback in (Own(), known.EMAWeightAveraging(), known.LambdaCallback(on_train_batch_end=print)):
         assert reads(_module(pl), *quiet, callback)
-
-
-@pytest.mark.parametrize(
-    ("config", "kind"), [(MuonConfig(lr=0.25), ParallelMuon), (FlexDeMoConfig(lr=0.25, base="muon"), FlexDeMo)]
-)
-def test_a_module_without_optimizer_gets_one_for_a_run(pl: Any, config: Any, kind: Any) -> None:
-    module = _module(pl)
-    module.layer = torch.nn.Linear(4, 6)
-    room.provide_default_optimizer(module, config, _package(pl))
-    optimizer = module.configure_optimizers()
-    assert isinstance(optimizer, kind) and optimizer.param_groups[0]["lr"] == 0.25
-    assert room.has_default_optimizer(module)
-
-
-def test_the_optimizer_of_the_user_is_not_replaced(pl: Any) -> None:
-    module = _module(pl, "configure_optimizers")
-    room.provide_default_optimizer(module, MuonConfig(), _package(pl))
-    assert module.configure_optimizers() is None and not room.has_default_optimizer(module)
