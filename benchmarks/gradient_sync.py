@@ -60,7 +60,6 @@ class Contender:
     optimizers: Sequence[torch.optim.Optimizer]
     no_sync: Callable[[], AbstractContextManager[Any]]  # For all micro-batches but the last.
     finish_gradients: Callable[[], None] = lambda: None  # After the last backward pass.
-    end_step: Callable[[], None] = lambda: None
     wait: Callable[[], None] = lambda: None  # Until all parameters have arrived.
     gradient: Callable[[Tensor], Tensor | None] = lambda parameter: parameter.grad  # The rank's part of a reduced one.
 
@@ -78,7 +77,6 @@ class Contender:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
-        self.end_step()
 
     def held(self) -> tuple[int, int, int]:
         """Bytes of parameters, gradients and optimizer state on this rank; call it before :meth:`step`."""
@@ -137,7 +135,6 @@ def ours(name: str, optimizers: Optimizers, arguments: argparse.Namespace, **opt
         optimizers=made,
         no_sync=mode.no_sync,
         finish_gradients=mode.finish_gradients,
-        end_step=mode.end_step,
         wait=mode.finish_parameters,
         gradient=mode.layout.gradient,
     )

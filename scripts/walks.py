@@ -92,7 +92,6 @@ def walks_of_steps() -> dict[str, Walk]:
                 mode.finish_gradients()
             with walk.follow() if step == 3 else nullcontext():
                 optimizer.step()
-                mode.end_step()
             optimizer.zero_grad()
     return found
 

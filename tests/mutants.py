@@ -160,8 +160,8 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "flexdemo/sync.py": [
         (
             "nodes average one step too early",
-            "if self.num_steps % self._options.period == 0:",
-            "if (self.num_steps + 1) % self._options.period == 0:",
+            "if num_steps % self._options.period == 0:",
+            "if (num_steps + 1) % self._options.period == 0:",
         ),
     ],
     "pipeline/batch_run.py": [

@@ -72,7 +72,6 @@ class OneRank:
 
     def step(self) -> None:
         self.optimizer.step()
-        self.mode.end_step()
         self.optimizer.zero_grad()
 
     def take_steps(self, number: int) -> None:
@@ -202,7 +201,6 @@ def idle_of_step(training: OneRank) -> tuple[float, float]:
         with torch.profiler.record_function("whole step"):
             training.optimizer.step()
         torch.cuda.synchronize()
-    training.mode.end_step()
     training.optimizer.zero_grad()
     events: list[Any] = list(profiler.events() or ())
     begins = min(event.time_range.start for event in events if event.name == "whole step" and _is_on_host(event))

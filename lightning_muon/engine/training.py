@@ -374,7 +374,6 @@ class TrainingEngine:
     def weights_have_changed(self) -> None:
         """Let the next forward gather the current weights; local."""
         free_unsharded(self.module)  # FSDP2 keeps those of its root after a forward that no backward has followed.
-        self.mode.end_step()
 
     def begin_evaluation(self, *, for_good: bool = False) -> None:
         """Switch to the running statistics of rank 0, as DDP does, and to weights that all nodes have in common.

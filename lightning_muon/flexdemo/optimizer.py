@@ -245,12 +245,11 @@ class FlexDeMo(PlannedOptimizer):
 
     def _prepare(self, parameters: Sequence[RoutedParameter]) -> None:
         self._require_mesh()
-        self._sync.num_steps = self.num_exchanges
-        self._sync.plan(self._trained())
+        self._sync.plan(self._trained(), self.num_exchanges)
 
     def _exchange(self, planned: MatrixStep, gradients: Gradients) -> Gradients:
         with planned.executor.measured(Op(kind="nodes", key="all", rank=0)):
-            return self._sync.updates(self._trained(), gradients)
+            return self._sync.updates(self._trained(), gradients, self.num_exchanges)
 
     @property
     def _elementwise(self) -> Elementwise:
@@ -261,7 +260,7 @@ class FlexDeMo(PlannedOptimizer):
         count = self.num_exchanges + 1
         for group in self.param_groups:
             group["num_exchanges"] = count
-        self._sync.finish()
+        self._sync.finish(self._trained(), count)
         every = self.config.check_every
         # Also right after a new plan, so that weights that were never equal are found at once.
         is_due = every > 0 and (count % every == 0 or self._checked is not planned)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -63,24 +62,22 @@ class InterNodeSync(StateCompletion):
         self.num_nodes = self.layout.num_nodes
         # The ranks of all nodes with the same shards.
         self.group = ALONE if mesh is None else axis_group(mesh, (0,))
-        self.num_steps = 0  # Number of steps before the current one.
         # Weights of this node while its parameters show the common ones, and whether they do for good.
         self.own_weights: dict[Tensor, Tensor] = {}
         self.is_for_good = False
 
     # ---- a step
 
-    def plan(self, trained: Trained) -> None:
-        """Prepare for the current parameters. Collective over the nodes."""
+    def plan(self, trained: Trained, num_steps: int) -> None:
+        """Prepare for the current parameters, after so many steps. Collective over the nodes."""
 
-    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """Local updates of the parameters of the step. Collective over the nodes."""
+    def updates(self, trained: Trained, gradients: Gradients, num_steps: int) -> Gradients:
+        """Local updates of the parameters, after so many steps. Collective over the nodes."""
         updates = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         return {tensor: signs(update) for tensor, update in updates.items()} if self.config.takes_sign else updates
 
-    def finish(self) -> None:
-        """End a step. Collective over the nodes."""
-        self.num_steps += 1
+    def finish(self, trained: Trained, num_steps: int) -> None:
+        """End a step, with which there were so many. Collective over the nodes."""
 
     def common(self, trained: Trained) -> Sequence[Tensor]:
         """Tensors that must have the same bits on all nodes, one for each parameter, or none at all. Local."""
@@ -209,7 +206,7 @@ class MomentumSync(InterNodeSync):
         return trained.parameters
 
     @override
-    def plan(self, trained: Trained) -> None:
+    def plan(self, trained: Trained, num_steps: int) -> None:
         if self.num_nodes == 1:
             return
         parameters = trained.trainable
@@ -219,21 +216,21 @@ class MomentumSync(InterNodeSync):
         self._buckets = [MomentumBucket(plan, parameters, residuals) for plan in plans]
 
     @override
-    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
+    def updates(self, trained: Trained, gradients: Gradients, num_steps: int) -> Gradients:
         if self.num_nodes == 1:
-            return self._of_one_node(trained, gradients)
+            return super().updates(trained, self._momenta_of_one_node(trained, gradients), num_steps)
         taking_part = [{tensor for tensor in bucket.parameters if tensor in gradients} for bucket in self._buckets]
         chosen = [number for number, tensors in enumerate(taking_part) if tensors]
         for number in chosen:
             bucket = self._buckets[number]
             with profiled("exchange", f"n{number}"):
                 bucket.accumulate(gradients, self.config.decay)
-                bucket.send(ExchangeStep(self.num_steps, number), taking_part[number], self.group)
+                bucket.send(ExchangeStep(num_steps, number), taking_part[number], self.group)
         updates: dict[Tensor, Tensor] = {}
         for number in chosen:
             with profiled("decode", f"n{number}"):
                 found = self._buckets[number].receive(self.config.merge, sign=self.config.takes_sign)
-                updates |= {tensor: _like(local_tensor(tensor), update) for tensor, update in found.items()}
+                updates |= {tensor: update.to(tensor.dtype) for tensor, update in found.items()}
         return updates
 
     @override
@@ -249,20 +246,14 @@ class MomentumSync(InterNodeSync):
         shapes = [Shape(tuple(tensor.shape), tuple(local_tensor(tensor).shape)) for tensor in parameters]
         return plan_buckets(shapes, self.config)
 
-    def _of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
-        """Updates from the whole momentum: the gradient, plus a residual that a run of several nodes has left."""
+    def _momenta_of_one_node(self, trained: Trained, gradients: Gradients) -> Gradients:
+        """The gradients, plus residuals that a run of several nodes has left."""
         momenta = {tensor: gradients[tensor] for tensor in trained.trainable if tensor in gradients}
         for tensor, gradient in momenta.items() if self._has_loaded else ():
             residual = local_tensor(trained.states[tensor]["residual"])[0]
             momenta[tensor] = gradient + (self.config.decay * residual).to(gradient.dtype)
             residual.zero_()
-        return super().updates(trained, momenta)
-
-
-def _like(local: Tensor, update: Tensor) -> Tensor:
-    """The update in the dtype and the memory order of ``local``, on which some of torch's kernels rely."""
-    is_like = update.stride() == local.stride() and update.dtype == local.dtype
-    return update if is_like else torch.empty_like(local).copy_(update)
+        return momenta
 
 
 class DiLoCoSync(InterNodeSync):
@@ -277,32 +268,22 @@ class DiLoCoSync(InterNodeSync):
         super().__init__(config, mesh)
         assert isinstance(config.replicator, DiLoCo)
         self._options = config.replicator
-        self._trained = Trained((), {})  # What this step trains.
-        # Parameters whose anchor is not known to be that of the other nodes.
-        self._without_anchor: set[Tensor] = set()
 
     @override
     def fill_entries(self, parameter: Tensor, state: dict[str, Any]) -> None:
         if not state.keys() >= {*self.entries}:
             state.update({key: self.zeros(key, parameter) for key in self.entries})
             _anchor(state).copy_(local_tensor(parameter.detach()))
-            self._without_anchor.add(parameter)
 
     @override
-    def plan(self, trained: Trained) -> None:
-        """Set anchors: at the first step to the common weights, for parameters without state later to node 0's."""
-        for parameter in trained.parameters:
-            state = trained.states[parameter]
-            if self.num_steps == 0:
-                _anchor(state).copy_(local_tensor(parameter))
-            elif parameter in self._without_anchor and self.num_nodes > 1:
-                dist.broadcast(_anchor(state), group=self.group.group, group_src=0)
-        self._without_anchor.clear()
+    def plan(self, trained: Trained, num_steps: int) -> None:
+        """Begin with the weights before the first step; those of a parameter that is added later are its anchor."""
+        for parameter in trained.parameters if num_steps == 0 else ():
+            _anchor(trained.states[parameter]).copy_(local_tensor(parameter))
 
     @override
-    def updates(self, trained: Trained, gradients: Gradients) -> Gradients:
-        self._trained = trained
-        updates = super().updates(trained, gradients)
+    def updates(self, trained: Trained, gradients: Gradients, num_steps: int) -> Gradients:
+        updates = super().updates(trained, gradients, num_steps)
         for parameter in updates:
             trained.states[parameter]["has_moved"].fill_(1)
         return updates
@@ -312,27 +293,20 @@ class DiLoCoSync(InterNodeSync):
         return [trained.states[parameter].get("anchor", parameter) for parameter in trained.parameters]
 
     @override
-    def finish(self) -> None:
-        super().finish()
-        if self.num_steps % self._options.period == 0:
+    def finish(self, trained: Trained, num_steps: int) -> None:
+        if num_steps % self._options.period == 0:
             with profiled("exchange", "average"):
-                self._average()
-
-    @override
-    def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        super().load(parameter, state, saved)
-        if "anchor" in saved:
-            self._without_anchor.discard(parameter)
+                self._average(trained)
 
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:
         num_bytes = 4 * sum(local_tensor(parameter).numel() for parameter in parameters)
         return round(2 * (self.num_nodes - 1) * num_bytes / (self.num_nodes * self._options.period))
 
-    def _average(self) -> None:
+    def _average(self, trained: Trained) -> None:
         """Let all nodes go on from the next common weights. Collective over the nodes."""
-        states = self._trained.states
-        moved = [parameter for parameter in self._trained.parameters if states[parameter]["has_moved"]]
+        states = trained.states
+        moved = [parameter for parameter in trained.parameters if states[parameter]["has_moved"]]
         drift = {p: (_anchor(states[p]).float() - local_tensor(p).float()).contiguous() for p in moved}
         self._sum_over_nodes(list(drift.values()))
         for parameter, total in drift.items():

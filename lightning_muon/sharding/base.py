@@ -77,7 +77,7 @@ class ShardingMode(ABC):
 
     The order of calls: :meth:`prepare`, and for a training :meth:`attach`; in every step :meth:`begin_forward` and a
     backward pass for each micro-batch, all but the last inside :meth:`no_sync`, then :meth:`finish_gradients`,
-    clipping, the step of the optimizers, and :meth:`end_step`. Every method that is not said to be local is collective
+    clipping, and the step of the optimizers. Every method that is not said to be local is collective
     over the mesh.
 
     Args:
@@ -149,9 +149,6 @@ class ShardingMode(ABC):
     def begin_forward(self) -> None:
         """Call before a step of the model that is not entered through ``module.__call__``; local."""
         self.require_no_failure()
-
-    def end_step(self) -> None:  # noqa: B027
-        """Call after the optimizers have stepped; local."""
 
     def finish_parameters(self) -> None:  # noqa: B027
         """Wait for all new values; call it before anything but the model's forward reads parameters; local."""

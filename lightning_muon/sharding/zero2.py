@@ -22,11 +22,7 @@ from lightning_muon.compat import foreach
 from lightning_muon.compat.hooks import ModuleHook
 from lightning_muon.compat.torch import profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.layout import (
-    AxisPlacement,
-    Layout,
-    PlacedState,
-)
+from lightning_muon.params.layout import AxisPlacement, Layout, PlacedState
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.sharding.base import attach_optimizers, is_attachable
 from lightning_muon.sharding.ddp import Ddp, GradientBucket, Parameters, flat_gradient
@@ -207,7 +203,8 @@ class Zero2Layout(Layout):
     State is whole on owners for the step, and in DTensors that are sharded by rows, as those of FSDP2, for checkpoints.
 
     ``buckets`` have one dtype and device each, and are sent in order; ``units`` has for each unit the parameters that
-    its forward may use outside of the units inside it. Local to construct.
+    its forward may use outside of the units inside it. With ``waits`` a step ends when all new values are there. Local
+    to construct.
     """
 
     def __init__(
@@ -216,9 +213,11 @@ class Zero2Layout(Layout):
         buckets: Sequence[Sequence[Tensor]],
         units: Mapping[nn.Module, Collection[Tensor]],
         mains: MainWeights,
+        *,
+        waits: bool,
     ) -> None:
         super().__init__(shards.mesh)
-        self._shards, self._mains = shards, mains
+        self._shards, self._mains, self._waits = shards, mains, waits
         self._sums: dict[Tensor, Tensor] = {}  # The parts of the gradients that any rank has; equal keys on all ranks.
         self._buckets = [[parameter for parameter in bucket if shards.is_sharded(parameter)] for bucket in buckets]
         self._bucket_of = {parameter: index for index, bucket in enumerate(self._buckets) for parameter in bucket}
@@ -289,11 +288,13 @@ class Zero2Layout(Layout):
 
     @override
     def end_step(self) -> None:
-        """Send the remaining buckets and drop used gradients. Collective over the shard axis."""
+        """Send the remaining buckets, drop used gradients; wait if ``waits``. Collective over the shard axis."""
         for index in list(self._to_leave):
             self._send(index)
         self._mains.round(each for each in self._updating if each not in self._bucket_of)
         self.forget(self._updating)
+        if self._waits:
+            self.wait_all()
 
     def _send(self, index: int) -> None:
         bucket = self._bucket(*self._to_leave.pop(index))
@@ -404,7 +405,8 @@ class Zero2(Ddp):
         self._root_parameters = units[module]
         # A step first updates buckets without matrices, such as the embedding, which the next forward needs first.
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
-        self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units, self._mains)
+        waits = self.options.wait_for_parameters
+        self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units, self._mains, waits=waits)
         self._mains.divide(shards)
         self._mains.follow(parameter for parameter in parameters if parameter.requires_grad)
         attach_optimizers(module, used, self.layout)
@@ -419,11 +421,6 @@ class Zero2(Ddp):
         # Parameters in no unit have no forward that waits for them.
         if self._zero2_layout is not None:
             self._zero2_layout.wait(self._root_parameters)
-
-    @override
-    def end_step(self) -> None:
-        if self.options.wait_for_parameters:
-            self.finish_parameters()
 
     @override
     def finish_parameters(self) -> None:

@@ -52,7 +52,6 @@ def _train(
         _loss(model, num_layers).backward()
         mode.finish_gradients()
         optimizer.step()
-        mode.end_step()
         mode.finish_parameters()
         optimizer.zero_grad()
     mode.close()

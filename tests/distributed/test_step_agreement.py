@@ -25,7 +25,6 @@ def _notes_of_fourth_step(name: str, shape: tuple[int, ...]) -> int:
             training.backward(step)
             training.mode.clip_grad_norm_(training.optimizer, 1.0)
             training.optimizer.step()
-            training.mode.end_step()
     training.mode.finish_parameters()
     # Nodes send each other bytes.
     return sum(not each.is_payload and each.operator not in (MESSAGE, "recv_") for each in wire.sent)

@@ -1,17 +1,21 @@
 """Models that configure_model creates or divides: on the meta device, by FSDP2 or tensor parallelism, or compiled."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from lightning_muon import DCTTopK, FlexDeMoConfig
 from tests.integration import training
 from tests.support.processes import ProcessPool
+
+# All weights are compared after each step.
+_NODES = FlexDeMoConfig(base="adamw", replicator=DCTTopK(chunk_size=8, top_k=4), check_every=1)
 
 
 def _divide(network: Any, mesh: Any) -> None:
@@ -27,7 +31,7 @@ def _on_meta(pl: Any, *, shard: bool = False, divides: bool = False, tied: bool 
         if not isinstance(self.network, nn.Identity):
             return
         with torch.device("meta"):
-            self.network = (training.Network if divides else _Initialized)(tied=tied)
+            self.network = _Initialized(tied=tied)
         if divides:
             _divide(self.network, self.device_mesh["tensor"])
         for unit in [*self.network.blocks, self.network] if shard else ():
@@ -44,9 +48,10 @@ class _Initialized(training.Network):
         nn.init.uniform_(self.blocks[0].up.weight, -3, 3)
 
 
-def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
+def _train_from_meta(sizes: dict[str, Any], **options: Any) -> dict[str, Any]:
     pl = training.load()
-    torch.manual_seed(3)  # The same on all ranks: shards must differ nevertheless.
+    # The same on all ranks, whose shards must differ nevertheless; other ones on those of nodes, which must not.
+    torch.manual_seed(3 + ("optimizer" in sizes) * dist.get_rank())
     model, initial = _on_meta(pl, **options), dict[str, Tensor]()
     capture = pl.callbacks.LambdaCallback(on_fit_start=lambda _, module: initial.update(training.full_weights(module)))
     fitter = training.trainer(pl, strategy=training.strategy_class()(**sizes), callbacks=[capture])
@@ -57,10 +62,16 @@ def _train_from_meta(sizes: dict[str, int], **options: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("sizes", "options", "world_size"),
-    [({}, {}, 2), ({"replicate_size": 2}, {"tied": True}, 4), ({}, {"shard": True}, 2)],
+    [
+        ({}, {}, 2),
+        ({"replicate_size": 2}, {"tied": True}, 4),
+        ({"replicate_size": 2, "optimizer": _NODES}, {}, 4),
+        ({}, {"shard": True}, 2),
+        ({"tensor_size": 2}, {"divides": True}, 4),
+    ],
 )
 def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(
-    gloo: ProcessPool, sizes: dict[str, int], options: dict[str, Any], world_size: int
+    gloo: ProcessPool, sizes: dict[str, Any], options: dict[str, Any], world_size: int
 ) -> None:
     outcomes = gloo.run(_train_from_meta, sizes, world_size=world_size, **options)
     initial, losses = outcomes[0]["initial"], outcomes[0]["losses"]
@@ -74,28 +85,6 @@ def test_a_model_on_the_meta_device_is_initialized_unit_by_unit(
     assert initial["network.embedding.weight"].std() == pytest.approx(1.0, abs=0.2)
     assert outcomes[0]["tied"] == options.get("tied", False)
     assert all(outcome["losses"] == losses for outcome in outcomes) and losses[-1] < losses[0]
-
-
-def _from_meta(directory: str, resume: str | None) -> dict[str, Tensor]:
-    """A model without memory that is tensor parallel before it is sharded."""
-    pl = training.load()
-    model = _on_meta(pl, divides=True)
-    del type(model).on_train_batch_end
-    strategy = training.strategy_class()(optimizer=training.EXACT, tensor_size=2)
-    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
-    fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True)
-    fitter.fit(model, DataLoader(training.dataset(16), batch_size=4), ckpt_path=resume, weights_only=False)
-    return training.full_weights(model)
-
-
-def test_a_tensor_parallel_model_starts_on_meta_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    weights = gloo.run(_from_meta, str(tmp_path / "first"), None, world_size=4)[0]
-    up = weights["network.blocks.0.up.weight"]
-    assert up.isfinite().all()
-    assert not torch.equal(*up.chunk(2)), "tensor ranks draw different numbers"
-    checkpoint = f"{tmp_path}/first/epoch=0.ckpt"
-    resumed = gloo.run(_from_meta, str(tmp_path / "second"), checkpoint, world_size=4)[0]
-    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
 _AS_LIGHTNING = "as for Lightning's strategy"

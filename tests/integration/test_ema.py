@@ -13,7 +13,12 @@ from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.support.processes import ProcessPool
 
-_DECAY, _OPTIONS = 0.8, {"optimizer": training.EXACT}
+_DECAY = 0.8
+
+
+def _trainer(callbacks: list[Any], sharding: dict[str, Any] | None = None, **options: Any) -> Any:
+    strategy = make("ParallelMuonStrategy", "lightning.pytorch")(optimizer=training.EXACT, **(sharding or {}))
+    return training.trainer(training.load(), strategy=strategy, callbacks=callbacks, num_sanity_val_steps=0, **options)
 
 
 def _fit(
@@ -30,16 +35,9 @@ def _fit(
         on_validation_epoch_end=lambda trainer, _: seen.append(float(trainer.callback_metrics["val"]))
     )
     saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="saved", enable_version_counter=False)
-    model = training.language_model(pl, seed=int(resume))
-    fitter = training.trainer(
-        pl,
-        strategy=make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS, **options),
-        callbacks=[ema, note] + ([saving] if directory else []),
-        enable_checkpointing=directory is not None,
-        max_epochs=epochs,
-        num_sanity_val_steps=0,
-    )
-    path = f"{directory}/saved.ckpt" if resume else None
+    callbacks = [ema, note, saving] if directory else [ema, note]
+    fitter = _trainer(callbacks, options, enable_checkpointing=directory is not None, max_epochs=epochs)
+    model, path = training.language_model(pl, seed=int(resume)), f"{directory}/saved.ckpt" if resume else None
     fitter.fit(model, training.loader(), training.loader(), ckpt_path=path)
     return seen, training.full_weights(model)
 
@@ -92,10 +90,7 @@ def _fit_again(directory: str) -> float:
         weights = dict(module.named_parameters())
         found.append(max(float((average - weights[n]).abs().max()) for n, average in callback.averages.items()))
 
-    strategy = make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS)
-    fitter = training.trainer(
-        pl, strategy=strategy, callbacks=[callback, pl.callbacks.LambdaCallback(on_train_start=note)], max_epochs=1
-    )
+    fitter = _trainer([callback, pl.callbacks.LambdaCallback(on_train_start=note)], max_epochs=1)
     model = training.language_model(pl)
     fitter.validate(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
     fitter.fit(model, training.loader())
@@ -109,10 +104,7 @@ def _resume_with_more(directory: str) -> None:
     model.strict_loading = False
     model.more = nn.Parameter(torch.ones(4, 3), requires_grad=False)
     type(model).configure_optimizers = lambda self: torch.optim.AdamW(self.network.parameters())
-    strategy = make("ParallelMuonStrategy", "lightning.pytorch")(**_OPTIONS)
-    fitter = training.trainer(
-        pl, strategy=strategy, callbacks=[make("EMAWeights", "lightning.pytorch")(_DECAY)], max_epochs=2
-    )
+    fitter = _trainer([make("EMAWeights", "lightning.pytorch")(_DECAY)], max_epochs=2)
     fitter.fit(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
 
 

@@ -97,19 +97,13 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(
 
 
 @pytest.mark.parametrize(("sharding", "configure"), [("zero2", "muon"), ("fsdp", "sgd")])
-def test_too_many_skipped_steps_in_a_row_stop_all_ranks(gloo: ProcessPool, sharding: str, configure: str) -> None:
+def test_too_many_skipped_steps_also_behind_a_checkpoint_stop_all_ranks(
+    gloo: ProcessPool, tmp_path: Path, sharding: str, configure: str
+) -> None:
+    saved = str(tmp_path / "saved.ckpt")
+    gloo.run(_poisoned, sharding, (1, 4, 5), configure, saves=saved, world_size=2)
     failures = gloo.expect_error_on_all_ranks(
-        _poisoned, sharding, range(6), configure,
-        world_size=2, exception=NonFiniteGradientError, match=r"network\.\S+.*after 3 skipped steps in a row",
+        _poisoned, sharding, (0, 1), configure, resumes=saved, max_epochs=2, world_size=2,
+        exception=NonFiniteGradientError, match=r"network\.\S+.*after 3 skipped steps in a row \(4 in all\)",
     )  # fmt: skip
     assert "network.embedding.weight" in failures[0].message
-
-
-@pytest.mark.parametrize("configure", ["muon", "sgd"])
-def test_skipped_steps_count_on_after_a_checkpoint(gloo: ProcessPool, tmp_path: Path, configure: str) -> None:
-    saved = str(tmp_path / "saved.ckpt")
-    gloo.run(_poisoned, "fsdp", (1, 4, 5), configure, saves=saved, world_size=2)
-    gloo.expect_error_on_all_ranks(
-        _poisoned, "fsdp", (0, 1), configure, resumes=saved, max_epochs=2,
-        world_size=2, exception=NonFiniteGradientError, match=r"after 3 skipped steps in a row \(4 in all\)",
-    )  # fmt: skip

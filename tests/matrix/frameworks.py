@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -288,7 +295,6 @@ def _plain(row: Row, task: Task) -> Found:
         if row.max_norm is not None:
             mode.clip_grad_norm_(optimizer, row.max_norm)
         optimizer.step()
-        mode.end_step()
     mode.finish_parameters()
     assert bool(graphs) == bool(row.compiles)
     return full_state_dict(net) if row.has_mains else weights_of(net), losses
@@ -300,13 +306,22 @@ def _mesh(row: Row) -> DeviceMesh:
 
 
 def _fully_shard(row: Row, task: Task) -> Found:
-    """A loop of its own with ``fully_shard``, and one of our optimizers."""
-    mesh, net = _mesh(row), row.make_model()
+    """A loop of its own with ``fully_shard``, one of our optimizers, and torch's checkpoints."""
+    mesh, net = _mesh(row), row.make_model(10 * task.resume)
     for unit in (*net.blocks, net):
         fully_shard(unit, mesh=mesh["shard"] if row.has_nodes else mesh)
     arguments = {**_OWN, **dict(row.optimizer)}  # type: ignore[arg-type]
     optimizer = FlexDeMo(net, mesh=mesh, **arguments) if row.has_nodes else ParallelMuon(net, **arguments)
     losses = list[float]()
+
+    def state() -> dict[str, Any]:
+        return {"model": get_model_state_dict(net), "optimizer": get_optimizer_state_dict(net, optimizer)}
+
+    if task.resume:
+        saved = state()
+        dcp.load(saved, checkpoint_id=task.path)
+        set_model_state_dict(net, saved["model"])
+        set_optimizer_state_dict(net, optimizer, saved["optimizer"])
     for step in task.begin():
         optimizer.zero_grad()
         losses.append(0.0)
@@ -319,6 +334,8 @@ def _fully_shard(row: Row, task: Task) -> Found:
         if row.max_norm is not None:
             nn.utils.clip_grad_norm_(net.parameters(), row.max_norm)
         optimizer.step()
+        if task.saves(row, step):
+            dcp.save(state(), checkpoint_id=task.path)
     net.reshard()
     return weights_of(net), losses
 
@@ -333,6 +350,8 @@ def _tensors(row: Row, task: Task) -> Found:
     placements: list[Any] = [*[Replicate()] * (of_tensors.ndim - 1), last]
 
     def place(tensor: Tensor) -> Tensor:
+        if dim == "plain" and tensor.ndim == 4:
+            return tensor.clone(memory_format=torch.channels_last)
         if dim == "plain" or (isinstance(dim, int) and tensor.ndim <= dim):
             return tensor.clone()
         return distribute_tensor(tensor.clone(), of_tensors, placements, src_data_rank=None)

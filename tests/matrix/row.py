@@ -41,14 +41,16 @@ class LoRALinear(nn.Module):
 class Block(nn.Module):
     """A residual unit; its norm has fewer rows than four ranks would like."""
 
-    def __init__(self, width: int, inner: int, *, bias: bool, has_lora: bool) -> None:
+    def __init__(self, width: int, inner: int, *, bias: bool, has_lora: bool, adds: bool = True) -> None:
         super().__init__()
+        self.adds = adds
         self.norm = nn.LayerNorm(width)
         self.up = LoRALinear(width, inner) if has_lora else nn.Linear(width, inner, bias=bias)
         self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        change = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + change if self.adds else change
 
 
 class Tail(nn.Module):
@@ -91,7 +93,8 @@ class Net(nn.Module):
     def __init__(self, width: int, inner: int, num_blocks: int, parts: Sequence[str]) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        kinds = {"bias": "no bias" not in parts, "has_lora": "lora" in parts}
+        self.is_in_place = "in place" in parts
+        kinds = {"bias": "no bias" not in parts, "has_lora": "lora" in parts, "adds": not self.is_in_place}
         self.blocks = nn.ModuleList(Block(width, inner, **kinds) for _ in range(num_blocks))
         self.tail = Tail(width, parts)
         if "tied" in parts:
@@ -102,7 +105,10 @@ class Net(nn.Module):
     def forward(self, input_ids: Tensor, branch: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
         x = self.embedding(input_ids)
         for block in self.blocks[:-1] if skip is not None and bool(skip) else self.blocks:
-            x = block(x)
+            output = block(x)
+            if self.is_in_place:  # A linear layer of 3-D input computes 2-D products, and returns a view.
+                output += x
+            x = output
         return self.tail(x, branch)
 
     def pipeline_parts(self) -> list[nn.Module]:

@@ -58,6 +58,9 @@ def _loops() -> None:
                  parts=(*ODD, "skips"), options={**sizes, "accumulate": accumulate})  # fmt: skip
     for ranks, sizes in ((1, {}), (4, {}), (4, HSDP), (4, {"replicate_size": 4, "shard_size": 1})):
         _add(f"fsdp, {ranks} ranks, {sizes}", "plain", ranks, options=sizes, max_norm=0.3)
+    for what in ("", "units"):
+        _add(f"outputs of units are changed in place, compiled {what}", "plain", 2, compiles=what,
+             parts=("in place", "frozen"))  # fmt: skip
     _add("float64", "plain", 2, dtype=torch.float64, parts=(*ODD, "no bias", "frozen block"))
     for mode in ("fsdp", "zero2", "ddp"):
         for what in ("units", "model"):
@@ -69,7 +72,7 @@ def _loops() -> None:
             _add(f"LoRA, {what}, {ranks} ranks", "fully_shard", ranks, options=sizes,
                  optimizer={"adamw_patterns": patterns}, parts=("lora",))  # fmt: skip
     _add("fully_shard, 2 replicas", "fully_shard", 4, options={"replicate_size": 2}, max_norm=0.3, accumulate=2,
-         parts=("conv", "experts", "inputs first", "frozen", "unused", "tied"))  # fmt: skip
+         saved_at=1, parts=("conv", "experts", "inputs first", "frozen", "unused", "tied"))  # fmt: skip
 
 
 def _frameworks() -> None:
@@ -225,7 +228,7 @@ def _goes_on() -> None:
     # Nodes go on between two averages, and everybody while the file is written.
     average = {"replicator": DiLoCo(period=3), "base": "adamw"}
     nodes = {"replicator": DCTTopK(chunk_size=8, top_k=4), "dense_below": 16, "base": "adamw", "value_format": "fp32"}
-    for loop in ("lightning", "accelerate ddp"):
+    for loop in ("fully_shard", "lightning", "accelerate ddp"):
         _add(f"goes on, DiLoCo, {loop}", loop, 2, options={"replicate_size": 2}, optimizer=average, steps=6, saved_at=2,
              parts=("frozen", "tied"), tolerance=1e-5)  # fmt: skip
     for format_, written in (("directory", directory), ("one file", one_file), ("async", {"async_save": True})):
@@ -333,8 +336,9 @@ def _nodes() -> None:
         ("MuLoCo, other momentum", (3, 3), {"replicator": own, "base": "muon", "momentum": 0.6, "nesterov": False}),
         ("DiLoCo, AdamW", (4, 2), {"replicator": own, "base": "adamw"}),
     ]:  # fmt: skip
+        placed = {"shard_dim": "plain"} if ranks == nodes else {}
         _add(f"nodes, {name}, {ranks} ranks, {nodes} nodes", "tensors", ranks, steps=6, shapes=shapes, tolerance=1e-5,
-             options={"replicate_size": nodes}, optimizer={**local, **options})  # fmt: skip
+             options={"replicate_size": nodes, **placed}, optimizer={**local, **options})  # fmt: skip
     parts = ("frozen", "unused", "tied")
     compressed = {"replicator": squares, **base, "bucket_bytes": 600, "merge": "mean"}
     for framework in ("fully_shard", "fabric", "lightning", "accelerate"):
@@ -346,8 +350,7 @@ def _nodes() -> None:
             sizes = {"replicate_size": nodes, "shard_size": ranks // nodes}
             loop = "accelerate ddp" if framework == "accelerate" and ranks == nodes else framework
             _add(f"{framework}, nodes, {options}, {ranks} ranks", loop, ranks, options=sizes, tolerance=1e-5,
-                 optimizer={**compressed, **options}, parts=parts, saved_at=framework != "fully_shard",
-                 **fields)  # fmt: skip
+                 optimizer={**compressed, **options}, parts=parts, saved_at=1, **fields)  # fmt: skip
 
 
 for add in (_loops, _frameworks, _goes_on, _tensors, _nodes):

@@ -157,6 +157,5 @@ def run_zero2(size: int, *, replicas: int = 1, clip: bool = False, sharding: str
             if clip:
                 mode.clip_grad_norm_(optimizer, 1.0)
             optimizer.step()
-            mode.end_step()
         mode.finish_parameters()
         return simulation

@@ -12,17 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm import agreement
-from lightning_muon.comm.agreement import fail_together, gather, on_first_rank, require_equal, together
+from lightning_muon.comm.agreement import on_first_rank, require_equal, together
 from lightning_muon.comm.collectives import make_buckets, start_messages, start_reading
-from lightning_muon.comm.groups import (
-    AxisGroup,
-    axis_group,
-    backends,
-    host_group,
-    own_group,
-)
+from lightning_muon.comm.groups import AxisGroup, axis_group, backends, host_group, own_group
 from tests.support.lazy_connections import nccl_like_mesh
-from tests.support.outcome import RanksFailedError
 from tests.support.processes import ProcessPool
 
 
@@ -86,23 +79,19 @@ def _messages_from_a_card() -> None:
 
 
 def test_messages_from_a_card_over_gloo_are_refused(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="gloo cannot send tensors on CUDA") as caught:
-        gloo.run(_messages_from_a_card, world_size=2)
-    assert str(caught.value).count("use NCCL") >= 2
+    gloo.expect_error_on_all_ranks(_messages_from_a_card, match="on CUDA .* use NCCL", world_size=2)
 
 
-def _compare(of_last: tuple[tuple[str, str], ...]) -> list[str]:
-    lines = ("a", "(1,)"), ("b", "(2,)")
-    require_equal(of_last if dist.get_rank() == 2 else lines, None, "the model")
-    return gather(f"of rank {dist.get_rank()}", None)
+def _other_lines(lines: list[tuple[str, str]]) -> None:
+    require_equal(lines if dist.get_rank() == 2 else [("a", "(1,)"), ("b", "(2,)")], None, "the model")
 
 
-def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool) -> None:
-    equal = ("a", "(1,)"), ("b", "(2,)")
-    assert gloo.run(_compare, equal, world_size=3) == [["of rank 0", "of rank 1", "of rank 2"]] * 3
-    for different, what in ((("a", "(1,)"), ("b", "(3,)")), r"'b' \(3,\)"), (equal[:1], "nothing more"):
-        message = rf"the model differs .* rank 0 of the group has 'b' \(2,\), rank 2 has {what}"
-        gloo.expect_error_on_all_ranks(_compare, different, match=message, exception=RuntimeError, world_size=3)
+@pytest.mark.parametrize(
+    ("lines", "what"), [([("a", "(1,)"), ("b", "(3,)")], r"'b' \(3,\)"), ([("a", "(1,)")], "nothing more")]
+)
+def test_a_difference_is_named_on_all_ranks(gloo: ProcessPool, lines: list[tuple[str, str]], what: str) -> None:
+    match = rf"the model differs .* rank 0 of the group has 'b' \(2,\), rank 2 has {what}"
+    gloo.expect_error_on_all_ranks(_other_lines, lines, match=match, exception=RuntimeError, world_size=3)
 
 
 def _divide(*, on_first: bool) -> str:
@@ -147,13 +136,6 @@ def test_a_rank_that_calls_alone_says_where_it_waits(gloo: ProcessPool) -> None:
         agreement.named_waits(late=False),
     ):
         raise RuntimeError("Timed out waiting 1800000ms for recv operation to complete")
-
-
-def test_without_processes_an_error_is_raised_at_once() -> None:
-    require_equal([("a", "1")], None, "the model")
-    assert gather("alone", None) == ["alone"]
-    with pytest.raises(ValueError, match="disk full"):
-        fail_together(ValueError("disk full"), None)
 
 
 def test_every_dtype_comes_back_as_it_was_when_asked_for() -> None:

@@ -132,7 +132,6 @@ def _train_while_a_rank_is_stopped(
             model(torch.ones(3, 7)).square().mean().backward()
             mode.finish_gradients()
             optimizer.step()
-            mode.end_step()
             mode.finish_parameters()
             optimizer.zero_grad()
 

@@ -15,33 +15,23 @@ from lightning_muon.compat.torch import has_partial_sums, unreduced_gradients
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.units import fsdp_modules, fsdp_roots
 from tests.distributed.sharding.test_traffic import ALL_GATHER, ALL_REDUCE, Wire
-from tests.distributed.sharding.training import mesh_of, optimizer_for
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.matrix.row import Row
 from tests.support.processes import ProcessPool
 from tests.support.tensors import wholes as whole_tensors
 
 REDUCE_SCATTER = "_reduce_scatter_base_"
 PASSES = 3
-
-
 ROW = Row(ranks=4, accumulate=PASSES, parts=("unused", "scale", "frozen", "skips"))  # The last one leaves out a unit.
 
 
-class Training:
-    """Of the row's model with ``sharding="fsdp"``."""
+def _start(shape: tuple[int, ...], accumulate: Any, dtype: torch.dtype = torch.float32, **options: Any) -> Training:
+    return Training.start("fsdp", mesh_of(shape), net=ROW.make_model().to(dtype), accumulate=accumulate, **options)
 
-    def __init__(self, shape: tuple[int, ...], accumulate: Any, **options: Any) -> None:
-        self.net = ROW.make_model()
-        if "mp_policy" in options:
-            self.net.bfloat16()
-        self.mode = make_mode("fsdp", mesh_of(shape), ModeOptions(accumulate=accumulate, **options))
-        self.mode.prepare(self.net)
-        self.optimizer = optimizer_for(self.net)
-        self.mode.attach(self.net, [self.optimizer])
 
-    def run(self, number: int) -> None:
-        with nullcontext() if number == PASSES - 1 else self.mode.no_sync():
-            _loss(self.net, number, dist.get_rank()).backward()
+def _backward(training: Training, number: int) -> None:
+    with nullcontext() if number == PASSES - 1 else training.mode.no_sync():
+        _loss(training.net, number, dist.get_rank()).backward()
 
 
 def _loss(net: nn.Module, number: int, rank: int) -> Tensor:
@@ -50,10 +40,10 @@ def _loss(net: nn.Module, number: int, rank: int) -> Tensor:
 
 def _measure(shape: tuple[int, ...], accumulate: str) -> tuple[list[list[str]], int, int, int]:
     """Payloads of each micro-batch; after the first one elements of whole gradients, of shards, and partial sums."""
-    training, operators, held = Training(shape, accumulate), list[list[str]](), (0, 0, 0)
+    training, operators, held = _start(shape, accumulate), list[list[str]](), (0, 0, 0)
     for number in range(PASSES):
         with Wire() as wire:
-            training.run(number)
+            _backward(training, number)
             if number == PASSES - 1:  # Before torch 2.13 a unit that it leaves out is reduced here.
                 training.mode.finish_gradients()
         operators.append([each.operator for each in wire.sent if each.is_payload])
@@ -85,8 +75,8 @@ def test_what_is_sent_and_held(gloo: ProcessPool, shape: tuple[int, ...]) -> Non
 
 def _sums_of_bfloat16(shape: tuple[int, ...]) -> tuple[set[Any], bool]:
     """Dtypes of whole gradients after a micro-batch, and whether there are sums of shards."""
-    training = Training(shape, "sharded", mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    training.run(0)
+    training = _start(shape, "sharded", torch.bfloat16, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    _backward(training, 0)
     wholes = {each.dtype for root in fsdp_roots(training.net) for each in unreduced_gradients(root)}
     return wholes, any(map(has_partial_sums, fsdp_modules(training.net)))
 
@@ -97,10 +87,10 @@ def test_sums_are_not_rounded_in_between(gloo: ProcessPool) -> None:
 
 
 def _divide_anew(shape: tuple[int, ...]) -> None:
-    training = Training(shape, "sharded")
+    training = _start(shape, "sharded")
     for divisor in (5, 6):  # Without zero_grad in between.
-        training.run(0)
-        training.run(PASSES - 1)
+        _backward(training, 0)
+        _backward(training, PASSES - 1)
         training.mode.set_gradient_divisor(divisor)
         training.mode.finish_gradients()
 

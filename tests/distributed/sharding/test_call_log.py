@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_muon import FlexDeMo, ModeOptions, make_mode
 from tests.distributed.sharding.experts import Mixture, inputs_of, sharded
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
@@ -56,3 +57,20 @@ def test_whole_weights_may_be_called_differently_often(gloo: ProcessPool) -> Non
         expected.append(_gradients(model))
     for results in gloo.run(_different_crops, (3, 1), world_size=2):
         torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+
+
+def _one_node_alone(shape: tuple[int, int]) -> bool:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    mode = make_mode("fsdp", mesh_of(shape), ModeOptions(decoupled_nodes=True, wrap_policy=(nn.Linear,)))
+    mode.prepare(net)
+    mode.attach(net, [FlexDeMo(net)])
+    node = dist.get_rank() // shape[1]
+    x = torch.ones(2, 4)
+    (net(x) if node == 0 else net[0](x)).sum().backward()
+    mode.finish_gradients()
+    mode.close()
+    return net[1].weight.grad is not None
+
+
+def test_nodes_of_flexdemo_may_run_different_units(gloo: ProcessPool) -> None:
+    assert gloo.run(_one_node_alone, (2, 2)) == [True, True, False, False]

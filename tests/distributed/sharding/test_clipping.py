@@ -64,7 +64,7 @@ def _clip_all(max_norm: float) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("world_size", "max_norm"), [(1, 0.5), (2, 0.5), (4, 0.5), (4, 1000.0)])
+@pytest.mark.parametrize(("world_size", "max_norm"), [(1, 0.5), (4, 0.5), (4, 1000.0)])
 def test_mixed_meshes_are_clipped_like_one_process(gloo: ProcessPool, max_norm: float, world_size: int) -> None:
     norm, gradients = _expected(max_norm)
     clamped = [gradient.clamp(-0.25, 0.25) for gradient in _whole()]
@@ -81,6 +81,9 @@ def test_a_broken_gradient_stays_recognizable(bad: float) -> None:
     assert not clip_norm_([good, broken], 0.1).isfinite()
     assert torch.equal(whole(good.grad), torch.ones(2))
     torch.testing.assert_close(broken.grad, torch.full((2,), bad), rtol=0, atol=0, equal_nan=True)
+    mixed = _with_gradient(torch.tensor([float("nan"), 2.0, -2.0]))
+    clip_value_([mixed], 1.0)
+    assert torch.equal(whole(mixed.grad).nan_to_num(9.0), torch.tensor([9.0, 1.0, -1.0]))
 
 
 def test_dtypes_are_clipped_together() -> None:
@@ -96,9 +99,3 @@ def test_dtypes_are_clipped_together() -> None:
         torch.testing.assert_close(
             whole(parameter.grad).double(), gradient.double() * (0.5 / expected), rtol=max(tolerance, 1e-6), atol=1e-7
         )
-
-
-def test_a_nan_survives_clipping_by_value() -> None:
-    parameter = _with_gradient(torch.tensor([float("nan"), 2.0, -2.0]))
-    clip_value_([parameter], 1.0)
-    assert torch.equal(whole(parameter.grad).nan_to_num(9.0), torch.tensor([9.0, 1.0, -1.0]))

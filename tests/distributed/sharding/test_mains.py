@@ -1,4 +1,4 @@
-"""Float32 main weights of zero2: that small updates count, and what is loaded, written, saved."""
+"""Float32 main weights of zero2: what is loaded, written, saved."""
 
 import copy
 import pickle
@@ -22,7 +22,7 @@ BFLOAT = torch.bfloat16
 
 
 def _start(shape: tuple[int, ...] = (), **options: Any) -> Training:
-    return Training.start("zero2", mesh_of(shape or (dist.get_world_size(),)), dtype=BFLOAT, **options)
+    return Training.start("zero2", mesh_of(shape or (dist.get_world_size(),)), net=model(BFLOAT), **options)
 
 
 def _mains(training: Training) -> dict[str, Tensor]:
@@ -36,22 +36,6 @@ def _agree(training: Training) -> bool:
     """Whether the weights are the roundings of the main ones."""
     mains, weights = _mains(training), training.weights()
     return all(torch.equal(mains[name].to(BFLOAT), weight) for name, weight in weights.items())
-
-
-def _small_updates() -> None:
-    training = _start()
-    for group in training.optimizer.param_groups:
-        group["lr"], group["weight_decay"] = 1e-5, 0.0
-    start, moved = training.weights(), 0.0
-    for step in range(3):
-        training.step(step)
-    weights, mains = training.weights(), _mains(training)
-    assert _agree(training)
-    for name in ("blocks.0.down.weight", "embedding.weight", "tail.scale"):
-        moved = float((mains[name] - start[name].float()).abs().max())
-        assert 1e-5 < moved < 1e-3, (name, moved)
-    # One of these elements in a hundred lies within three such steps of where another rounding begins.
-    assert (weights["embedding.weight"] != start["embedding.weight"]).float().mean() < 0.1
 
 
 def _followed() -> None:
@@ -130,7 +114,7 @@ def _thawed() -> None:
     assert _agree(training) and not torch.equal(before, _mains(training)["tail.frozen.weight"])
 
 
-@pytest.mark.parametrize("check", [_small_updates, _followed, _given_in_32_bits, _copied, _trained_again, _thawed])
+@pytest.mark.parametrize("check", [_followed, _given_in_32_bits, _copied, _trained_again, _thawed])
 def test_main_weights(gloo: ProcessPool, check: Callable[[], None]) -> None:
     gloo.run(check, world_size=3)
 
@@ -149,23 +133,15 @@ def _found(training: Training) -> dict[str, Tensor]:
 
 
 def _save(path: str, whole: bool) -> dict[str, Tensor]:
-    training = _start((2, 2) if dist.get_world_size() == 4 else ())
+    training = _start((2, 2))
     for step in range(2):
         training.step(step)
     save({Path(path): _parts(training)}, Format(whole=whole))
     return _found(training)
 
 
-def _load(path: str, name: str, dtype: torch.dtype, early: bool) -> dict[str, Tensor]:
-    """``early``: the weights before there is an optimizer, as a Trainer does."""
-    training = Training.start(name, mesh_of((dist.get_world_size(),)), dtype=dtype)
-    if early:
-        net = model(dtype)
-        mode: Any = type(training.mode)(training.mode.mesh, training.mode.options)
-        mode.prepare(net)
-        training = Training(mode, net, None)  # type: ignore[arg-type]
-        Checkpoint.open(Path(path), metadata_name=None, weights_only=False).load_weights("model", net, strict=True)
-        return _mains(Training.start(name, mode.mesh, net=net))
+def _load(path: str, name: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    training = Training.start(name, mesh_of((dist.get_world_size(),)), net=model(dtype))
     Checkpoint.open(Path(path), metadata_name=None, weights_only=False).load(_parts(training), {}, strict=True)
     return _found(training)
 
@@ -176,13 +152,6 @@ def test_a_checkpoint_has_the_mains_for_any_ranks_and_mode(gloo: ProcessPool, tm
     saved, *_ = gloo.run(_save, path, whole, world_size=4)
     assert {value.dtype for value in saved.values()} == {torch.float32}
     assert any(not torch.equal(value, value.to(BFLOAT).float()) for value in saved.values())
-    for ranks, name, dtype, early in [
-        (1, "zero2", BFLOAT, False),
-        (3, "zero2", BFLOAT, False),
-        (3, "zero2", BFLOAT, True),
-        (2, "zero2", torch.float32, False),
-        (2, "fsdp", torch.float32, False),
-        (2, "ddp", torch.float32, False),
-    ]:
-        for found in gloo.run(_load, path, name, dtype, early, world_size=ranks):
-            assert all(torch.equal(value, saved[key]) for key, value in found.items()), (ranks, name, early)
+    for ranks, name, dtype in [(3, "zero2", BFLOAT), (2, "fsdp", torch.float32)]:
+        for found in gloo.run(_load, path, name, dtype, world_size=ranks):
+            assert all(torch.equal(value, saved[key]) for key, value in found.items()), (ranks, name)

@@ -1,4 +1,4 @@
-"""What ZeRO-2 holds, and what a mode refuses."""
+"""What modes hold, thaw and refuse."""
 
 import weakref
 from typing import Any
@@ -8,110 +8,52 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from lightning_muon import FlexDeMo, ParallelMuon
+from lightning_muon.engine.conversion import convert_optimizer
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
-from tests.distributed.sharding.training import Training, mesh_of
+from lightning_muon.sharding.shard_model import initialize_roots, shard_model
+from tests.distributed.sharding.training import Training, mesh_of, model
 from tests.support.processes import ProcessPool
 
 
-def _train_and_lose(mode: str, name: str, *, after_backward: bool = False) -> None:
-    """Before or after the second backward pass the second rank loses state."""
-    training = Training.start(mode, mesh_of((dist.get_world_size(),)))
-    parameter: Any = training.net.tail.scale if name == "scale" else training.net.blocks[0].up.weight
-    training.backward(0)
-    training.optimizer.step()
-    for is_after in (False, True):
-        if dist.get_rank() == 1 and is_after == after_backward:
-            training.optimizer.state.pop(parameter)
-        if not is_after:
-            training.backward(1)
-    training.optimizer.step()
+def _held(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    """Elements of what is updated, state and gradients, and of the largest tensor."""
+    training = Training.start("zero2", mesh_of(shape), net=model(dtype), bucket_bytes=600)
+    parameters, layout = [p for p in training.net.parameters() if p.requires_grad], training.mode.layout
+    for step in range(2):  # The second one knows which gradients to expect.
+        training.backward(step)
+        assert all(parameter.grad is None for parameter in parameters)
+        gradients = [each for parameter in parameters if (each := layout.gradient(parameter)) is not None]
+        alive, states = [weakref.ref(gradient) for gradient in gradients], training.optimizer.state
+        held = {
+            "weights": [layout.local(parameter) for parameter in parameters],
+            "gradients": gradients,
+            "state": [local_tensor(each) for p in parameters for key, each in states[p].items() if key != "step"],
+        }
+        assert {each.dtype for tensors in held.values() for each in tensors} == {torch.float32}
+        counts = {kind: sum(each.numel() for each in tensors) for kind, tensors in held.items()}
+        del gradients, each, held
+        training.optimizer.step()
+        assert not any(reference() is not None for reference in alive), "memory of gradients is free again"
+    return counts, max(p.numel() for p in parameters)
 
 
-@pytest.mark.parametrize(
-    ("mode", "name", "after_backward"),
-    [("fsdp", "weight", False), ("fsdp", "scale", True), ("zero2", "weight", False), ("ddp", "weight", True)],
-)
-def test_state_that_one_rank_has_lost_is_an_error(
-    gloo: ProcessPool, mode: str, name: str, after_backward: bool
-) -> None:
-    """Also that of 0-d parameters, of which each rank has a copy."""
-    match = "state=zeros|local parameters without state"
-    gloo.expect_error_on_all_ranks(
-        _train_and_lose,
-        mode,
-        name,
-        after_backward=after_backward,
-        match=match,
-        exception=RuntimeError,
-        world_size=2,
-        timeout=30,
-    )
-
-
-def _held(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[dict[str, int], list[bool], int, int]:
-    """Elements of what is updated, state and gradients, all float32; which ``p.grad`` exist after backward.
-
-    Then the elements of the largest tensor, and the number of gradients that are still in memory after the step.
-    """
-    training = Training.start("zero2", mesh_of(shape), dtype=dtype, bucket_bytes=600)
-    training.backward(0)
-    layout = training.mode.layout
-    parameters = [p for p in training.net.parameters() if p.requires_grad]
-    gradients = [layout.gradient(parameter) for parameter in parameters]
-    states = [
-        local_tensor(value)
-        for parameter in parameters
-        for key, value in training.optimizer.state[parameter].items()
-        if key != "step"
-    ]
-    kinds = {
-        "weights": [layout.local(parameter) for parameter in parameters],
-        "gradients": [gradient for gradient in gradients if gradient is not None],
-        "state": states,
-    }
-    assert {each.dtype for tensors in kinds.values() for each in tensors} == {torch.float32}
-    held = {kind: sum(each.numel() for each in tensors) for kind, tensors in kinds.items()}
-    whole = [parameter.grad is not None for parameter in parameters]
-    # A step that knows which gradients to expect, as all but the first do.
-    training.optimizer.step()
-    training.backward(1)
-    alive = [weakref.ref(gradient) for p in parameters if (gradient := layout.gradient(p)) is not None]
-    del gradients, gradient, kinds
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    num_alive = sum(reference() is not None for reference in alive)
-    return held, whole, max(p.numel() for p in parameters), num_alive
-
-
-@pytest.mark.parametrize("shape", [(1,), (3,), (2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_updated_is_sharded(gloo: ProcessPool, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     size = torch.Size(shape).numel()
-    (alone, *_), *_ = gloo.run(_held, (1,), dtype, world_size=1)
-    results = gloo.run(_held, shape, dtype, world_size=size)
-    for held, whole_gradients, largest, num_alive in results:
-        assert not any(whole_gradients) and num_alive == 0
-        for kind, count in held.items():
-            # No rank has much more than its share: at most one matrix, or the rows that do not divide.
-            assert count <= alone[kind] / shape[-1] + 2 * largest
+    ((alone, largest),) = gloo.run(_held, (1,), dtype, world_size=1)
+    results = [held for held, _ in gloo.run(_held, shape, dtype, world_size=size)]
     for kind, count in alone.items():
+        # No rank has much more than its share: at most one matrix, or the rows that do not divide.
+        assert all(held[kind] <= count / shape[-1] + 2 * largest for held in results)
         # One 0-d parameter is on every rank, with two moments.
         extra = (size - size // shape[-1]) * (2 if kind == "state" else 1)
-        assert sum(held[kind] for held, *_ in results) == count * size // shape[-1] + extra
-
-
-def _too_early(sharding: Any) -> None:
-    with make_mode(sharding, init_device_mesh("cpu", (dist.get_world_size(),)), ModeOptions()).no_sync():
-        pass
-
-
-@pytest.mark.parametrize("sharding", ["fsdp", "zero2"])
-def test_a_mode_that_is_not_attached_says_so(gloo: ProcessPool, sharding: str) -> None:
-    match = r"call mode.prepare\(module\) and mode.attach\(module, optimizers\) first"
-    gloo.expect_error_on_all_ranks(_too_early, sharding, world_size=1, exception=RuntimeError, match=match)
+        assert sum(held[kind] for held in results) == count * size // shape[-1] + extra
 
 
 def _added_pass() -> None:
@@ -131,3 +73,71 @@ def _added_pass() -> None:
 @pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])
 def test_added_passes_and_several_ranks_are_errors(gloo: ProcessPool, world_size: int, match: str) -> None:
     gloo.expect_error_on_all_ranks(_added_pass, world_size=world_size, match=match)
+
+
+def _thaw() -> list[bool]:
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    shard_model(model, mesh_of((1, 2)), ModeOptions(mp_policy=policy))
+    initialize_roots(model)
+    results = []
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+        gradient = model[0][0].weight.grad
+        results.append(gradient is not None and gradient.dtype == torch.float32 and bool(gradient.full_tensor().any()))
+        model[0].requires_grad_(True)
+    return results
+
+
+def test_a_frozen_unit_can_be_thawed_under_mixed_precision(gloo: ProcessPool) -> None:
+    assert gloo.run(_thaw, world_size=2) == [[False, True]] * 2
+
+
+def _refused_optimizers() -> list[str]:
+    module = nn.Linear(5, 7)
+    shard_model(module, mesh_of((1, 2)), ModeOptions())
+    optim, messages = torch.optim, list[str]()
+    for kind, options in (
+        (optim.LBFGS, {}), (optim.Adafactor, {}), (optim.Rprop, {}),
+        (optim.SGD, {"fused": True}), (optim.Adagrad, {"fused": True}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="on the shards of FSDP2") as refused:
+            convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep")
+        messages.append(str(refused.value).partition(" on the")[0])
+        assert ("sharding='ddp'" in str(refused.value)) == (kind is not optim.LBFGS)
+    for kind, options in ((optim.SGD, {}), (optim.AdamW, {"fused": True})):
+        assert convert_optimizer(kind(module.parameters(), lr=0.1, **options), module, "keep").summary
+    return messages
+
+
+def test_optimizers_that_fail_on_shards_are_refused(gloo: ProcessPool) -> None:
+    names = ("LBFGS", "Adafactor", "Rprop", "SGD(fused=True)", "Adagrad(fused=True)")
+    assert gloo.run(_refused_optimizers, world_size=2) == [[f"{name} of torch does not work" for name in names]] * 2
+
+
+def _attach(optimizer: str, sharding: str = "fsdp", *, decoupled: bool = True, is_sharded: bool = False) -> None:
+    net, mesh = nn.Sequential(nn.Linear(4, 4)), mesh_of((2, 1))
+    if is_sharded:
+        fully_shard(net[0], mesh=mesh)
+    mode = make_mode(sharding, mesh, ModeOptions(decoupled_nodes=decoupled))
+    mode.prepare(net)
+    kind = {"sgd": torch.optim.SGD, "muon": ParallelMuon, "nodes": FlexDeMo}[optimizer]
+    mode.attach(net, [kind(net.parameters(), lr=0.1)])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "match"),
+    [
+        ("sgd", {}, "drift apart; use FlexDeMo"),
+        ("muon", {}, "drift apart; use FlexDeMo"),
+        ("nodes", {"decoupled": False}, r"ModeOptions\(decoupled_nodes=True\)"),
+        ("nodes", {"decoupled": False, "sharding": "ddp"}, r"ModeOptions\(decoupled_nodes=True\)"),
+        ("nodes", {"is_sharded": True}, r"0\.weight is a DTensor on .*'shard'\]"),
+    ],
+)
+def test_gradients_and_weights_of_other_nodes_are_an_error(
+    gloo: ProcessPool, optimizer: str, options: dict[str, Any], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(_attach, optimizer, **options, world_size=2, match=match)

@@ -45,7 +45,6 @@ class Pair:
                 parameter.grad = parameter.grad.to_dense()
         self.mode.finish_gradients()
         self.optimizer.step()
-        self.mode.end_step()
         self.reference.step()
         self.mode.finish_parameters()
         for (name, found), expected in zip(self.net.named_parameters(), self.alone.parameters(), strict=True):

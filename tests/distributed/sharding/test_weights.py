@@ -1,4 +1,4 @@
-"""Weights of all ranks: equal at the start, whole on demand."""
+"""Weights of all ranks: equal at the start, or an error on all of them; whole on demand."""
 
 from typing import Any
 
@@ -8,8 +8,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lightning_muon.checkpoint.saving import full_state_dict
+from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
@@ -29,10 +31,8 @@ def _plain() -> nn.Module:
     return net.eval()
 
 
-def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: str) -> tuple[dict[str, Tensor], bool]:
+def _gather(shape: tuple[int, int], *, evaluated: bool, part: str) -> dict[str, Tensor]:
     net: Any = _plain()
-    if compiled:
-        net.blocks[0] = torch.compile(net.blocks[0], backend="eager")
     shard_model(net, mesh_of(shape), ModeOptions(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     if evaluated:
         with torch.no_grad():
@@ -41,24 +41,22 @@ def _gather(shape: tuple[int, int], *, evaluated: bool, compiled: bool, part: st
     state = full_state_dict(net.get_submodule(part))
     assert isinstance(net.embedding.weight, DTensor) or part
     assert list(full_state_dict(nn.Linear(2, 1))) == ([] if dist.get_rank() else ["weight", "bias"]), "a plain module"
-    tied = part == "" and bool(state) and state["tail.head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
-    return {name: tensor.clone() for name, tensor in state.items()}, tied
+    if state and not part:
+        assert state["tail.head.weight"].data_ptr() == state["embedding.weight"].data_ptr(), "tied"
+    return {name: tensor.clone() for name, tensor in state.items()}
 
 
 @pytest.mark.parametrize(
-    ("shape", "evaluated", "compiled", "part"),
-    [((3, 1), False, False, ""), ((1, 2), True, False, ""), ((1, 2), False, True, "blocks")],
+    ("shape", "evaluated", "part"), [((3, 1), False, ""), ((1, 2), True, ""), ((1, 2), False, "blocks")]
 )
 def test_rank_0_has_the_state_dict_of_the_plain_model(
-    gloo: ProcessPool, shape: tuple[int, int], evaluated: bool, compiled: bool, part: str
+    gloo: ProcessPool, shape: tuple[int, int], evaluated: bool, part: str
 ) -> None:
-    options = {"evaluated": evaluated, "compiled": compiled, "part": part}
-    (state, tied), *others = gloo.run(_gather, shape, world_size=shape[0] * shape[1], **options)
+    state, *others = gloo.run(_gather, shape, world_size=shape[0] * shape[1], evaluated=evaluated, part=part)
     expected = _plain().get_submodule(part).state_dict()
     torch.testing.assert_close(state, dict(expected), rtol=0, atol=0)  # Of dtypes, too.
     assert all(type(each) is Tensor for each in state.values())
-    assert tied == (part == "")
-    assert all(other == {} for other, _ in others)
+    assert all(other == {} for other in others)
 
 
 def _initial(kind: str) -> tuple[dict[str, Any], Tensor]:
@@ -111,3 +109,43 @@ def test_what_cannot_be_replicated_is_an_error_everywhere(
     gloo: ProcessPool, kind: str, exception: type[Exception], match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(_initial, kind, world_size=2, exception=exception, match=match)
+
+
+def _shard_different(what: str) -> None:
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    policies: dict[str, Any] = {
+        "units": lambda name, _: name == str(1 + rank % 2),
+        "class": ["Linear" if rank == 0 else "Missing"],
+        "policy": lambda *_: {}["missing"] if rank == 1 else False,
+    }
+    try:
+        shard_model(model, mesh_of((1, 3)), ModeOptions(wrap_policy=policies[what]))
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ("units", "Sequential differs between ranks: .*FSDP2 unit"),
+        ("class", "no module is a Missing"),
+        ("policy", "KeyError"),
+    ],
+)
+def test_what_differs_between_ranks_is_an_error_on_all(gloo: ProcessPool, what: str, match: str) -> None:
+    gloo.expect_error_on_all_ranks(_shard_different, what, world_size=3, exception=RuntimeError, match=match)
+
+
+def _different_beside_tensor_parallel(num_outputs: tuple[int, ...]) -> None:
+    meshes = MeshSizes(shard_size=2, tensor_size=2).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
+    model = nn.Sequential(nn.Linear(7, 14), nn.Linear(14, 7), nn.Linear(7, num_outputs[dist.get_rank()]))
+    parallelize_module(model, meshes.tensor, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    shard_model(model, meshes.data, ModeOptions())
+
+
+# In the second case all data ranks of one tensor rank agree with each other, but not with the other tensor rank.
+@pytest.mark.parametrize("num_outputs", [(5, 6, 5, 5), (5, 6, 5, 6)])
+def test_a_rank_with_another_model_stops_all_tensor_ranks(gloo: ProcessPool, num_outputs: tuple[int, ...]) -> None:
+    match = r"Sequential differs between ranks: .*'2.weight' \([56], 7\) float32.*\([56], 7\)"
+    gloo.expect_error_on_all_ranks(_different_beside_tensor_parallel, num_outputs, match=match, exception=RuntimeError)

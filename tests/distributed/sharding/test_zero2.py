@@ -1,15 +1,17 @@
-"""Sums of a bucket to owners: their order and rounding."""
+"""ZeRO-2: sums at owners; after a step whoever reads parameters waits for their new values, and for no others."""
+
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
+from lightning_muon.compat.torch import default_store
 from lightning_muon.sharding.shards import ShardMap, place_shards
-from lightning_muon.sharding.zero2 import Bucket
-from tests.distributed.sharding.training import mesh_of
+from lightning_muon.sharding.zero2 import Bucket, Zero2Layout
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
@@ -44,18 +46,94 @@ def test_sums_are_made_in_the_order_of_the_ranks_in_32_bits(gloo: ProcessPool, d
     assert all(torch.equal(first, other) for other in others)
 
 
-def _overflow() -> Tensor:
-    """The sum of a replica, 2 x 40000, is no float16; its mean with minus as much of the other one is."""
-    parameter = nn.Parameter(torch.zeros(8, dtype=torch.float16))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    bucket = Bucket((parameter,), ShardMap(mesh, {parameter: Shard(0)}))
-    sign = 1 if dist.get_rank() < 2 else -1
-    bucket.reduce([torch.full((8,), sign * 40000.0, dtype=torch.float16)])
-    assert bucket.advance(wait=True)
-    (reduced,) = bucket.gradients(4.0)
-    return reduced
+class Run:
+    """A training whose new values are still to come, and what they are: those of another one, which has waited."""
+
+    def __init__(self) -> None:
+        mesh = mesh_of((dist.get_world_size(),))
+        self.training, self.twin = (Training.start("zero2", mesh, bucket_bytes=300) for _ in range(2))
+        self.net, self.num_steps = self.training.net, 0
+        layout: Any = self.training.mode.layout
+        self.layout: Zero2Layout = layout
+
+    def step(self) -> dict[str, Tensor]:
+        for each in (self.training, self.twin):
+            each.step(self.num_steps)
+        self.num_steps += 1
+        assert self.layout.travelling
+        return self.twin.weights()
+
+    def has(self, expected: dict[str, Tensor], prefix: str = "") -> bool:
+        named = dict(self.net.named_parameters())
+        return all(torch.equal(named[name], expected[name]) for name in named if name.startswith(prefix))
 
 
-def test_a_float16_sum_of_a_replica_does_not_overflow_on_its_way(gloo: ProcessPool) -> None:
-    for reduced in gloo.run(_overflow):
-        assert torch.equal(reduced, torch.zeros(4))
+def _inner_modules() -> None:
+    """A module inside a unit waits for its own parameters only."""
+    run = Run()
+    expected = run.step()
+    for name in ("blocks.1.up", "tail.head"):
+        run.net.get_submodule(name)(torch.ones(7))
+        assert run.has(expected, name) and run.layout.travelling
+
+
+def _state_dicts() -> None:
+    """A state dict has the new values, and loaded ones stay."""
+    run = Run()
+    expected = run.step()
+    state = run.net.state_dict()
+    assert not run.layout.travelling and all(torch.equal(state[name], expected[name]) for name in expected)
+    old = {name: value.clone() for name, value in state.items()}
+    run.step()
+    run.net.load_state_dict(old)
+    assert not run.layout.travelling and run.has(old)
+    run.twin.net.load_state_dict(old)
+    expected = run.step()
+    assert torch.equal(run.net.blocks[1].up.state_dict()["weight"], expected["blocks.1.up.weight"])  # type: ignore[union-attr,operator]
+
+
+def _closed() -> None:
+    """The end of a training takes what still arrives."""
+    run = Run()
+    expected = run.step()
+    run.layout.close()
+    assert not run.layout.travelling and run.has(expected)
+
+
+def _old_backward() -> None:
+    """A backward pass of a forward before the step is refused, although values arrive late."""
+    run = Run()
+    old_loss = run.net(torch.arange(11)[None]).sum()
+    run.training.step(0)
+    run.training.mode.finish_parameters()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        old_loss.backward()
+
+
+def _broken_off() -> None:
+    """A step that was broken off is an error."""
+    run = Run()
+    parameters = [each for each in run.net.parameters() if each.requires_grad]
+    run.layout.begin_step(parameters[:4])
+    with pytest.raises(RuntimeError, match="while a step updates them"):
+        run.net(torch.arange(11)[None])
+    with pytest.raises(RuntimeError, match="broken off"):
+        run.layout.begin_step(parameters)
+
+
+def _wait_alone() -> None:
+    """Rank 0 reads all values while no other rank asks for any."""
+    run = Run()
+    expected = run.step()
+    store = default_store()
+    if dist.get_rank() == 0:
+        run.training.mode.finish_parameters()
+        store.set("rank 0 has read", "")
+    store.wait(["rank 0 has read"])
+    run.training.mode.finish_parameters()
+    assert run.has(expected)
+
+
+@pytest.mark.parametrize("steps", [_inner_modules, _state_dicts, _closed, _old_backward, _broken_off, _wait_alone])
+def test_whoever_reads_parameters_gets_new_values(gloo: ProcessPool, steps: Callable[[], None]) -> None:
+    gloo.run(steps, world_size=3 if steps is _state_dicts else 2)

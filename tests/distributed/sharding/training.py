@@ -25,8 +25,8 @@ def model(dtype: torch.dtype = torch.float32) -> Net:
     return _ROW.make_model(seed=3).to(dtype)
 
 
-def optimizer_for(net: nn.Module) -> ParallelMuon:
-    return ParallelMuon(net, lr=0.02, weight_decay=0.1, compute_dtype="float32", wire_dtype="float32")
+def optimizer_for(net: nn.Module, **options: Any) -> ParallelMuon:
+    return ParallelMuon(net, lr=0.02, weight_decay=0.1, compute_dtype="float32", wire_dtype="float32", **options)
 
 
 def loss(net: nn.Module, step: int, rank: int) -> Tensor:
@@ -41,14 +41,12 @@ class Training:
     optimizer: ParallelMuon | FlexDeMo
 
     @classmethod
-    def start(
-        cls, name: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32, net: Any = None, **options: Any
-    ) -> Training:
+    def start(cls, name: str, mesh: DeviceMesh, *, net: Any = None, dedupe: Any = "auto", **options: Any) -> Training:
         """With a mode of this name, or with ``"flexdemo"`` over the first axis of the mesh."""
-        net, is_flexdemo = net or model(dtype), name == "flexdemo"
+        net, is_flexdemo = net or model(), name == "flexdemo"
         mode = make_mode("fsdp" if is_flexdemo else name, mesh, ModeOptions(decoupled_nodes=is_flexdemo, **options))
         mode.prepare(net)
-        optimizer = FlexDeMo(net, lr=0.02, base="muon") if is_flexdemo else optimizer_for(net)
+        optimizer = FlexDeMo(net, lr=0.02, base="muon") if is_flexdemo else optimizer_for(net, dedupe=dedupe)
         mode.attach(net, [optimizer])
         return cls(mode, net, optimizer)
 
@@ -60,7 +58,6 @@ class Training:
     def step(self, step: int) -> None:
         self.backward(step)
         self.optimizer.step()
-        self.mode.end_step()
 
     def weights(self) -> dict[str, Tensor]:
         self.mode.finish_parameters()

@@ -20,7 +20,7 @@ from lightning_muon import (
     Striding,
 )
 from lightning_muon.flexdemo.bucket import MomentumBucket, Shape, merge, pack, plan_buckets, unpack
-from lightning_muon.flexdemo.replicators import SharedElements, check_replicator, largest
+from lightning_muon.flexdemo.replicators import check_replicator, largest
 from tests.support.atomics import NoAtomics
 
 STEP = ExchangeStep(step=3, bucket=1)
@@ -38,8 +38,8 @@ def short_name(value: object) -> str:
     return type(value).__name__ + ("-strips" if getattr(value, "strips", False) else "")
 
 
-@pytest.mark.parametrize("numel", [1, 13, 127, 832, 4096])
-@pytest.mark.parametrize("count", [1, 5, 32, 127])
+@pytest.mark.parametrize("numel", [1, 127, 832, 4096])
+@pytest.mark.parametrize("count", [1, 32, 127])
 def test_the_largest_are_those_of_a_full_sort(numel: int, count: int) -> None:
     torch.manual_seed(numel + count)
     count = min(count, numel)
@@ -93,32 +93,6 @@ def test_draws_depend_on_seed_step_and_part_only() -> None:
     assert all(_drawn(Random(rate=0.1, seed=seed), 1000, exchange) != here for seed, exchange in others)
 
 
-@pytest.mark.parametrize("kind", [Slicing, Striding])
-@pytest.mark.parametrize("numel", [1, 3, 13, 128])
-@pytest.mark.parametrize(("rate", "num_steps"), [(1.0, 1), (0.25, 4), (0.1, 10), (1 / 3, 3)])
-def test_in_one_period_every_element_is_sent_once(
-    kind: type[SharedElements], numel: int, rate: float, num_steps: int
-) -> None:
-    replicator, first = kind(rate=rate), 17
-    # No zeros, which would hide what is sent twice.
-    blocks = torch.rand(1, numel) + 1
-    total, times = torch.zeros(1, numel), torch.zeros(1, numel)
-    for step in range(first, first + num_steps):
-        components = replicator.encode(blocks, ExchangeStep(step, 0))
-        assert components.indices is None
-        assert components.values.shape == (1, replicator.num_sent(numel))
-        decoded = replicator.decode(components, (numel,), ExchangeStep(step, 0))
-        total += decoded
-        times += decoded != 0
-    assert torch.equal(times, torch.ones(1, numel))
-    assert torch.equal(total, blocks)
-
-
-@pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(), Random(0.1)], ids=short_name)
-def test_replicators_of_the_package_keep_the_contract(replicator: Replicator) -> None:
-    check_replicator(replicator)
-
-
 @dataclass(frozen=True)
 class _Largest(Replicator):
     """The two largest elements of each strip of 8."""
@@ -163,30 +137,24 @@ def test_a_replicator_that_breaks_the_contract_is_an_error(method: str, mistake:
 
 
 # Primes, smaller than a block, whole blocks, a convolution, a stack, one and no dimension.
-SHAPES: list[tuple[int, ...]] = [(13, 7), (127, 13), (3, 4), (16, 24), (6, 4, 3, 3), (3, 10, 6), (5,), (), (1, 19)]
-
-
-def _bucket(replicator: Replicator) -> tuple[MomentumBucket, list[Tensor], dict[Tensor, Tensor]]:
-    """A bucket of all shapes, its parameters and their residuals."""
-    tensors = [torch.zeros(shape) for shape in SHAPES]
-    config = FlexDeMoConfig(replicator=replicator, dense_below=10)
-    (plan,) = plan_buckets([Shape(shape, shape) for shape in SHAPES], config)
-    residuals = {tensor: torch.randn(tensor.shape) for tensor in tensors}
-    return MomentumBucket(plan, tensors, residuals), tensors, residuals
+_SHAPES: list[tuple[int, ...]] = [(13, 7), (127, 13), (3, 4), (16, 24), (6, 4, 3, 3), (3, 10, 6), (5,), (), (1, 19)]
 
 
 @pytest.mark.parametrize("replicator", [*REPLICATORS, DCTTopK(chunk_size=8, top_k=30)], ids=short_name)
 def test_no_atomics_decide_over_the_bits_of_an_update(replicator: Replicator) -> None:
     """From the gradients of five nodes to the merged update; with 30 of 64 coefficients by the dense inverse."""
     torch.manual_seed(0)
-    bucket, tensors, _ = _bucket(replicator)
+    tensors = [torch.zeros(shape) for shape in _SHAPES]
+    config = FlexDeMoConfig(replicator=replicator, dense_below=10)
+    (plan,) = plan_buckets([Shape(shape, shape) for shape in _SHAPES], config)
+    bucket = MomentumBucket(plan, tensors, {tensor: torch.randn(tensor.shape) for tensor in tensors})
     with NoAtomics():
         of_nodes = []
         for _ in range(5):
             bucket.accumulate({tensor: torch.randn(tensor.shape) for tensor in tensors}, 0.9)
             sent = bucket.encode(STEP)
             bucket.subtract_sent(sent, STEP, set(tensors))
-            of_nodes.append(unpack(bucket.plan, pack(bucket.plan, sent)))
-        parts = zip(zip(*of_nodes, strict=True), bucket.plan.parts, strict=True)
+            of_nodes.append(unpack(plan, pack(plan, sent)))
+        parts = zip(zip(*of_nodes, strict=True), plan.parts, strict=True)
         merged = [merge(components, "contributors", part.block_numel) for components, part in parts]
         bucket.decode(merged, STEP, set(tensors), sign=True)

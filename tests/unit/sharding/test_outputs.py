@@ -1,13 +1,12 @@
-"""What a module returns: changes that autograd cannot follow, tensors in containers."""
+"""What a module returns: changes that autograd cannot follow."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.sharding.outputs import tensors_in, without_views
+from lightning_muon.sharding.outputs import without_views
 
 
 def _softmax(x: Tensor) -> Tensor:
@@ -36,14 +35,3 @@ def test_a_change_that_autograd_cannot_follow_raises(forward: Callable[[Tensor],
     output += 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         output.sum().backward()
-
-
-@dataclass(slots=True)
-class Slots:
-    hidden: Tensor
-
-
-def test_tensors_are_found_in_containers() -> None:
-    tensor = torch.ones(3)
-    nested = [tensor, Slots, {"slots": Slots(tensor), "name": "a"}]
-    assert [id(found) for found in tensors_in(nested)] == [id(tensor)] * 2
