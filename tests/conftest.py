@@ -1,6 +1,5 @@
 """Fixtures of the whole suite, one thread per process, type checks of ``lightning_muon.math``, a count of programs."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -31,16 +30,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before anything starts the fork server of this process.
 multiprocessing.set_forkserver_preload(["tests.support.preloaded"])
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection() -> Iterator[None]:
-    """Garbage collections leave out what is imported while tests are collected: to look through it takes 0.5 s each."""
-    gc.disable()
-    collected = yield
-    gc.freeze()
-    gc.enable()
-    return collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,11 +128,7 @@ class BatchRun:
 
     def _shapes(self, microbatch: int) -> tuple[Any, ...]:
         """Key that determines the sizes of messages; equal on all ranks, which have the same batch."""
-        return (
-            self.is_training,
-            self.context.batches.num_changes,
-            *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch])),
-        )
+        return (self.is_training, *(tuple(each.shape) for each in tensors_in(self.pieces[microbatch])))
 
     def _forward(self, op: Op) -> None:
         context, stages = self.context, self.stages

@@ -38,7 +38,6 @@ class BatchComparison:
         self._error: Exception | None = None
         self._tensors: list[Tensor] = []
         self._begun: tuple[dist.Work, Tensor] | None = None
-        self.num_changes = 0  # How often the first of the facts was true on any rank.
 
     def begin(self, cut: Callable[[], tuple[Any, _Result]], facts: Sequence[bool] = ()) -> _Result:
         """Begin to compare the first result of ``cut``, and return the second; ``facts`` are for the ``check``.
@@ -69,9 +68,7 @@ class BatchComparison:
         largest, inverted, facts = words.tensor_split([_NUM_COMPARED, 2 * _NUM_COMPARED])
         if not largest[0] and torch.equal(largest, inverted.bitwise_not()):
             self._tensors = []  # A batch must not outlive its step.
-            combined = [bool(fact) for fact in facts]
-            self.num_changes += any(combined[:1])
-            self._check(combined)
+            self._check([bool(fact) for fact in facts])
             return
         fail_together(self._error, self._host)
         found = gather([f"{each.dtype} {tuple(each.shape)}" for each in self._tensors], self._host)

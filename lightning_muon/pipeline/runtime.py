@@ -38,9 +38,8 @@ from lightning_muon.schedule.pipeline import (
     forward_only,
     make_order,
     stage_ranks,
-    validate_pipeline,
 )
-from lightning_muon.schedule.program import Op
+from lightning_muon.schedule.program import Op, validate
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
 from lightning_muon.sharding.outputs import map_tensors, tensors_in
 from lightning_muon.sharding.tokens import TokenCount
@@ -104,7 +103,7 @@ class PipelineRuntime:
         self.context = Context(
             stages=self.stages,
             links=Links(group, self.stages.device),
-            batches=BatchComparison(group, self._require_equal_copies),
+            batches=BatchComparison(group, self._take_facts),
             reduce=self._reduce,
         )
         self._programs = cache(self._make_program)
@@ -187,7 +186,7 @@ class PipelineRuntime:
         else:
             program = build_program(self._order(pipeline), pipeline, tells_loss=True)
             program = add_tied(add_reduce_grad(add_unshard(program)), [stages for stages, _ in self.stages.tied])
-        validate_pipeline(program, pipeline, is_training=is_training)
+        validate(program)
         return program[self.group.rank]
 
     def _order(self, pipeline: Pipeline) -> Order:
@@ -281,8 +280,10 @@ class PipelineRuntime:
         if self._is_nonfinite is not None:
             self._skip_step_if(self._is_nonfinite | norm.isfinite().logical_not())
 
-    def _require_equal_copies(self, facts: Sequence[bool]) -> None:
-        """Raise, alike on all ranks, if one copy of a parameter is frozen and another one trained."""
+    def _take_facts(self, facts: Sequence[bool]) -> None:
+        """Forget sizes if a rank has frozen or unfrozen something; raise if that was one copy of a parameter. Local."""
+        if any(facts[:1]):
+            self.context.links.forget_sizes()
         trained, frozen = facts[1 : 1 + len(tied := self.stages.tied)], facts[1 + len(tied) :]
         for (stages, _), *is_either in zip(tied, trained, frozen, strict=False):
             if all(is_either):

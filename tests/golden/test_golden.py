@@ -18,7 +18,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.plans import plans
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_step import Setting, exchange_groups
+from lightning_muon.params.shapes import read_shapes, shipped_shapes
+from lightning_muon.schedule.cost import PRESETS
+from tests.golden.trainings import digest
 from tests.support.programs import ROOT, program_environment
 from tests.support.worker import free_port
 
@@ -51,6 +55,20 @@ def trained(size: int) -> dict[str, str]:
         failed = next((rank for rank, code in enumerate(codes) if code), 0)
         assert not codes[failed], logs[failed].read()[-5000:]
         return json.loads(logs[0].read().splitlines()[-1])
+
+
+def plans() -> dict[str, str]:
+    """Model, replicas and shards -> digest of (matrix, its owners) and of the buckets, for each exchange group."""
+    found = dict[str, str]()
+    for name in shipped_shapes():
+        setting = Setting(model=read_shapes(name), cost=PRESETS["reference"])
+        for mesh in ((1, 8), (2, 4), (8, 8)):
+            groups = [
+                ([(each.name, each.rows, each.cols, (each.owner,)) for each in group.matrices], list(group.buckets))
+                for group in exchange_groups(setting, Mesh(*mesh), setting.config.dedupe)
+            ]
+            found[f"{name} {mesh[0]}x{mesh[1]}"] = digest(groups)
+    return found
 
 
 def golden() -> dict[str, Any]:

@@ -103,12 +103,6 @@ class Stages(nn.Module):
     def pipeline_loss(self, output: Tensor, target: Tensor) -> tuple[Tensor, int]:
         return _squares(output, target).sum(), target.numel()
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
 
 def fill(module: nn.Module) -> None:
     """Multiples of 1/64, the same everywhere."""

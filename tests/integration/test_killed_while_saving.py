@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.integration import training
-from tests.support.outcome import RanksFailedError
-from tests.support.processes import ProcessPool
+from tests.support.processes import ProcessPool, RanksFailedError
 
 _NUM_EPOCHS, _NUM_STEPS = 3, 2
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.support.programs import ROOT, program_environment
-from tests.support.warm_python import warm_python
 
 pytest.importorskip("ray")
 
 
 @pytest.mark.timeout(600)
 def test_a_killed_worker_comes_back_with_equal_bits(tmp_path: Path) -> None:
-    program = (warm_python(), ROOT / "examples" / "ray_train.py", "--folder", tmp_path, "--kill-at", "6")
+    program = (sys.executable, ROOT / "examples" / "ray_train.py", "--folder", tmp_path, "--kill-at", "6")
     environment = program_environment() | {"RAY_USAGE_STATS_ENABLED": "0"}
     with (tmp_path / "printed").open("w+") as printed:
         ran = subprocess.Popen(

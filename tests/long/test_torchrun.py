@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.programs import ROOT, is_alive, program_environment
-from tests.support.warm_python import warm_python
 
 _PROGRAM = f"""
-import os, runpy
+import os, runpy, sys
+sys.stdout = open(1, "w", buffering=1, closefd=False)  # Lines of the ranks stay whole, also unbuffered (-u).
 with open("pids", "a") as file:
     file.write(str(os.getpid()) + " ")
 runpy.run_path({str(ROOT / "examples" / "restarts.py")!r}, run_name="__main__")
@@ -31,9 +32,9 @@ def _start(folder: Path, *launcher: str, kill_at: int = -1, pause: float = 0.0) 
     program.write_text(_PROGRAM)
     options = ("--steps", _NUM_STEPS, "--seconds-per-step", pause, "--kill-at", kill_at)
     return subprocess.Popen(
-        [warm_python(), *launcher, str(program), *map(str, options)],
+        [sys.executable, *launcher, str(program), *map(str, options)],
         cwd=folder,
-        env=program_environment(),
+        env=program_environment() | {"PYTHONUNBUFFERED": ""},  # As above, in ranks that a Trainer starts.
         stdout=(folder / "printed").open("a"),
         stderr=subprocess.PIPE,
         text=True,

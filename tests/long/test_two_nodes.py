@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.namespaces import ADDRESSES, DEVICE, TwoNodes, why_not
 from tests.support.programs import ROOT, program_environment, run_program
-from tests.support.warm_python import warm_python
 
 _REASON = why_not()
 _PROGRAM = f"""
@@ -43,7 +43,7 @@ def _on_two_nodes(program: Path, *arguments: str) -> str:
     """What both nodes have printed; each has one rank."""
     folder = program.parent
     environment = program_environment() | {
-        "PYTHON": warm_python(), "RANKS_PER_NODE": "1", "MASTER_ADDR": ADDRESSES[0], "INTERFACE": DEVICE
+        "PYTHON": sys.executable, "RANKS_PER_NODE": "1", "MASTER_ADDR": ADDRESSES[0], "INTERFACE": DEVICE
     }  # fmt: skip
     script = str(ROOT / "recipes" / "launch" / "torchrun.sh")
     logs = [folder / f"node{node}" for node in (0, 1)]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full, NoReplication, Random, Slicing, Striding
 from lightning_muon.math.newton_schulz import FAST, steps_of
-from tests.matrix.row import BETAS, EPS, LR, WEIGHT_DECAY, Row
+from tests.matrix.row import BETAS, EPS, LR, WEIGHT_DECAY, Found, Row
 from tests.reference import diloco, flexdemo, muon
 from tests.support import family
 
@@ -28,7 +28,6 @@ ORTHOGONALIZATIONS: dict[Any, muon.Orthogonalization] = {
     family.muon_eq: muon.muon_eq,
     family.muon_plus: muon.muon_plus,
 }
-Found = tuple[dict[str, Tensor], list[float]]
 
 
 def alone(row: Row) -> Found:

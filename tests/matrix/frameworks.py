@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,33 +32,31 @@ from lightning_muon.integrations import registry
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import load, trainer
-from tests.matrix.row import BETAS, EPS, EXACT, LR, ROWS, WEIGHT_DECAY, Batch, Row
+from tests.matrix.row import BETAS, EPS, EXACT, LR, ROWS, WEIGHT_DECAY, Batch, Found, Row
 from tests.support.tensors import weights_of, wholes
 
-Found = tuple[dict[str, Tensor], list[float]]
 # Of an optimizer that the program makes itself.
 _OWN: dict[str, Any] = {"lr": LR, "weight_decay": WEIGHT_DECAY, "betas": BETAS, "adamw_eps": EPS, **EXACT}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Task:
-    """Which steps a call trains, where it saves, and what it goes on from."""
+    """A row, where it is saved after ``saved_at`` steps, and whether it goes on from there."""
 
-    steps: range
-    directory: str = ""  # Where it saves after `saved_at` steps.
+    row: Row
+    directory: str
     resume: bool = False
-    has_begun: bool = field(default=False, init=False)  # Whether a step was trained.
 
     @property
     def path(self) -> str:
         return f"{self.directory}/saved"
 
-    def begin(self) -> range:
-        self.has_begun = True
-        return self.steps
+    @property
+    def steps(self) -> range:
+        return range(self.row.saved_at if self.resume else 0, self.row.steps)
 
-    def saves(self, row: Row, step: int) -> bool:
-        return bool(row.saved_at) and not self.resume and step + 1 == row.saved_at
+    def saves(self, step: int) -> bool:
+        return bool(self.row.saved_at) and not self.resume and step + 1 == self.row.saved_at
 
     @property
     def seed(self) -> int:
@@ -66,9 +64,9 @@ class Task:
         return dist.get_rank() + 10 * self.resume
 
 
-def train(row: Row, task: Task) -> Found:
+def train(task: Task) -> Found:
     """Whole weights and the losses of this rank."""
-    weights, losses = DRIVERS[row.framework](row, task)
+    weights, losses = DRIVERS[task.row.framework](task.row, task)
     return {name.removeprefix("net."): value.detach().clone() for name, value in weights.items()}, losses
 
 
@@ -95,7 +93,7 @@ def _fabric(row: Row, task: Task, package: str = "lightning.fabric", *, apart: b
     if task.resume:
         fabric.load(task.path, state)
     rank = fabric.strategy.distributed_sampler_kwargs["rank"]
-    for step in task.begin():
+    for step in task.steps:
         optimizer.zero_grad()
         losses.append(0.0)
         for index in range(row.accumulate):
@@ -116,7 +114,7 @@ def _fabric(row: Row, task: Task, package: str = "lightning.fabric", *, apart: b
             fabric.clip_gradients(model, optimizer, clip_val=row.max_value)
         optimizer.step()
         scheduler.step()
-        if task.saves(row, step):
+        if task.saves(step):
             fabric.save(task.path, state)
     fabric.strategy.finish_saving()
     weights = full_state_dict(model)
@@ -139,7 +137,6 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
                 parallelize_module(block, self.device_mesh["tensor"], plan)
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
-            task.begin()
             if "context_size" in sizes:
                 parts = lightning_muon.split_sequence(tuple(batch.values()), self.device_mesh["context"])
                 batch = dict(zip(batch, parts, strict=True))
@@ -156,7 +153,7 @@ def _lightning(row: Row, task: Task, package: str = "lightning.pytorch") -> Foun
 
     class Save(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if (index + 1) % row.accumulate == 0 and task.saves(row, trainer.global_step - 1):
+            if (index + 1) % row.accumulate == 0 and task.saves(trainer.global_step - 1):
                 trainer.save_checkpoint(task.path)
 
     strategy = registry.strategy_class(package)(**({"optimizer": row.config} | dict(row.options)))
@@ -202,7 +199,7 @@ def _accelerate(
         if task.resume:
             accelerator.load_state(task.path)
         losses = list[float]()
-        for step in task.begin():
+        for step in task.steps:
             losses.append(0.0)
             for index in range(row.accumulate):
                 batch = row.batch(step, index, accelerator.process_index)
@@ -223,7 +220,7 @@ def _accelerate(
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
-            if task.saves(row, step):
+            if task.saves(step):
                 accelerator.save_state(task.path)
         return full_state_dict(accelerator.unwrap_model(model)), losses
 
@@ -255,7 +252,6 @@ def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = Fa
             save_strategy="steps" if row.saved_at and not task.resume else "no",
             save_steps=row.saved_at or 500,
         )
-        task.begin()
         run.train(resume_from_checkpoint=f"{task.directory}/out/checkpoint-{row.saved_at}" if task.resume else None)
         weights = runs.whole_weights(run.accelerator.unwrap_model(run.model))
         if is_launched:
@@ -283,7 +279,7 @@ def _plain(row: Row, task: Task) -> Found:
     for module in {"units": net.blocks, "model": [net]}.get(row.compiles, ()):
         module.compile(backend=count)
     losses = list[float]()
-    for step in task.begin():
+    for step in task.steps:
         optimizer.zero_grad()
         losses.append(0.0)
         for index in range(row.accumulate):
@@ -322,7 +318,7 @@ def _fully_shard(row: Row, task: Task) -> Found:
         dcp.load(saved, checkpoint_id=task.path)
         set_model_state_dict(net, saved["model"])
         set_optimizer_state_dict(net, optimizer, saved["optimizer"])
-    for step in task.begin():
+    for step in task.steps:
         optimizer.zero_grad()
         losses.append(0.0)
         for index in range(row.accumulate):
@@ -334,7 +330,7 @@ def _fully_shard(row: Row, task: Task) -> Found:
         if row.max_norm is not None:
             nn.utils.clip_grad_norm_(net.parameters(), row.max_norm)
         optimizer.step()
-        if task.saves(row, step):
+        if task.saves(step):
             dcp.save(state(), checkpoint_id=task.path)
     net.reshard()
     return weights_of(net), losses
@@ -362,7 +358,7 @@ def _tensors(row: Row, task: Task) -> Found:
     kind: Any = FlexDeMo if row.has_nodes else ParallelMuon
     optimizer = kind(parameters.items(), mesh=mesh if row.has_nodes or dim == "plain" else None, **arguments)
     node = mesh.get_local_rank("replicate") if row.has_nodes else 0
-    for step in task.begin():
+    for step in task.steps:
         gradients = row.gradients(step, node)
         for name, parameter in parameters.items():
             parameter.grad = place(gradients[name]) if name in gradients else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ LR, WEIGHT_DECAY, BETAS = 1e-2, 0.1, (0.8, 0.9)
 EPS = 1e-3  # Keeps AdamW from making whole steps of rounding errors.
 EXACT = {"compute_dtype": "float32", "wire_dtype": "float32"}
 Batch = dict[str, Tensor]
+Found = tuple[dict[str, Tensor], list[float]]  # Weights at the end, and the loss of each step.
 
 
 class LoRALinear(nn.Module):
@@ -167,7 +168,10 @@ class Row:
     resumed: Mapping[str, Any] = field(default_factory=dict)  # ... this row with other fields.
     # Sums of float32 in another order; Newton-Schulz makes more of it where a gradient has small singular values.
     tolerance: float = 1e-6
-    may_be_refused: bool = False
+
+    @property
+    def when_resumed(self) -> Row:
+        return replace(self, **self.resumed)
 
     @property
     def has_nodes(self) -> bool:

@@ -6,22 +6,18 @@
 from __future__ import annotations
 
 import os
-import pickle
-import sys
+import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests.matrix.alone import alone
 from tests.matrix.frameworks import Task, train
-from tests.matrix.row import Row
+from tests.matrix.row import Found, Row
 from tests.matrix.rows import ROWS, draw
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -31,63 +27,52 @@ ALL = ROWS | {f"drawn {seed}": draw(seed) for seed in range(NUM_DRAWN)}
 MOST_IN_ONE_CALL = 25
 
 
-def _train_each(rows: list[tuple[str, Row]], folder: str, *, resume: bool) -> None:
-    """One training after the other, each with a file of what this rank has found; ends at the first failure."""
+def _train_each(rows: list[tuple[str, Row]], folder: str, *, resume: bool) -> list[Found]:
+    """One training after the other."""
+    found = list[Found]()
     for number, (name, row) in enumerate(rows):
-        sys.stdout.write(f"--- {name}\n")
-        directory = f"{folder}/{name}".replace(", ", "-").replace(" ", "_").replace("{", "").replace("}", "")
-        if row.saved_at or "launched" in row.framework or "transformers" in row.framework:
-            os.makedirs(directory, exist_ok=True)
-        task = Task(range(row.saved_at if resume else 0, row.steps), directory, resume)
+        directory = os.path.join(folder, re.sub(r"\W+", "-", name))
+        os.makedirs(directory, exist_ok=True)
         torch.manual_seed(number)
         try:
             with mock.patch.dict(os.environ):
-                found: Any = train(row, task)
-        except ValueError as error:
-            if task.has_begun or not row.may_be_refused:
-                raise
-            found = str(error)
-        Path(folder, f"{number}.{dist.get_rank()}").write_bytes(pickle.dumps(found))
+                found.append(train(Task(row, directory, resume)))
+        except Exception as error:
+            raise AssertionError(f"the row {name!r} has failed, behind which no other has run") from error
+    return found
 
 
 class Results:
-    """What the ranks have found, by row; the rows of a number of ranks run in one call of the pool."""
+    """What the ranks have found, by row; the rows of a number of ranks run in few calls of the pool."""
 
     def __init__(self, gloo: ProcessPool, folder: Path, names: Iterable[str]) -> None:
         self.gloo, self.folder, self.names = gloo, folder, list(dict.fromkeys(names))
-        self.found: dict[tuple[str, bool], Any] = {}
+        self.found: dict[tuple[str, bool], list[Found] | RanksFailedError] = {}
 
-    def of(self, name: str, *, resume: bool = False) -> Any:
-        """Results of all ranks, or the error of the call in which the row ran."""
+    def of(self, name: str, *, resume: bool = False) -> list[Found]:
+        """The results of all ranks."""
         if (name, resume) not in self.found:
-            rows = [(each, self._row(each, resume=resume)) for each in self.names]
-            ranks = self._row(name, resume=resume).ranks
-            left = [(each, row) for each, row in rows if row.ranks == ranks and (not resume or row.saved_at)]
-            for each, _ in left if resume else ():
+            rows = [(each, ALL[each].when_resumed if resume else ALL[each]) for each in self.names]
+            ranks = dict(rows)[name].ranks
+            rows = [(each, row) for each, row in rows if row.ranks == ranks and (not resume or row.saved_at)]
+            for each, _ in rows if resume else ():
                 self.of(each)
-            while left:
-                left = left[self._run(left[:MOST_IN_ONE_CALL], ranks, resume=resume) :]
-        return self.found[name, resume]
+            for first in range(0, len(rows), MOST_IN_ONE_CALL):
+                self._run(rows[first : first + MOST_IN_ONE_CALL], resume=resume)
+        found = self.found[name, resume]
+        if isinstance(found, Exception):
+            raise found
+        return found
 
-    def _row(self, name: str, *, resume: bool) -> Row:
-        return replace(ALL[name], **ALL[name].resumed) if resume else ALL[name]
-
-    def _run(self, rows: list[tuple[str, Row]], ranks: int, *, resume: bool) -> int:
-        """How many of the rows have an outcome now: all of them, or those up to the first that fails."""
-        for old in self.folder.glob("*.[0-9]"):
-            old.unlink()
-        error: RanksFailedError | None = None
+    def _run(self, rows: list[tuple[str, Row]], *, resume: bool) -> None:
+        keys, ranks = [(name, resume) for name, _ in rows], rows[0][1].ranks
         try:
-            self.gloo.run(_train_each, rows, str(self.folder), resume=resume, world_size=ranks, timeout=170.0)
-        except RanksFailedError as failed:
-            error = failed
-        for number, (name, _) in enumerate(rows):
-            files = [self.folder / f"{number}.{rank}" for rank in range(ranks)]
-            if not all(file.exists() for file in files):
-                self.found[name, resume] = error
-                return number + 1
-            self.found[name, resume] = [pickle.loads(file.read_bytes()) for file in files]
-        return len(rows)
+            of_ranks = self.gloo.run(
+                _train_each, rows, str(self.folder), resume=resume, world_size=ranks, timeout=170.0
+            )
+            self.found |= dict(zip(keys, map(list, zip(*of_ranks, strict=True)), strict=True))
+        except RanksFailedError as error:
+            self.found |= dict.fromkeys(keys, error)
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +91,11 @@ def _difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_trains_as_one_process(results: Results, name: str) -> None:
     row, of_ranks = ALL[name], results.of(name)
-    if isinstance(of_ranks, Exception):
-        raise of_ranks
-    if isinstance(of_ranks[0], str):  # Refused.
-        assert set(map(type, of_ranks)) == {str}, of_ranks
-        return
     expected, losses = alone(row)
     runs, rel = [(row, of_ranks)], 1e-4 if row.precision == "32-true" else 0.02
     if row.saved_at:
         resumed = results.of(name, resume=True)
-        if isinstance(resumed, Exception):
-            raise resumed
-        runs.append((replace(row, **row.resumed), resumed))
+        runs.append((row.when_resumed, resumed))
         if not set(row.resumed) & {"ranks", "options"}:
             assert all(torch.equal(resumed[0][0][key], value) for key, value in of_ranks[0][0].items()), "not bit-equal"
     for of_row, found in runs:

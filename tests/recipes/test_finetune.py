@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from lightning_muon import MuonConfig, ParallelMuon
 from recipes.finetune.data import PromptData, collate
 from recipes.finetune.model import build_model, loss_sum
 from tests.support.programs import ROOT, program_environment, run_program
-from tests.support.warm_python import warm_python
 from tests.support.worker import free_port
 
 RECIPE = ROOT / "recipes" / "finetune"
@@ -77,7 +77,7 @@ def launch(folder: Path) -> str:
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(config))
     words = {"model_name": folder / "base", "source": folder / "rows.jsonl", "validation_source": folder / "rows.jsonl"}
     words |= {"output": folder / "launched", "batch_size": NUM_ROWS // 2, "epochs": NUM_STEPS, "lr": LR, "lora_rank": 4}
-    command: list[Any] = [warm_python(), "-m", "lightning_muon", "launch", "--config_file", folder / "accelerate.yaml"]
+    command: list[Any] = [sys.executable, "-m", "lightning_muon", "launch", "--config_file", folder / "accelerate.yaml"]
     command += [RECIPE / "with_accelerate.py", *(f"--{name}={value}" for name, value in words.items())]
     how: Any = {"cwd": ROOT, "env": program_environment() | {"MASTER_PORT": str(free_port())}, "text": True}
     ended = subprocess.run(list(map(str, command)), capture_output=True, check=False, **how)

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ import pytest
 from recipes.t5_summarization.docstrings import Pair, cache_file
 from recipes.vowels.data import PACKAGES, folders_of
 from tests.support.programs import program_environment
-from tests.support.warm_python import warm_python
 
 
 @pytest.mark.long
@@ -30,7 +30,7 @@ def test_the_demo_draws_both_trainings_and_reports_them(tmp_path: Path) -> None:
         "model.init_args.width": "16",
         "data.init_args.cache_dir": str(tmp_path),
     }
-    command = [warm_python(), "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
     how: Any = {"cwd": tmp_path, "env": program_environment(), "capture_output": True, "text": True}
     ended = subprocess.run(command, check=False, **how)
     assert ended.returncode == 0, ended.stderr

@@ -1,12 +1,7 @@
 """Runs Accelerate with FSDP2 on CPUs and gloo, which Accelerate itself does on accelerators only.
 
 Accelerate takes ``ACCELERATE_USE_FSDP`` into account only where it has found CUDA or the like. Here it is told that it
-has, while ``ACCELERATE_TORCH_DEVICE`` keeps everything on the CPU::
-
-    def _train() -> None:
-        with fsdp2_on_cpu(replicate_size=2, shard_size=2):
-            accelerator = Accelerator()
-            assert accelerator.is_fsdp2 and accelerator.device.type == "cpu"
+has, while ``ACCELERATE_TORCH_DEVICE`` keeps everything on the CPU.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Run a function on several gloo processes, with a hard time limit: the base of every distributed test.
 
-The function is a module-level function of an importable module (``tests/distributed/test_x.py``), is called on each
-rank inside a fresh default process group, sets its own seeds, and returns something picklable (plain tensors, no
-DTensors)::
+The function is one of an importable module, is called on each rank inside a fresh default process group, sets its own
+seeds, and returns something picklable (plain tensors, no DTensors)::
 
     def _sum(value: int) -> int:
         total = torch.tensor(value + dist.get_rank())
@@ -15,25 +14,71 @@ DTensors)::
 The workers are kept between calls, so that torch and what a test imports is paid for once per session.
 """
 
+from __future__ import annotations
+
 import atexit
 import multiprocessing
 import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support.outcome import RanksFailedError, Worker, collect, describe
 from tests.support.worker import Call, RankFailure, free_port, qualified_name, serve
 
 # torch 2.11 never lets go of meshes that DTensor has seen, nor of the threads of their process groups.
 _MOST_THREADS = 100
+_LOG_CHARACTERS = 6000
+
+
+class RanksFailedError(Exception):
+    """What became of the ranks of a call of which not every one returned.
+
+    The message has the traceback or the stack of each rank that did not.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self.running = list(range(num_ranks))
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, RankFailure] = {}
+        self.exit_codes: dict[int, int | None] = {}
+
+
+@dataclass(kw_only=True)
+class Worker:
+    """One child process, its pipe and its log."""
+
+    process: BaseProcess
+    connection: Connection
+    log: Path
+    log_start: int = 0
+
+    def log_tail(self) -> str:
+        """What the worker printed in this call."""
+        text = self.log.read_bytes()[self.log_start :].decode(errors="replace") if self.log.exists() else ""
+        return text[-_LOG_CHARACTERS:]
+
+    def kill(self) -> None:
+        """End the process and its own children (each worker leads a process group)."""
+        if self.process.is_alive():
+            with suppress(ProcessLookupError, PermissionError):
+                pid = self.process.pid or 0
+                if os.getpgid(pid) == pid:  # A worker starts a group first of all.
+                    os.killpg(pid, signal.SIGKILL)
+            self.process.kill()
+        self.process.join(10.0)
+        self.connection.close()
 
 
 class ProcessPool:
@@ -64,19 +109,20 @@ class ProcessPool:
         workers = self._workers[:world_size]
         try:
             self._send(workers, payload, timeout)
-            outcome = collect(workers, timeout=timeout, grace=grace)
+            outcome = _collect(workers, timeout=timeout, grace=grace)
         except BaseException:
             # Ctrl-C, or the time limit of the test: an answer that comes later must not be taken for the next call's.
             self.close()
             raise
         failed = len(outcome.results) < world_size
-        message = describe(outcome, workers, function, timeout) if failed else ""
+        if failed:
+            outcome.args = (_describe(outcome, workers, function, timeout),)
         if outcome.running or outcome.exit_codes:
             self.close()
         else:
             self._release(workers)
         if failed:
-            raise RanksFailedError(message, outcome)
+            raise outcome
         return [outcome.results[rank] for rank in range(world_size)]
 
     def run_fresh(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -184,6 +230,52 @@ class ProcessPool:
                 worker.connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
+
+
+def _collect(workers: list[Worker], *, timeout: float, grace: float) -> RanksFailedError:
+    """Wait for the answers, until all are in or time is up; what has become of the ranks, also if all returned."""
+    outcome = RanksFailedError(len(workers))
+    deadline = time.monotonic() + timeout
+    while outcome.running:
+        ranks = {workers[rank].connection: rank for rank in outcome.running}
+        ready = wait(list(ranks), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for rank in sorted(ranks[connection] for connection in ready):
+            outcome.running.remove(rank)
+            try:
+                answer = pickle.loads(workers[rank].connection.recv_bytes())
+            except (EOFError, OSError):
+                workers[rank].process.join(1.0)
+                outcome.exit_codes[rank] = workers[rank].process.exitcode
+            else:
+                if isinstance(answer, RankFailure):
+                    outcome.failures[rank] = answer
+                else:
+                    outcome.results[rank] = pickle.loads(answer)
+                    continue
+            deadline = min(deadline, time.monotonic() + grace)
+    return outcome
+
+
+def _describe(outcome: RanksFailedError, workers: list[Worker], function: Callable[..., Any], timeout: float) -> str:
+    """The message of :class:`RanksFailedError`: first who failed, then how, in the order in which it was seen."""
+    name = f"{function.__module__}.{function.__qualname__}"
+    parts = [f"{name} failed on {len(workers)} ranks (time limit {timeout:g} s)."]
+    for rank, failure in outcome.failures.items():
+        parts.append(f"--- rank {rank} raised {failure.type_names[0]}: {failure.message}\n{failure.traceback}")
+    for rank, code in outcome.exit_codes.items():
+        parts.append(f"--- rank {rank} died, exit code {code} (negative: a signal)\n{workers[rank].log_tail()}")
+    for rank in outcome.running:  # faulthandler writes the stacks into the log.
+        if workers[rank].process.is_alive():
+            os.kill(workers[rank].process.pid or 0, signal.SIGABRT)
+    time.sleep(0.5 if outcome.running else 0.0)
+    parts += [
+        f"--- rank {rank} was still running; stack and output:\n{workers[rank].log_tail()}" for rank in outcome.running
+    ]
+    if outcome.results:
+        parts.append(f"--- ranks that returned: {sorted(outcome.results)}")
+    return "\n".join(parts)
 
 
 def _num_threads(worker: Worker) -> int:

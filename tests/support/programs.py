@@ -1,8 +1,7 @@
 """Run programs as torchrun runs them, on processes that have imported torch and Lightning already.
 
-Importing them takes longer than what most programs of the tests do then. A program that starts others, as launchers do,
-gets the interpreter of ``tests/support/warm_python.py``; what is about the start itself needs ``subprocess`` and a real
-one.
+Importing them takes longer than what most programs of the tests do then. What is about the start itself, or starts
+others as launchers do, needs ``subprocess`` and a real interpreter.
 """
 
 import atexit
@@ -37,10 +36,7 @@ def run_program(
         log = Path(logs, "output")
         log.touch()
         ranks = [
-            context.Process(
-                target=_run,
-                args=([str(word) for word in words], str(directory), environment, str(log)),
-            )
+            context.Process(target=_run, args=(list(map(str, words)), str(directory), environment, str(log)))
             for environment in _environments(num_ranks, num_nodes, port)
         ]
         try:
@@ -79,19 +75,12 @@ def _environments(num_ranks: int, num_nodes: int, port: int) -> list[dict[str, s
 
 
 def _run(words: Sequence[str], directory: str, environment: Mapping[str, str], log: str) -> None:
-    """The child's side; ends the process."""
+    """Run what ``python`` would run with these words, in a child, and end it as that would."""
     redirect_output(log)
-    run_here(words, directory, environment)
-
-
-def run_here(words: Sequence[str], directory: str, environment: Mapping[str, str]) -> None:
-    """Run what ``python`` would run with these words, and end the process as it would."""
     faulthandler.enable()
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)
-    while words[0] == "-u":
-        words = words[1:]
     sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     code = 0
     try:

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import signal
 import socket
 import sys
 import traceback
@@ -69,14 +68,12 @@ def serve(connection: Connection, log_path: str) -> None:
     """
     os.setpgid(0, 0)
     redirect_output(log_path)
-    faulthandler.enable()
-    _show_stacks_on(signal.SIGUSR1)
+    faulthandler.enable()  # SIGABRT prints the stacks of all threads, whatever handlers a Trainer has set.
     import torch
 
     torch.set_num_threads(1)
     # Processes of a DataLoader start as in any program; a fork server would have to import torch first.
     multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
-    _remember_shapes()
     environ, directory = dict(os.environ), Path.cwd()
     while True:
         try:
@@ -90,24 +87,6 @@ def serve(connection: Connection, log_path: str) -> None:
             connection.send_bytes(b"idle")
         except (EOFError, BrokenPipeError, ConnectionResetError):
             os._exit(0)
-
-
-def _show_stacks_on(number: int) -> None:
-    """Print all stacks when the signal comes, also after Lightning's Trainer, which restores the handlers it knows of.
-
-    Python does not know of this one, so that the signal would end the process.
-    """
-    faulthandler.register(number, all_threads=True)
-    set_handler = signal.signal
-
-    def set_another(signalnum: int, handler: Any) -> Any:
-        before = set_handler(signalnum, handler)
-        if (signalnum, handler) == (number, signal.SIG_DFL):
-            faulthandler.unregister(number)
-            faulthandler.register(number, all_threads=True)
-        return before
-
-    signal.signal = set_another
 
 
 def _answer(call: Call) -> bytes | RankFailure:
@@ -191,29 +170,6 @@ def _clear_mesh_caches() -> None:
     groups = sys.modules.get("lightning_muon.comm.groups")
     if groups is not None:
         groups._made()  # Lets go those of a destroyed world.
-
-
-def _remember_shapes() -> None:
-    """Keep the shapes of DTensor's results from call to call: they know no mesh, and take most time to find again."""
-    import torch
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-    find, known = ShardingPropagator._propagate_tensor_meta_non_cached, dict[Any, Any]()
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, DTensorSpec):
-            return value.tensor_meta
-        return tuple(map(plain, value)) if isinstance(value, list | tuple) else (type(value), value)
-
-    def found(self: Any, schema: Any) -> Any:
-        words = (plain(schema.args_schema), plain(tuple(sorted(schema.kwargs_schema.items()))))
-        key = (schema.op, *words, torch.get_default_dtype())
-        if key not in known:
-            known[key] = find(self, schema)
-        return known[key]
-
-    ShardingPropagator._propagate_tensor_meta_non_cached = found  # type: ignore[method-assign]
 
 
 def _torch_distributed_caches(names: Iterable[str]) -> Iterator[Any]:

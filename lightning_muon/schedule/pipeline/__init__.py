@@ -11,7 +11,7 @@ from lightning_muon.schedule.pipeline.builtin import (
     phases,
     register_schedule,
 )
-from lightning_muon.schedule.pipeline.checks import check_order, validate_pipeline
+from lightning_muon.schedule.pipeline.checks import check_order
 from lightning_muon.schedule.pipeline.lower import (
     add_reduce_grad,
     add_tied,
@@ -59,7 +59,6 @@ __all__ = [
     "add_unshard",
     "add_reduce_grad",
     "add_tied",
-    "validate_pipeline",
     # Files.
     "order_from_csv",
     "order_to_csv",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from functools import cache
 from heapq import heappop, heappush
 
 from lightning_muon.schedule.pipeline.nodes import WEIGHT_KINDS, B, F, I, Node, Order, PipelineKind, W
@@ -28,7 +27,6 @@ class Run:
         self.arrived: dict[Node, float] = {F(0, each): 0.0 for each in range(pipeline.num_microbatches)}
         self._expected: dict[Node, float] = {}
         self._enabled: dict[Node, list[Node]] = {}  # Running node -> nodes that need its result.
-        self._cost = cache(pipeline.costs.of)
         self._rank_of = rank_of
         self._is_busy = [False] * pipeline.num_ranks
         self._link_free: dict[tuple[int, int], float] = {}
@@ -51,7 +49,7 @@ class Run:
 
     def seconds(self, node: Node) -> float:
         """Seconds that the node takes."""
-        return self._cost(node.kind, node.stage)
+        return self.pipeline.costs.of(node.kind)
 
     def is_ready(self, node: Node) -> bool:
         """Whether all that the node needs is on its rank."""

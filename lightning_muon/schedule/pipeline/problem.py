@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import cast
 
 from lightning_muon.config import check_whole
 from lightning_muon.schedule.pipeline.nodes import PipelineKind
 from lightning_muon.schedule.program import Op
-
-PerStage = float | tuple[float, ...]
-"""One number for all stages, or one for each."""
 
 # Kind of op -> the costs that it adds up.
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -23,54 +19,39 @@ _PARTS: dict[str, tuple[str, ...]] = {
     PipelineKind.GRADIENT: ("communication",),
     PipelineKind.LOSS: ("communication",),
     PipelineKind.TIED: ("communication",),
-    PipelineKind.UNSHARD: ("unshard",),
+    PipelineKind.UNSHARD: (),
     PipelineKind.REDUCE_GRAD: ("reduce_grad",),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """Seconds of ops, of one micro-batch or (the last two) of a step; all but ``communication`` may differ by stage.
+    """Seconds of ops, of one micro-batch in any stage, of one message or (the last one) of a step.
 
     Example:
-        >>> costs = StageCosts(forward=(1.0, 2.0), backward_input=1.5, backward_weight=0.5, communication=0.1)
-        >>> costs.of("F", stage=1), costs.of("B", stage=0)
+        >>> costs = StageCosts(forward=2.0, backward_input=1.5, backward_weight=0.5, communication=0.1)
+        >>> costs.of("F"), costs.of("B")
         (2.0, 2.0)
     """
 
-    forward: PerStage = 1.0
-    backward_input: PerStage = 1.0
-    backward_weight: PerStage = 1.0
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
     communication: float = 0.0  # One message between two ranks, one at a time; also the norm over all stages.
-    unshard: PerStage = 0.0
-    reduce_grad: PerStage = 0.0
+    reduce_grad: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if not isinstance(value, int | float if name == "communication" else int | float | tuple):
-                raise ValueError(f"{name} must be a number, or a tuple of one for each stage, got {value!r}")
-        for name, values in self.by_stage().items():
-            if not values or not all(0 <= each < math.inf for each in values):
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)!r}")
+            if not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
 
-    def by_stage(self) -> dict[str, tuple[float, ...]]:
-        """All costs as tuples; a tuple of one if all stages have the same cost."""
-        values = cast("dict[str, PerStage]", vars(self))
-        return {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
-
-    def of(self, kind: str, stage: int) -> float:
-        """Seconds of an op of this kind in this stage."""
-        if kind not in _PARTS:
-            raise ValueError(f"{kind!r} is no op of a pipeline; there are {', '.join(_PARTS)}")
-        total = 0.0
-        for name in _PARTS[kind]:  # Planners ask for millions of ops: a loop takes half the time of a sum.
-            value: PerStage = getattr(self, name)
-            total += value[stage % len(value)] if isinstance(value, tuple) else value
-        return total
+    def of(self, kind: str) -> float:
+        """Seconds of an op of this kind."""
+        return sum(getattr(self, name) for name in _PARTS[kind])
 
     def seconds(self, op: Op) -> float:
         """Seconds that the op takes once it has begun; :func:`~..simulate.simulate` calls it."""
-        return self.of(op.kind, op.items[0] if op.items else 0)
+        return self.of(op.kind)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +73,6 @@ class Pipeline:
                 f"memory_limit={self.memory_limit} holds less than one micro-batch in the {self.stages_per_rank} "
                 f"stages of a rank; raise it to at least {self.stages_per_rank}"
             )
-        for name, values in self.costs.by_stage().items():
-            if len(values) not in (1, self.num_stages):
-                raise ValueError(
-                    f"costs.{name} must be one number or {self.num_stages}, one for each of the num_ranks * "
-                    f"stages_per_rank stages, got {values}"
-                )
 
     @property
     def num_stages(self) -> int:

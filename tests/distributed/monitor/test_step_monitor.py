@@ -18,8 +18,7 @@ from lightning_muon.schedule.program import TRANSFER, Op, OpKind
 from lightning_muon.schedule.simulate import Span
 from tests.distributed.sharding.test_traffic import Wire
 from tests.distributed.sharding.training import distributed_over
-from tests.support.outcome import RanksFailedError
-from tests.support.processes import ProcessPool
+from tests.support.processes import ProcessPool, RanksFailedError
 from tests.support.tensors import random_tensors, whole
 
 MATRICES = {"odd": (13, 7), "square": (24, 24), "flat": (3, 40)}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,15 +23,12 @@ from lightning_muon.engine.training import TrainingEngine
 VOCABULARY, WIDTH = 29, 16
 # What makes the difference between kinds, at values that count: factors and bounds of logits, windows, experts.
 _OF_KIND: dict[str, dict[str, Any]] = {
-    "cohere2": {"sliding_window": 3, "logit_scale": 0.3},
     "deepseek_v3": dict.fromkeys(
         ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8
     )
     | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8}
     | {"num_key_value_heads": 2, "first_k_dense_replace": 1},
     "gemma2": {"sliding_window": 3, "final_logit_softcapping": 0.5},
-    "gemma3_text": {"sliding_window": 3},
-    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 0.2, "residual_multiplier": 0.5},
     "mixtral": {"num_local_experts": 4},
     "phi3": {"pad_token_id": 0},
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
@@ -49,17 +47,14 @@ def causal_lm(
     }
     grouped = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     chosen: dict[str, Any] = sizes.get(kind, {"hidden_size": WIDTH, "num_hidden_layers": num_layers, **grouped})
-    chosen |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")} if kind == "gpt2" else {}
-    chosen |= {} if kind == "gpt2" else {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 16}
+    if kind == "gpt2":
+        chosen |= {f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")}
+    else:
+        chosen |= {"intermediate_size": 2 * WIDTH, "max_position_embeddings": 16}
     chosen |= _OF_KIND.get(kind, {})
     torch.manual_seed(seed)
     config = AutoConfig.for_model(kind, vocab_size=vocabulary, tie_word_embeddings=tied, **chosen)
     return AutoModelForCausalLM.from_config(config)
-
-
-def cut_by_hand(num_layers: int) -> nn.Module:
-    """The T5 of examples/pipeline_t5.py."""
-    return load_example("pipeline_t5").Reverser(num_layers)
 
 
 def load_example(name: str) -> Any:
@@ -132,6 +127,8 @@ class Mesh(nn.Module):
     def forward(self, hidden: Tensor, scale: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         given, tokens, mask, _ = others
         hidden = hidden + torch.tanh(self.twice(hidden * scale)) * mask[..., None] + self.place
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: 2 * gradient)  # Runs once.
         hidden = hidden + torch.tanh(self.once(hidden) @ (self.low + self.high))
         hidden = hidden + torch.tanh(self.twice(self.frozen(hidden)))
         return hidden, self.scale.exp(), given, tokens, mask, hidden[..., 0]
@@ -171,22 +168,10 @@ def batch_of(rows: int, length: int, *, seed: int, is_uneven: bool = True) -> di
     return {"input_ids": tokens, "labels": labels}
 
 
-def sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The loss of a model in one process, written out."""
-    if hasattr(net, "pipeline_step"):
-        methods: Any = net
-        values, labels = methods.pipeline_step(batch)
-        for part in methods.pipeline_parts():
-            values = part(*values) if isinstance(values, tuple) else part(values)
-        return methods.pipeline_loss(values, labels)
-    logits, labels = net(input_ids=batch["input_ids"]).logits[:, :-1], batch["labels"][:, 1:]
-    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
-    return total, (labels != -100).sum()
-
-
-def start(
+@contextmanager
+def started(
     net: nn.Module, make: Callable[[Any], torch.optim.Optimizer], *, precision: Any = "32-true", **chosen: Any
-) -> tuple[TrainingEngine, Any]:
+) -> Generator[tuple[Any, Any]]:
     """An engine over the stages of the net, two if nothing else is chosen, and its optimizer."""
     optimizer = make(net.parameters())
     options = Options(**({"pipeline_size": 2} | chosen))
@@ -198,9 +183,18 @@ def start(
     if precision == "bf16-mixed":
         assert engine.pipeline is not None
         engine.pipeline.context.forward_context = partial(torch.autocast, "cpu", torch.bfloat16)
-    return engine, engine.attach([optimizer], source="the test")[0]
+    try:
+        yield engine, engine.attach([optimizer], source="the test")[0]
+    finally:
+        engine.close()  # Its watchdog must not outlive the process groups.
 
 
-def take_step(optimizer: Any, closure: Any = None) -> None:
-    """What ``TrainingEngine.step`` calls."""
-    optimizer.step()
+def take_step(engine: Any, optimizer: Any, batch: dict[str, Tensor], *, max_norm: float | None = None) -> Tensor:
+    """Train with the rows of this data rank; the loss. Gradients stay."""
+    optimizer.zero_grad()
+    rank, size = engine.meshes.data_rank, engine.meshes.num_data_ranks
+    loss = engine.run_pipeline({key: value[rank::size].contiguous() for key, value in batch.items()})
+    if max_norm is not None:
+        engine.clip_by_norm(list(engine.module.parameters()), max_norm)
+    engine.step(optimizer, lambda optimizer: optimizer.step())
+    return loss

@@ -30,8 +30,7 @@ from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.integration.checkpoint.test_staging import is_killed
-from tests.support.outcome import RanksFailedError
-from tests.support.processes import ProcessPool
+from tests.support.processes import ProcessPool, RanksFailedError
 
 
 def _gate() -> threading.Event:

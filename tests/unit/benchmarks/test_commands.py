@@ -3,6 +3,7 @@
 import importlib
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ from benchmarks import slow_network
 from benchmarks.gpu import __main__ as gpu
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment
-from tests.support.warm_python import warm_python
 
 SHAPES = {
     "name": "tiny",
@@ -69,7 +69,7 @@ def test_a_program_runs(
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "words", "said"), PROCESSES, ids=[name for name, *_ in PROCESSES])
 def test_a_program_starts_processes(tmp_path: Path, name: str, words: str, said: str) -> None:
-    command = [warm_python(), "-m", f"benchmarks.{name}", *words.replace("TMP", str(tmp_path)).split()]
+    command = [sys.executable, "-m", f"benchmarks.{name}", *words.replace("TMP", str(tmp_path)).split()]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 150, "check": False}
     ended = subprocess.run(command, cwd=ROOT, env=program_environment(), **options)
     # The one for cards ends with 1 if a promise is broken or a part fails.

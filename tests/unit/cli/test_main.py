@@ -14,7 +14,6 @@ import pytest
 import lightning_muon
 from lightning_muon.cli import main as command
 from tests.support.programs import program_environment, run_program
-from tests.support.warm_python import warm_python
 from tests.unit.refusals.commands import CONFIG, NET, STRATEGY
 
 _OPTIMIZER = """
@@ -96,7 +95,7 @@ def test_a_missing_extra_is_one_line_and_help_and_plan_need_none(project: Path) 
     cases = [*(case[:2] for case in _CASES), *_NEED_NONE]
     (project / "blocked.py").write_text(f"CASES = {cases!r}\n{_BLOCKED}")
     how: Any = {"cwd": project, "env": program_environment(), "capture_output": True, "text": True, "timeout": 100.0}
-    done = subprocess.run([warm_python(), "blocked.py"], check=False, **how)
+    done = subprocess.run([sys.executable, "blocked.py"], check=False, **how)
     assert done.returncode == 0, done.stderr
     *refused, plan, (code, text), version = ast.literal_eval(done.stdout)
     assert not plan[0] and "Owners in each replica" in plan[1]

@@ -23,32 +23,36 @@ def idle_seconds(of: Timeline) -> float:
     return busy / (1 - of.bubble) - busy
 
 
-def fitting(name: str, num_ranks: int, num_microbatches: int, **options: object) -> Pipeline:
-    """A pipeline with the stages per rank of this schedule; 2 for those that take several."""
-    stages = {"stages_per_rank": STAGES_PER_RANK.get(name, 2), **options}
-    return Pipeline(num_ranks=num_ranks, num_microbatches=num_microbatches, **stages)  # type: ignore[arg-type]
+def fitting(name: str, num_ranks: int, num_microbatches: int, *costs: float) -> Pipeline:
+    """A pipeline with the stages per rank of this schedule, 2 for those that take several; costs are f, i and w."""
+    seconds = dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=False))
+    return Pipeline(
+        num_ranks=num_ranks,
+        num_microbatches=num_microbatches,
+        stages_per_rank=STAGES_PER_RANK.get(name, 2),
+        costs=StageCosts(**seconds),
+    )
 
 
 @st.composite
-def problems(draw: st.DrawFn, names: list[str] = BUILT_IN) -> tuple[str, Pipeline]:
-    """A schedule and a pipeline that it takes, with costs of their own for each stage."""
-    name = draw(st.sampled_from(names))
+def problems(draw: st.DrawFn) -> tuple[str, Pipeline]:
+    """A schedule and a pipeline that it takes, with any costs."""
+    name = draw(st.sampled_from(BUILT_IN))
     stages_per_rank = STAGES_PER_RANK.get(name) or draw(st.integers(1, 3))
     num_ranks = draw(st.integers(1, 5))
     least = num_ranks if stages_per_rank == 1 else 1
     is_in_rounds = name == "interleaved_1f1b" or (name == "zb_1p" and stages_per_rank > 1)
     numbers = [n for n in range(least, least + 8) if not (is_in_rounds and n % max(1, n // num_ranks))]
-    num_microbatches = draw(st.sampled_from(numbers))
-    seconds = st.lists(
-        st.integers(1, 9).map(float), min_size=num_ranks * stages_per_rank, max_size=num_ranks * stages_per_rank
-    ).map(tuple)
     costs = StageCosts(
-        forward=draw(seconds),
-        backward_input=draw(seconds),
-        backward_weight=draw(seconds),
-        communication=float(draw(st.integers(0, 5))),
-        reduce_grad=float(draw(st.integers(0, 5))),
+        forward=draw(st.integers(1, 9)),
+        backward_input=draw(st.integers(1, 9)),
+        backward_weight=draw(st.integers(1, 9)),
+        communication=draw(st.integers(0, 5)),
+        reduce_grad=draw(st.integers(0, 5)),
     )
     return name, Pipeline(
-        num_ranks=num_ranks, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank, costs=costs
+        num_ranks=num_ranks,
+        num_microbatches=draw(st.sampled_from(numbers)),
+        stages_per_rank=stages_per_rank,
+        costs=costs,
     )

@@ -1,21 +1,37 @@
-"""Orders that are not schedules are refused, and the node is named."""
+"""Orders and programs that cannot run are refused, and the node is named; all that can run make a valid program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import random
+from dataclasses import replace
+from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_muon.schedule.pipeline import (
     SCHEDULES,
+    B,
     F,
+    I,
+    Node,
+    Order,
     Pipeline,
+    W,
+    add_reduce_grad,
+    add_unshard,
+    build_program,
     check_order,
     make_order,
     order_from_csv,
+    peak_activations,
     register_schedule,
 )
+from lightning_muon.schedule.pipeline.play import Run, play_order
+from lightning_muon.schedule.program import Program, validate
+from lightning_muon.schedule.simulate import simulate
+from tests.unit.schedule.pipeline.problems import fitting, problems
 
 
 @pytest.mark.parametrize(
@@ -32,6 +48,11 @@ from lightning_muon.schedule.pipeline import (
         ("0F0,0B0\n1F0,1B0,1I0,1W0\n", r"there are \['1B0', '1I0', '1W0'\]"),
         ("0F0,0B0\n1F0,1W0,1I0\n", "stage 1 runs the backward of micro-batch 0 too early"),
         ("0B0,0F0\n1F0,1B0\n", "stage 0 runs the backward of micro-batch 0 too early"),
+        # In a file of torch: bubbles, and pairs that may run as one.
+        (",0F0, 0B0,,(1F0;1B0)OVERLAP_F_B,\n1F0\n", r"stage 1 is on ranks 0 and 1 \(1F0\)"),
+        ("0F0,0X0\n", "row 0 has '0X0'; a cell is a stage, one of F, B, I and W, and a micro-batch"),
+        ("0F\n", "row 0 has '0F'"),
+        ("0F0,0SEND_F0\n1F0\n", "row 0 has '0SEND_F0'; a cell is a stage, one of F, B, I and W"),
     ],
 )
 def test_an_incomplete_or_wrong_order_is_refused(text: str, message: str) -> None:
@@ -39,29 +60,76 @@ def test_an_incomplete_or_wrong_order_is_refused(text: str, message: str) -> Non
         check_order(order_from_csv(text), Pipeline(num_ranks=2, num_microbatches=1))
 
 
-def test_ranks_that_wait_for_each_other_are_refused() -> None:
-    order = order_from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
-    with pytest.raises(ValueError, match="deadlock: 0B0 of rank 0, 1F1 of rank 1 wait for what can never begin"):
-        check_order(order, Pipeline(num_ranks=2, num_microbatches=2))
+def test_a_broken_schedule_is_named() -> None:
+    pipeline = Pipeline(num_ranks=2, num_microbatches=2)
+    waiting = order_from_csv("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with mock.patch.dict(SCHEDULES):
+        register_schedule("broken")(lambda pipeline: waiting)
+        with pytest.raises(ValueError, match="'broken': deadlock: 0B0 of rank 0, 1F1 of rank 1 wait for what can nev"):
+            make_order("broken", pipeline)
+        with pytest.raises(ValueError, match="there is a schedule 'broken' already"):
+            register_schedule("broken")(lambda pipeline: [])
 
 
-def test_whole_and_split_backwards_may_be_mixed() -> None:
-    order = order_from_csv("0F0,0F1,0B0,0I1,0W1\n1F0,1I0,1F1,1B1,1W0\n")
-    check_order(order, Pipeline(num_ranks=2, num_microbatches=2))
+def _any_order(pipeline: Pipeline, rank_of: dict[int, int], seed: int) -> Order:
+    """Each rank runs any node that is ready, of whole and split backwards."""
+    draw = random.Random(seed)
+    stages = range(pipeline.num_stages)
+    todo = {F(stage, each) for stage in stages for each in range(pipeline.num_microbatches)}
+    for forward in sorted(todo):
+        whole = {B(forward.stage, forward.microbatch)}
+        split = {I(forward.stage, forward.microbatch), W(forward.stage, forward.microbatch)}
+        todo |= draw.choice([whole, split])
+
+    def choose(run: Run, rank: int) -> Node | None:
+        ready = sorted(node for node in todo if rank_of[node.stage] == rank and run.is_ready(node))
+        if not ready:
+            return None
+        todo.remove(node := draw.choice(ready))
+        return node
+
+    return Run(pipeline, rank_of).play(choose).order
+
+
+@settings(deadline=None, max_examples=50)
+@given(problems(), st.integers(0, 10**6))
+def test_any_order_that_can_run_makes_a_valid_program(problem: tuple[str, Pipeline], seed: int) -> None:
+    _, pipeline = problem
+    pipeline = replace(pipeline, num_microbatches=min(4, pipeline.num_microbatches))
+    rank_of = {stage: seed * 7919 // (stage + 1) % pipeline.num_ranks for stage in range(pipeline.num_stages)}
+    order = _any_order(pipeline, rank_of, seed)
+    program = build_program(order, pipeline)
+    timeline = simulate(program, pipeline.costs)
+    assert timeline.makespan == play_order(order, pipeline, rank_of).makespan
+    assert timeline.peak_bytes == max(map(peak_activations, order))
+    validate(add_reduce_grad(add_unshard(program)))
+
+
+def _exchanged(ops: Program, rank: int, first: str, second: str) -> Program:
+    """The ops of all ranks with two of one rank in each other's place; without the first if there is no second."""
+    named = {op.name: op for op in ops[rank]}
+    names = {first: second, second: first}
+    changed = [names.get(name, name) for name in named]
+    return {**ops, rank: [named[name] for name in changed if name]}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "message"),
+    ("rank", "first", "second", "message"),
     [
-        (lambda pipeline: [[] for _ in range(2)], "0F0 is missing"),
-        (lambda pipeline: [[F(rank, each) for each in range(2)] for rank in range(2)], "needs either 0B0 or both"),
+        # The order of messages between two ranks.
+        (1, "activation[0.0]", "activation[0.1]", r"deadlock.*activation\[0.0\] of rank 0 waits for rank 1"),
+        (0, "activation[0.1]", "gradient[1.0]", r"deadlock.* waits for"),
+        (0, "gradient[1.1]", "", r"B\[0.1\] of rank 0 depends on gradient\[1.1\]|waits for rank 0"),
     ],
 )
-def test_a_broken_schedule_is_named(schedule: Callable[[Pipeline], Any], message: str) -> None:
+def test_a_broken_program_is_refused(rank: int, first: str, second: str, message: str) -> None:
     pipeline = Pipeline(num_ranks=2, num_microbatches=2)
-    try:
-        register_schedule("broken")(schedule)
-        with pytest.raises(ValueError, match=f"schedule 'broken'.*{message}"):
-            make_order("broken", pipeline)
-    finally:
-        SCHEDULES.pop("broken", None)
+    program = add_reduce_grad(add_unshard(build_program(make_order("1f1b", pipeline), pipeline)))
+    with pytest.raises(ValueError, match=message):
+        validate(_exchanged(program, rank, first, second))
+
+
+def test_too_many_activations_are_refused() -> None:
+    pipeline = fitting("zb_v", 2, 4)
+    with pytest.raises(ValueError, match="rank 0 holds 4 activations, memory_limit=3"):
+        check_order(make_order("zb_v", pipeline), replace(pipeline, memory_limit=3))
