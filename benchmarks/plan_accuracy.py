@@ -36,7 +36,7 @@ from lightning_muon.comm.collectives import start_all_to_all
 from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import JORDAN, NewtonSchulz
-from lightning_muon.monitor.recorder import TimelineRecorder
+from lightning_muon.monitor.step_monitor import TimelineRecorder
 from lightning_muon.optim.parallel_muon import ParallelMuon
 from lightning_muon.params.matrices import matrices_in
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes

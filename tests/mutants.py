@@ -37,7 +37,12 @@ TESTS: dict[str, Sequence[str]] = {
     "pipeline": ["tests/unit/pipeline", "tests/distributed/pipeline", "tests/matrix"],
     "engine": ["tests/unit/engine", "tests/integration/engine", "tests/integration/test_*.py", "tests/matrix"],
     "checkpoint": ["tests/integration/checkpoint", "tests/matrix"],
-    "monitor": ["tests/unit/monitor", "tests/distributed/monitor", "tests/integration/test_signals.py"],
+    "monitor": [
+        "tests/unit/monitor",
+        "tests/distributed/monitor",
+        "tests/integration/test_muon_monitor.py",
+        "tests/integration/test_signals.py",
+    ],
     "integrations": [
         "tests/unit/integrations",
         "tests/integration/test_mid_epoch.py",

@@ -82,20 +82,16 @@ class BackgroundSaves:
         """Wait until all is written; raise if it has failed. Collective over all ranks."""
         if self._thread is None:
             return
-        self.wait()
+        self._thread.join()
         error, self._thread, self._error = self._error, None, None
         if error is not None and not isinstance(error, Exception):
             error = RuntimeError(f"{type(error).__name__}: {error}")
         fail_together(error, self._ranks)
 
-    def wait(self) -> None:
-        """Wait until the save is written or has failed; local."""
-        if self._thread is not None:
-            self._thread.join()
-
     def give_up(self) -> None:
         """Wait for the running save, without raising its error, which is logged; for a run that has failed. Local."""
-        self.wait()
+        if self._thread is not None:
+            self._thread.join()
         self._thread = self._error = None
 
     def _run(self, path: Path, write: Callable[[], None], is_agreed: threading.Event) -> None:

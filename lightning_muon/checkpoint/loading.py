@@ -92,15 +92,14 @@ class Checkpoint:
         """
         absent = self._absent(parts, strict=strict)
         wanted = {key: part for key, part in parts.items() if key not in absent}
-        for key, part in wanted.items():
+        for key, part in sorted(wanted.items(), key=lambda item: not isinstance(item[1], Weights)):  # Weights first.
             if isinstance(part, Weights):
                 self.load_weights(key, part.module, strict=strict)
-        for key, part in wanted.items():
-            if isinstance(part, OptimizerState):
+            elif isinstance(part, OptimizerState):
                 self.load_optimizer(key, part.module, part.optimizer)
-            elif isinstance(part, Stateful) and not isinstance(part, Weights):
+            elif isinstance(part, Stateful):
                 part.load_state_dict(self.content.pop(key))
-            elif not isinstance(part, Weights):
+            else:
                 target[key] = self.content.pop(key)
         ours = {key for key, part in parts.items() if isinstance(part, Weights | OptimizerState)}
         return {key: value for key, value in self.content.items() if key not in ours}

@@ -23,15 +23,16 @@ from torch.distributed.tensor import DTensor
 
 from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.manifest import CLOCK, HashedFile, ShardWriter, write_file, write_manifest
-from lightning_muon.checkpoint.nodes import common_weights, copied, of_first_node
 from lightning_muon.checkpoint.staging import replacing
 from lightning_muon.comm.agreement import await_all_ranks, fail_together, gather, on_first_rank, together
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.groups import AxisGroup, axis_group
 from lightning_muon.config import VERSION
-from lightning_muon.params.layout import parameters_of
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicators import LocalSteps
+from lightning_muon.params.layout import local_tensor, parameters_of
 from lightning_muon.params.uses import clean_name
 from lightning_muon.pipeline.runtime import is_stage, names_of_copies, place_in_stage, runtime_of
-from lightning_muon.sharding.weights import broadcast_buffers, joined_state_dicts
+from lightning_muon.sharding.weights import broadcast, broadcast_buffers, joined_state_dicts, mesh_device
 
 _MOST_OF_ONE_FILE = 2 * 2**30  # Bytes of a checkpoint, with save_distributed_checkpoint="auto".
 NAMES = "qualified_names"  # Key in a param group of a single file: names of its parameters.
@@ -93,19 +94,59 @@ def collect(part: Weights | OptimizerState, how: Format) -> dict[str, Any]:
     state: dict[str, Any] = get_optimizer_state_dict(part.module, part.optimizer, options=options)
     if not how.whole or not state or part.is_by_name:
         return state
-    return numbered_optimizer_state(state, names_in_groups(part.module, part.optimizer))
+    # By position, as in `Optimizer.state_dict`. A stage of a pipeline needs the names, too.
+    numbers = {name: number for number, name in enumerate(names_in_groups(part.module, part.optimizer))}
+    groups = [
+        {**group, "params": [numbers[name] for name in group["params"]], NAMES: list(group["params"])}
+        for group in state["param_groups"]
+    ]
+    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 @joined_state_dicts()
 def _weights(part: Weights, *, whole: bool, offload: bool) -> dict[str, Any]:
     """Weights that all nodes have in common. Collective over all ranks."""
-    module, mesh = part.module, part.mesh
+    module, mesh, alone = part.module, part.mesh, training_alone(part.optimizers)
     broadcast_buffers(module, mesh if is_stage(module) else None)
-    with common_weights(part.optimizers) as differ:
-        if whole:
-            return copied(full_weights(module)) if differ else full_weights(module)
-        state: dict[str, Any] = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or differ))
-        return of_first_node(state, mesh) if differ else state
+    with ExitStack() as stack:
+        for optimizer in alone:
+            stack.enter_context(optimizer.common_weights())
+        state: dict[str, Any]
+        if not whole:
+            state = get_model_state_dict(module, options=StateDictOptions(cpu_offload=offload or bool(alone)))
+            return _of_first_node(state, mesh) if alone else state
+        if is_stage(module):
+            state = _weights_of_stages(module)
+        else:
+            own = {clean_name(name): name for name in module.state_dict()}  # With `_orig_mod`.
+            state = {own.get(name, name): value for name, value in full_state_dict(module).items()}
+        return _copied(state) if alone else state
+
+
+def training_alone(optimizers: Sequence[torch.optim.Optimizer]) -> list[FlexDeMo]:
+    """The optimizers whose nodes train by themselves and have taken a step, so that weights may differ; local.
+
+    One set of weights is evaluated and saved, never a mixture.
+    """
+    flexdemo = [each for each in optimizers if isinstance(each, FlexDeMo) and each.num_exchanges]
+    return [each for each in flexdemo if isinstance(each.config.replicator, LocalSteps)]
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Clone the weights, tied ones once; local."""
+    tensors = {id(value): value for value in state.values() if isinstance(value, Tensor)}
+    copies = {key: value.detach().clone() for key, value in tensors.items()}
+    return {name: copies.get(id(value), value) for name, value in state.items()}
+
+
+def _of_first_node(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """Copies of the weights of the first node of ``mesh``. Collective over the nodes."""
+    nodes = axis_group(mesh, (0,))
+    copies = _copied(state)
+    if nodes.group is not None:
+        tensors = {id(value): value for value in copies.values() if isinstance(value, Tensor)}
+        broadcast(list(map(local_tensor, tensors.values())), nodes.group, mesh_device(mesh))
+    return copies
 
 
 def whole_on_first_rank(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -122,14 +163,6 @@ def fits_one_file(module: nn.Module, num_states: int) -> bool:
     """Whether weights, and so many states of their size, are few bytes for a single file; local, alike on all ranks."""
     num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
     return (1 + num_states) * num_bytes < _MOST_OF_ONE_FILE
-
-
-def full_weights(module: nn.Module) -> dict[str, Any]:
-    """Whole weights on rank 0, under the names of the module, ``_orig_mod`` included. Collective over all ranks."""
-    if is_stage(module):
-        return _weights_of_stages(module)
-    own = {clean_name(name): name for name in module.state_dict()}
-    return {own.get(name, name): value for name, value in full_state_dict(module).items()}
 
 
 @joined_state_dicts()
@@ -193,19 +226,6 @@ def _weights_of_stages(module: nn.Module) -> dict[str, Any]:
     for _, copies in listed if dist.get_rank() == 0 else ():
         whole |= {copy: whole[name] for copy, name in copies.items()}
     return whole
-
-
-def numbered_optimizer_state(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Convert a state by name to one by position, as in ``state_dict()``; ``names`` are in order of the param groups.
-
-    Each group also gets the names, which a stage of a pipeline needs.
-    """
-    numbers = {name: index for index, name in enumerate(names)}
-    groups = [
-        {**group, "params": [numbers[name] for name in group["params"]], NAMES: list(group["params"])}
-        for group in state["param_groups"]
-    ]
-    return {"state": {numbers[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def names_in_groups(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

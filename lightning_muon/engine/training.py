@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.checkpoint.nodes import forget_own, show_common, show_own, steps_left_out
-from lightning_muon.checkpoint.saving import Format, Weights, fits_one_file
+from lightning_muon.checkpoint.saving import Format, Weights, fits_one_file, training_alone
 from lightning_muon.comm.agreement import are_equal, both_signs, maxima_over, require_equal
 from lightning_muon.comm.groups import ALONE, AxisGroup, all_ranks, axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded, profiled
@@ -34,6 +33,8 @@ from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.model_setup import materialize
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.replicas import ReplicaCheck
+from lightning_muon.flexdemo.optimizer import FlexDeMo
+from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.gradients import skips_step
 from lightning_muon.optim.parameters import compared
@@ -157,7 +158,9 @@ class TrainingEngine:
         """
         module, options, before = self.module, self.options, self.optimizers
         given = [*before, *given]
-        forget_own(given)
+        for each in given:
+            if isinstance(each, FlexDeMo):
+                each.forget_own_weights()
         self.rebind(given)
         if self.pipeline is not None:
             self.pipeline.require_parameters(given)
@@ -382,8 +385,9 @@ class TrainingEngine:
         """
         self.mode.finish_parameters()
         broadcast_buffers(self.module, None if self.pipeline is None else self.mesh)
-        if show_common(self.optimizers, for_good=for_good):
-            self.weights_have_changed()
+        for optimizer in training_alone(self.optimizers):
+            if optimizer.show_common_weights(for_good=for_good):
+                self.weights_have_changed()
 
     def end_evaluation(self) -> None:
         """Switch back from averaged (DiLoCo) to this node's weights."""
@@ -394,17 +398,20 @@ class TrainingEngine:
 
     def show_own_weights(self) -> None:
         """Undo what :meth:`begin_evaluation` has done to the weights; local."""
-        if show_own(self.optimizers):
-            self.weights_have_changed()
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FlexDeMo) and optimizer.show_own_weights():
+                self.weights_have_changed()
 
     def end_training(self) -> None:
         """Leave equal running statistics on all ranks, and weights that all nodes have in common."""
         self._compare_last_batch()
-        num_steps = steps_left_out(self.optimizers)
-        if num_steps:
-            self._warn(
-                f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a period"
-            )
+        for optimizer in training_alone(self.optimizers):
+            way = optimizer.config.replicator
+            if isinstance(way, DiLoCo) and (num_steps := optimizer.num_exchanges % way.period):
+                self._warn(
+                    f"DiLoCo: the weights lack what was learnt in the last {num_steps} steps; take a multiple of a "
+                    "period"
+                )
         self.begin_evaluation(for_good=True)
 
     def _compare_last_batch(self) -> None:

@@ -276,7 +276,7 @@ class Executor(ABC):
 
     def __init__(self, actions: Mapping[str, Action]) -> None:
         self._actions = actions
-        self.recorder: Any = None  # Is told when ops start and end; see lightning_muon.monitor.recorder.
+        self.recorder: Any = None  # Is told when ops start and end; see TimelineRecorder in monitor/step_monitor.py.
 
     @contextmanager
     def measured(self, op: Op) -> Generator[None]:

@@ -9,9 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_muon import MuonConfig
-from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration import training
-from tests.reference.muon_and_adamw import MuonAndAdamW
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -42,30 +40,8 @@ def _finetune(
     return model.losses, training.full_weights(model), groups
 
 
-def _finetuned_plainly() -> tuple[list[float], dict[str, Any]]:
-    network = training.language_model(training.load()).network
-    rest = [*network.embedding.parameters(), *network.head.parameters()]
-    optimizers: list[Any] = [torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.03)]
-    losses: list[float] = []
-    for epoch in range(3):
-        if epoch == 1:
-            matrices = [f"{block}.{layer}.weight" for block in range(2) for layer in ("up", "down")]
-            blocks = MuonAndAdamW(
-                network.blocks, matrices, lr=5e-3, weight_decay=0.03, muon_lr_factor=MEASURED_MUON_LR_FACTOR
-            )
-            optimizers.append(blocks)
-        for tokens, targets in training.plain_loader(epoch):
-            network.zero_grad()
-            loss = training.loss_of(network(tokens), targets)
-            loss.backward()
-            losses.append(loss.item())
-            for optimizer in optimizers:
-                optimizer.step()
-    return losses, {f"network.{name}": weight.detach() for name, weight in network.state_dict().items()}
-
-
 def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
-    single = gloo.run(_finetuned_plainly, world_size=1)[0]
+    single = gloo.run(_finetune, str(tmp_path / "single"), sizes={"sharding": "none"}, world_size=1)[0]
     for sizes in ({}, {"sharding": "zero2"}):
         losses, weights, groups = gloo.run(_finetune, str(tmp_path / "a"), sizes=sizes, world_size=2)[0]
         # The new group has the weight decay of the user's AdamW.
@@ -125,18 +101,3 @@ def test_a_rank_that_fails_alone_says_that_it_cannot_save(gloo: ProcessPool, tmp
         gloo.run_fresh(_fail, str(tmp_path), (1,), world_size=2, grace=20.0)
     assert "only 1 failed" in caught.value.failures[1].message
     assert not (tmp_path / "on_exception.ckpt").exists()
-
-
-def _find(directory: str) -> tuple[float, float, int]:
-    pl = training.load()
-    model = training.language_model(pl, configure=lambda module: torch.optim.AdamW(module.parameters(), lr=module.lr))
-    model.lr = 1e-3
-    fitter = training.trainer(pl, max_epochs=1, default_root_dir=directory)
-    finder: Any = pl.tuner.Tuner(fitter).lr_find(model, training.loader(num_samples=160), num_training=20)
-    fitter.fit(model, training.loader())
-    return finder.suggestion(), fitter.optimizers[0].param_groups[0]["lr"], fitter.global_step
-
-
-def test_the_rate_that_was_found_is_used_from_the_first_step(gloo: ProcessPool, tmp_path: Path) -> None:
-    (suggestion, used, steps), other = gloo.run(_find, str(tmp_path), world_size=2)
-    assert other == (suggestion, used, steps) and used == suggestion != 1e-3 and steps == 4

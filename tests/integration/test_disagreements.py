@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from lightning_muon import FlexDeMoConfig, MuonConfig
-from tests.integration.training import Block, Network, adamw, dataset, language_model, load, strategy_class, trainer
+from tests.integration.training import Network, adamw, dataset, language_model, load, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 
@@ -43,38 +42,30 @@ class _Evaluation(Network):
 
 
 class _Stream(IterableDataset[Any]):
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = samples
 
     def __iter__(self) -> Iterator[Any]:
-        return (dataset()[index] for index in range(self.size))
+        return iter(self.samples)
 
 
-def _frozen() -> nn.Module:
-    network = Network()
-    network.head.requires_grad_(False)
-    return network
+def _changed(change: Callable[[Network], object]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        change(network := Network())
+        return network
+
+    return make
 
 
-def _double() -> nn.Module:
-    network = Network()
-    network.blocks[0].double()
-    return network
-
-
-def _wider() -> nn.Module:
-    network = Network()
-    network.blocks[1] = Block()
+def _widen(network: Network) -> None:
     network.blocks[1].up, network.blocks[1].down = nn.Linear(16, 40), nn.Linear(40, 16)
-    return network
 
 
 def _with_schedule(module: nn.Module) -> Any:
     """The learning rate changes with the third step."""
     optimizer = adamw(module)
-    return [optimizer], [
-        {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step >= 2)), "interval": "step"}
-    ]
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 ** (step >= 2))
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
 def _adamw(**options: Any) -> Callable[[nn.Module], Any]:
@@ -84,21 +75,20 @@ def _adamw(**options: Any) -> Callable[[nn.Module], Any]:
 _FLEX = {"optimizer": FlexDeMoConfig(), "replicate_size": 2}
 # Kind -> what is in the place of the ordinary on all ranks, and what on rank 1; what the error names.
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "frozen": ({}, {"network": _frozen}, "network.head.weight"),
+    "frozen": ({}, {"network": _changed(lambda network: network.head.requires_grad_(False))}, "network.head.weight"),
     "order of modules": ({}, {"network": _Reordered}, "network.embedding.weight"),
-    "dtype": ({}, {"network": _double}, "float64"),
-    "shape": ({}, {"network": _wider}, r"\(40, 16\)|\(40,"),
+    "dtype": ({}, {"network": _changed(lambda network: network.blocks[0].double())}, "float64"),
+    "shape": ({}, {"network": _changed(_widen)}, r"\(40, 16\)|\(40,"),
     "seed": ({}, {"seed": 1}, ""),
     "lr": ({}, {"configure": _adamw(lr=1e-3)}, "lr of the group of .* 0.01, rank 1 has .* 0.001"),
     "weight decay": ({}, {"configure": _adamw(weight_decay=0.7)}, "weight_decay of the group of .* 0.7"),
     "kind of optimizer": (
         {}, {"configure": lambda module: torch.optim.SGD(module.parameters())}, "what configure_optimizers returned",
     ),
-    "schedule, fsdp": ({}, {"configure": _with_schedule}, "lr.* 0.005"),
-    "schedule, zero2": ({"strategy": {"sharding": "zero2"}}, {"configure": _with_schedule}, "lr.* 0.005"),
-    "schedule, ddp": ({"strategy": {"sharding": "ddp"}}, {"configure": _with_schedule}, "lr.* 0.005"),
-    "schedule, flexdemo": ({"strategy": _FLEX}, {"configure": _with_schedule}, "lr.* 0.005"),
-    "schedule, kept": ({"strategy": {"optimizer": "keep"}}, {"configure": _with_schedule}, "lr.* 0.005"),
+    **{
+        f"schedule, {options}": ({"strategy": options}, {"configure": _with_schedule}, "lr.* 0.005")
+        for options in ({}, {"sharding": "zero2"}, {"sharding": "ddp"}, _FLEX, {"optimizer": "keep"})
+    },
     "momentum": ({}, {"strategy": {"optimizer": MuonConfig(momentum=0.9)}}, "momentum=0.9"),
     "routing": ({}, {"strategy": {"optimizer": MuonConfig(adamw_patterns=("*.up.weight",))}}, "up.weight"),
     "plan": ({}, {"strategy": {"optimizer": MuonConfig(look_ahead=1)}}, "look_ahead=1"),
@@ -108,10 +98,11 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "units": ({}, {"strategy": {"wrap_policy": ("Linear",)}}, "Linear|FSDP2 unit"),
     "replicator": ({"strategy": _FLEX}, {"strategy": _FLEX | {"optimizer": FlexDeMoConfig(decay=0.5)}}, "decay=0.5"),
     "missing gradient": ({}, {"network": _ShortCut}, r"blocks.1"),
-    "version of torch": ({}, {"versions": {"torch.__version__": "2.0.0"}}, "'torch' 2.0.0"),
+    "version of torch": ({}, {"version": ("torch.__version__", "2.0.0")}, "'torch' 2.0.0"),
     "version of lightning_muon": (
-        {}, {"versions": {"lightning_muon.engine.training.VERSION": "9.9"}}, "'lightning_muon' 9.9",
+        {}, {"version": ("lightning_muon.engine.training.VERSION", "9.9")}, "'lightning_muon' 9.9",
     ),
+    "a weight that one rank gathers alone": ({}, {"gathers": True}, "Rank 1: waits in redistribute_local_tensor"),
     "length of data": ({}, {"samples": 24}, "'batches of the epoch' 8, rank 1 has .* 6"),
     "length of a stream": ({"stream": True}, {"samples": 24}, "The ranks wait for each other in different places"),
     "accumulated batches": ({}, {"trainer": {"accumulate_grad_batches": 2}}, "'accumulate_grad_batches' .* 2"),
@@ -129,18 +120,14 @@ def _fit(kind: str) -> tuple[str, float]:
     model = language_model(
         pl, network=chosen.get("network", Network), configure=chosen.get("configure", adamw), seed=chosen.get("seed", 0)
     )
-    samples = chosen.get("samples", 32)
-    if chosen.get("stream"):
-        batches = DataLoader(_Stream(samples), batch_size=4)
-    else:
-        batches = DataLoader(Subset(dataset(), range(samples)), batch_size=4)
+    if "gathers" in chosen:
+        model.on_train_batch_end = lambda *_: model.network.blocks[1].norm.weight.full_tensor()
+    samples = Subset(dataset(), range(chosen.get("samples", 32)))
+    batches = DataLoader(_Stream(samples) if "stream" in chosen else samples, batch_size=4)
     strategy = strategy_class()(**chosen.get("strategy", {}))
-    versions = chosen.get("versions", {})
     began = time.monotonic()
     try:
-        with ExitStack() as stack:
-            for place, version in versions.items():
-                stack.enter_context(mock.patch(place, version))
+        with mock.patch(*chosen.get("version", ("torch.__version__", torch.__version__))):
             fitter = trainer(pl, strategy=strategy, use_distributed_sampler=False, **chosen.get("trainer", {}))
             (fitter.validate if chosen.get("evaluates") else fitter.fit)(model, batches)
     except Exception as error:
@@ -148,7 +135,11 @@ def _fit(kind: str) -> tuple[str, float]:
     return "", time.monotonic() - began
 
 
-_WAIT = ("missing gradient", "length of a stream")  # For each other, until the watchdog ends them.
+_WAIT = (
+    "missing gradient",
+    "length of a stream",
+    "a weight that one rank gathers alone",
+)  # For each other, until the watchdog ends them.
 
 
 @pytest.mark.parametrize("kind", _WAIT)

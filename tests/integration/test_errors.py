@@ -13,50 +13,54 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig
-from tests.integration import training
 from tests.integration.integrations.fabric import loop
-from tests.integration.training import PACKAGES, dataset, language_model, load, loader, strategy_class, trainer
+from tests.integration.training import (
+    dataset,
+    full_weights,
+    language_model,
+    load,
+    loader,
+    max_difference,
+    strategy_class,
+    trainer,
+)
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
+
+_FAULTS = {"file": OSError("file 4"), "memory": MemoryError("5 GiB"), "stop": StopIteration("row 7")}
+_WITHOUT_HANDLER = ("setup", "on_train_end")  # Of SIGTERM.
 
 
 def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:
     """Rank 1 raises; rank 0 gets SIGTERM while it clears up, as launchers send it to the ranks that are left."""
-    pl = load(PACKAGES[0])
+    pl = load()
     model = language_model(pl)
-    at_ends = ("setup", "on_train_end")
 
     def fail(*_: Any) -> None:
-        if dist.get_rank() != 1 or (model.trainer.global_step != 1 and where not in at_ends):
+        if dist.get_rank() != 1 or (model.trainer.global_step != 1 and where not in _WITHOUT_HANDLER):
             return
-        if fault == "stop":
-            raise StopIteration("row 7")
-        if fault != "worker":
-            raise OSError("file 4") if fault == "file" else MemoryError("5 GiB")
+        if fault in _FAULTS:
+            raise _FAULTS[fault]
         worker, *_ = multiprocessing.active_children()
         worker.kill()
         worker.join()
 
-    class GetsSigterm(pl.Callback):
-        def on_exception(self, *_: Any) -> None:
-            if dist.get_rank() == 0 and where not in at_ends:  # Where SIGTERM has no handler.
-                os.kill(os.getpid(), signal.SIGTERM)
+    def on_exception(*_: Any) -> None:
+        if dist.get_rank() == 0 and where not in _WITHOUT_HANDLER:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     if where == "backward":
         model.network.head.register_full_backward_hook(fail)
     else:
         own = getattr(type(model), where)
         setattr(type(model), where, lambda *args, **kwargs: fail() or own(*args, **kwargs))
-    strategy = strategy_class(PACKAGES[0])(sharding=sharding, optimizer=MuonConfig())
-    # It cannot save alone.
-    saving = pl.callbacks.ModelCheckpoint(directory, save_on_exception=True, every_n_train_steps=100)
-    workers = 2 if fault == "worker" else 0
-    fitter = trainer(
-        pl, strategy=strategy, callbacks=[GetsSigterm(), saving][: 1 + (fault == "memory")],
-        enable_checkpointing=fault == "memory",
-    )  # fmt: skip
+    callbacks = [pl.callbacks.LambdaCallback(on_exception=on_exception)]
+    if saves := fault == "memory":  # It cannot save alone.
+        callbacks.append(pl.callbacks.ModelCheckpoint(directory, save_on_exception=True, every_n_train_steps=100))
+    strategy = strategy_class()(sharding=sharding, optimizer=MuonConfig())
+    fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves)
     try:
-        fitter.fit(model, DataLoader(dataset(), 1, num_workers=workers))
+        fitter.fit(model, DataLoader(dataset(), 1, num_workers=2 * (fault == "worker")))
         fitter.test(model, loader())  # Where rank 0 may be before rank 1 fails.
     except BaseException:
         if dist.get_rank() == 0:
@@ -89,33 +93,29 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(
 
 def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
     """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
-    pl = training.load()
-    results = []
+    pl, results = load(), list[Any]()
     for fails in (True, False):
-        model = training.language_model(pl)
+        model = language_model(pl)
         faults: list[Any] = []
 
         def start(fitter: Any, *_: Any, model: Any = model, faults: list[Any] = faults) -> None:
-            if fitter.global_step == 1 and not fitter.sanity_checking:
+            if fitter.global_step == 1:
                 faults.append(fail_in(model.network.blocks[1].norm, where))
                 if where == "callback":
                     raise OutOfMemoryError(where)
 
         hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
         callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
-        options = {"strategy": training.strategy_class()(sharding=sharding), "num_sanity_val_steps": 0}
-        first = training.trainer(pl, callbacks=[callback] if fails else [], max_steps=2 if fails else 1, **options)
-        batches = {}
-        if where == "evaluation":
-            batches["val_dataloaders"] = training.loader(num_samples=8)
-            first.val_check_interval = first.limit_train_batches = 1
+        strategies = [strategy_class()(sharding=sharding) for _ in range(2)]
+        options = {"callbacks": [callback] if fails else [], "max_steps": 1 + fails, "num_sanity_val_steps": 0}
+        evaluated = {"val_check_interval": 1, "limit_train_batches": 1} if where == "evaluation" else {}
         with pytest.raises(OutOfMemoryError) if fails else nullcontext():
-            first.fit(model, training.loader(), **batches)
+            val_batches = loader(num_samples=8) if evaluated else None
+            trainer(pl, strategy=strategies[0], **options, **evaluated).fit(model, loader(), val_batches)
         for fault in faults:
             fault.remove()
-        options["strategy"] = training.strategy_class()(sharding=sharding)
-        training.trainer(pl, max_epochs=1, **options).fit(model, training.loader())
-        results.append(training.full_weights(model))
+        trainer(pl, strategy=strategies[1], max_epochs=1).fit(model, loader())
+        results.append(full_weights(model))
     return results[0], results[1]
 
 
@@ -124,7 +124,7 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 )
 def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
     failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]
-    assert training.max_difference(failed, reference) == 0.0
+    assert max_difference(failed, reference) == 0.0
 
 
 def _go_on(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -156,35 +156,19 @@ def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None
     assert "has raised before" in failed.value.failures[1].message
 
 
-def _gather_a_weight_alone() -> None:
-    pl = training.load()
-    model = training.language_model(pl)
-    model.on_train_batch_end = lambda *_: model.global_rank == 0 and model.network.blocks[1].norm.weight.full_tensor()
-    training.trainer(pl, strategy="parallel_muon", max_epochs=1).fit(model, training.loader())
-
-
-def test_a_weight_that_one_rank_gathers_alone_ends_all_ranks(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError) as failed:
-        gloo.run_fresh(_gather_a_weight_alone, world_size=2, grace=10.0)
-    assert "Rank 0: waits in redistribute_local_tensor" in str(failed.value)
-    assert failed.value.exit_codes == {0: 1, 1: 1}
-
-
-def _errors_of_evaluations() -> list[str]:
-    pl, errors = load(PACKAGES[0]), []
+def _stop_in(name: str, step: str) -> None:
+    pl = load()
+    model = language_model(pl)
 
     def stop(*_: Any) -> None:
         raise StopIteration("row 7")
 
-    for name in ("validate", "test", "predict"):
-        model = language_model(pl)
-        setattr(type(model), {"validate": "validation"}.get(name, name) + "_step", stop)
-        with pytest.raises(RuntimeError) as raised:
-            getattr(trainer(pl), name)(model, loader())
-        errors.append(str(raised.value))
-    return errors
+    setattr(type(model), step, stop)
+    getattr(trainer(pl), name)(model, loader())
 
 
-def test_the_end_of_another_iteration_ends_no_evaluation(gloo: ProcessPool) -> None:
-    steps = ("validation_step", "test_step", "predict_step")
-    assert gloo.run(_errors_of_evaluations, world_size=1) == [[f"{step} raised StopIteration: row 7" for step in steps]]
+@pytest.mark.parametrize("name", ["validate", "test", "predict"])
+def test_the_end_of_another_iteration_ends_no_evaluation(gloo: ProcessPool, name: str) -> None:
+    step = {"validate": "validation"}.get(name, name) + "_step"
+    match = f"{step} raised StopIteration: row 7"
+    gloo.expect_error_on_all_ranks(_stop_in, name, step, exception=RuntimeError, match=match, world_size=1)

@@ -10,15 +10,16 @@ import torch.distributed as dist
 from torch import nn
 
 import lightning_muon.accelerate
-from lightning_muon import forward_backward
+from lightning_muon import AutoResume, forward_backward
 from tests.integration import training
-from tests.integration.integrations.accelerate.loop import training_on_cpu
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import adamw, network
 from tests.integration.integrations.transformers.runs import causal_lm
 from tests.integration.training import Network, loss_of
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
+
+_URL = "memory://bucket/run"
 
 
 def _fabric_set_up(what: str) -> None:
@@ -50,6 +51,8 @@ def _fabric_set_up(what: str) -> None:
         fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type="inf")
     if what == "tokens":
         fabric.strategy.report_tokens(3)
+    if what == "url":
+        fabric.save(_URL, {})
 
 
 def _fabric_step(what: str) -> None:
@@ -99,24 +102,6 @@ def _fabric_tokens(what: str) -> None:
                 fabric.backward(loop.summed_loss(model(tokens), targets))
 
 
-def _no_tokens_on_rank_0(framework: str) -> None:
-    with contextlib.ExitStack() as stack:
-        if framework == "accelerate":
-            options = {"is_fsdp": False, "sharding": "ddp", "loss_scaling": "tokens"}
-            runner, model, optimizer = stack.enter_context(training_on_cpu(**options))
-            report = runner.report_tokens
-        else:
-            runner, model, optimizer = loop.set_up(loss_scaling="tokens")
-            report = runner.strategy.report_tokens
-        for index in range(2):
-            tokens, targets = loop.micro_batch(0, index)
-            with runner.accumulate(model) if framework == "accelerate" else runner.no_backward_sync(model, index == 0):
-                if index or dist.get_rank() == 0:
-                    report(targets.numel())
-                runner.backward(loop.summed_loss(model(tokens), targets))
-                optimizer.step() if index else None
-
-
 def _accelerate(what: str) -> None:
     options = {"wrap_policy": [["Block"], ["Linear"]][dist.get_rank()]} if what == "ranks" else {}
     with fsdp2_on_cpu():
@@ -130,10 +115,8 @@ def _accelerate(what: str) -> None:
         model, optimizer = accelerator.prepare(model, optimizer)
         if what == "again":
             accelerator.prepare(network())
-        if what == "norm":
-            accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1)
-        if what == "tokens":
-            accelerator.report_tokens(3)
+        if what == "url":
+            accelerator.save_state(_URL)
         for is_last in (False, True):  # A step that was reduced does not hide the next one.
             tokens, targets = loop.micro_batch(0, 0)
             with accelerator.no_sync(model) if is_last else contextlib.nullcontext():
@@ -151,16 +134,18 @@ def _fit(what: str) -> None:
     if what == "tokens":
         model.automatic_optimization, strategy = False, {"loss_scaling": "tokens"}
     if what == "whole gradients":
-        model.configure_optimizers, strategy = (
-            lambda: torch.optim.SGD(model.parameters(), lr=0.1),
-            {"sharding": "zero2"},
-        )
+        strategy = {"sharding": "zero2"}
+        model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
     if what == "meta":
         model.automatic_optimization, model.scale = False, nn.Parameter(torch.ones(3, device="meta"))
     if what == "tensor":
         strategy = {"tensor_size": 2}
     if what == "EMA":
         kwargs["callbacks"] = [pl.callbacks.EMAWeightAveraging()]
+    if what == "url of a save":
+        model.on_train_start = lambda: model.trainer.save_checkpoint(_URL)
+    if what == "url of a callback":
+        kwargs |= {"callbacks": [AutoResume(_URL)], "enable_checkpointing": True}
     if what.startswith("stages"):
         kind: Any = type(model)
         kind.pipeline_parts = lambda self: [self.network.embedding, *self.network.blocks, self.network.head]
@@ -178,12 +163,15 @@ def _fit(what: str) -> None:
         for part in (model.network.embedding, *model.network.blocks):
             part.requires_grad_(False)
         model.configure_optimizers = lambda: torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    path = _URL if what == "url to go on from" else None
     try:
-        training.trainer(pl, strategy=training.strategy_class()(**strategy), **kwargs).fit(model, training.loader())
+        fitter = training.trainer(pl, strategy=training.strategy_class()(**strategy), **kwargs)
+        fitter.fit(model, training.loader(), ckpt_path=path)
     except RuntimeError as error:  # Of a rank that says whose error it is.
         raise ValueError(str(error)) from error
 
 
+_NO_FOLDER = f"are in folders, not at URLs such as {_URL}"
 _NOT_REDUCED = "optimizer.step after micro-batches that were all inside"
 _TWICE = r"a second backward pass of a step .* all but the last inside of no_backward_sync"
 _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
@@ -196,6 +184,7 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fabric_set_up, "first", ValueError, "this ParallelMuon was not set up"),
     (_fabric_set_up, "norm", ValueError, "norm_type=2.0"),
     (_fabric_set_up, "tokens", RuntimeError, "loss_scaling='tokens'"),
+    (_fabric_set_up, "url", ValueError, _NO_FOLDER),
     (_fabric_step, "nan", RuntimeError, "the norm of the gradients is nan"),
     (_fabric_step, "clip", RuntimeError, "clip_gradients .* after micro-batches"),
     (_fabric_step, "backward", RuntimeError, "call `fabric.backward"),
@@ -207,28 +196,21 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fabric_tokens, "fsdp", RuntimeError, _TWICE),
     (_fabric_tokens, "zero2", RuntimeError, _TWICE),
     (_fabric_tokens, "in turn", RuntimeError, r"no_backward_sync of some models, but not of \w*Network"),
-    (_no_tokens_on_rank_0, "fabric", ValueError, "rank 1 reported no tokens in micro-batch 1 of 2"),
-    (_no_tokens_on_rank_0, "accelerate", ValueError, "rank 1 reported no tokens in micro-batch 1 of 2"),
     (_accelerate, "ranks", RuntimeError, "the options of lightning_muon differs between ranks"),
     (_accelerate, "meta", ValueError, r"(head|table).weight .* is on the meta device on rank 0, too"),
     (_accelerate, "again", ValueError, "1 models after another one"),
-    (_accelerate, "norm", ValueError, "only the 2-norm"),
     (_accelerate, "clip", RuntimeError, "a module that no optimizer was set up for"),
-    (_accelerate, "tokens", RuntimeError, "loss_scaling='tokens'"),
+    (_accelerate, "url", ValueError, _NO_FOLDER),
     (_accelerate, "not reduced", RuntimeError, _NOT_REDUCED),
     (_fit, "tokens", ValueError, "needs automatic optimization"),
     (_fit, "whole gradients", ValueError, "divides the gradients that SGD reads whole"),
     (_fit, "meta", ValueError, "scale is on the meta device"),
     (_fit, "tensor", ValueError, "tensor_size=2, but no layer of LanguageModel is divided"),
     (_fit, "EMA", ValueError, "EMAWeightAveraging does not work.*EMAWeights"),
+    *((_fit, f"url {where}", ValueError, _NO_FOLDER) for where in ("of a save", "of a callback", "to go on from")),
     (_fit, "stages by hand", ValueError, "set automatic_optimization = True"),
     (_fit, "stages accumulate", ValueError, "instead of accumulate_grad_batches=2"),
-    (
-        _fit,
-        "stages finetune",
-        ValueError,
-        "BackboneFinetuning does not work with pipeline_size=2.*requires_grad_ in set",
-    ),
+    (_fit, "stages finetune", ValueError, "BackboneFinetuning does not work with .*requires_grad_ in set"),
     (_fit, "stages compiled", ValueError, r"network\.blocks\.1 \(Block\) is compiled; .* remove torch.compile"),
     (_fit, "stages frozen", ValueError, "nothing in the stages of this rank is trained; give it all parameters"),
 ]

@@ -41,7 +41,7 @@ def _fit_until_told(
     directory: str, number: int, during: str, *, callback: str, accumulate: int, batch: int | None
 ) -> tuple[int | str, list[tuple[int, float]], list[str]]:
     """Exit code, batches with their losses, and checkpoints of a run; rank 1 gets a signal in some ``batch``."""
-    pl = load()
+    pl, code = load(), "ended"
     model, seen = language_model(pl), list[tuple[int, float]]()
 
     def told(*_: Any) -> None:
@@ -51,22 +51,17 @@ def _fit_until_told(
             if dist.get_rank() == 1:
                 os.kill(os.getpid(), number)
 
-    def record(output: Any, *_: Any) -> None:
-        seen.append((model.trainer.fit_loop.total_batch_idx, output["loss"].item()))
-
     setattr(model, during, told)
-    model.on_train_batch_end = record
-    resumes = make("AutoResume", PACKAGES[0])(directory, every_n_train_steps=100)
-    kept = pl.callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=100)
-    fitter = trainer(
-        pl,
-        callbacks=[resumes if callback == "AutoResume" else kept],
-        enable_checkpointing=True,
-        limit_val_batches=2,
-        accumulate_grad_batches=accumulate,
+    model.on_train_batch_end = lambda output, *_: seen.append(
+        (model.trainer.fit_loop.total_batch_idx, output["loss"].item())
     )
-    path = None if callback == "AutoResume" or not os.path.exists(directory) else "last"
-    code: Any = "ended"
+    if callback == "AutoResume":
+        saves, path = make("AutoResume", PACKAGES[0])(directory, every_n_train_steps=100), None
+    else:
+        saves = pl.callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=100)
+        path = "last" if os.path.exists(directory) else None
+    options = {"enable_checkpointing": True, "limit_val_batches": 2, "accumulate_grad_batches": accumulate}
+    fitter = trainer(pl, callbacks=[saves], **options)
     try:
         fitter.fit(model, DataLoader(dataset(24), 2, shuffle=True), loader(), ckpt_path=path, weights_only=False)
     except SystemExit as error:
@@ -103,20 +98,20 @@ def _requeue(directory: str, receivers: tuple[int, ...]) -> list[int]:
     os.chdir(directory)
     pl, steps = load(), list[int]()
     for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
-        model = language_model(pl)
 
-        def record(*_: Any, of: Any = model) -> None:
-            steps.append(of.trainer.global_step)
-            of.trainer.should_stop = True
+        class Told(pl.Callback):
+            def on_before_backward(self, fitter: Any, *_: Any, told: tuple[int, ...] = told) -> None:
+                if fitter.global_step == 3 and dist.get_rank() in told:
+                    os.kill(os.getpid(), signal.SIGUSR1)
 
-        def on_before_backward(_: Any, of: Any = model, told: tuple[int, ...] = told) -> None:
-            if of.trainer.global_step == 3 and dist.get_rank() in told:
-                os.kill(os.getpid(), signal.SIGUSR1)
+        def record(_: Any, fitter: Any, *others: Any) -> None:
+            steps.append(fitter.global_step)
+            fitter.should_stop = True
 
-        setattr(model, hook, record)
-        model.on_before_backward = on_before_backward
+        setattr(Told, hook, record)
         options = {"max_steps": 5000, "max_epochs": -1, "default_root_dir": directory, "plugins": [_slurm(pl)]}
-        trainer(pl, strategy=strategy_class()(), **options).fit(model, loader(), loader())
+        fitter = trainer(pl, strategy=strategy_class()(), callbacks=[Told()], **options)
+        fitter.fit(language_model(pl), loader(), loader())
     return steps
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.nodes import forget_own
 from lightning_muon.checkpoint.saving import OptimizerState, collect, whole_on_first_rank, write
 from lightning_muon.checkpoint.staging import discard, local_path
 from lightning_muon.comm.agreement import together
@@ -29,6 +28,7 @@ from lightning_muon.config import takes_options
 from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
+from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.integrations.lightning.auto_resume import (
     PREFIX_OF_REQUEUE,
     candidates,
@@ -429,7 +429,9 @@ class TrainerStrategy(MuonStrategy):
 
     def _load_pending_weights(self) -> None:
         if self._checkpoint is not None and self._is_strict is not None:
-            forget_own(self.optimizers)
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, FlexDeMo):
+                    optimizer.forget_own_weights()
             self._checkpoint.load_weights("state_dict", self._running_engine.module, strict=self._is_strict)
             self._is_strict = None
 

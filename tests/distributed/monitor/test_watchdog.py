@@ -14,17 +14,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_muon import ParallelMuon
 from lightning_muon.compat.torch import default_store
 from lightning_muon.monitor.processes import standing_place, waiting_place
-from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.guards import CallLog
-from lightning_muon.sharding.modes import Sharding, make_mode
+from lightning_muon.sharding.modes import Sharding
 from tests.distributed.sharding.experts import inputs_of, sharded, watching
-from tests.distributed.sharding.training import mesh_of
+from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool, RanksFailedError
 
 BOTH = ([0, 1], [0, 1])
@@ -92,64 +88,61 @@ def _forward_on_one_rank() -> None:
             model.unshard()
 
 
-def test_what_one_rank_does_alone_is_named_with_its_line(gloo: ProcessPool) -> None:
-    match = r"ends: rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+dog.py:\d+ "
-    gloo.expect_end_of_all_ranks(_forward_on_one_rank, match=match, world_size=2)
-
-
-def _die_on_one_rank() -> None:
+def _die_on_one_rank(*, is_beside_stranger: bool) -> None:
+    """Maybe after somebody has written into the store of the watchdogs what they cannot read."""
     model, mode = sharded(mesh_of((1, 2)), ["Layer"])
-    with watching(mode.call_log, patience=0.5, interval=0.2):
+    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
         model(inputs_of(0), [0]).sum().backward()
         if dist.get_rank() == 1:
             time.sleep(1.0)
+            if is_beside_stranger:
+                watchdog._common.set("reason", b"\xff\xfe")
+                for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
+                    watchdog._store.set(f"position{rank}", wrong)
             os.kill(os.getpid(), signal.SIGKILL)
         model.layers[1](inputs_of(0), [0])
 
 
-def test_a_rank_that_waits_for_a_dead_one_ends(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
-        gloo.run_fresh(_die_on_one_rank, world_size=2, timeout=40.0, grace=8.0)
-    assert raised.value.exit_codes == {0: 1, 1: -signal.SIGKILL}
-
-
 def _train_while_a_rank_is_stopped(
-    mode_name: Sharding, seconds: float | None, *, silence: timedelta | None = None, limit: float = 1800.0
+    mode_name: Sharding, *, seconds: float | None = None, silence: timedelta | None = None, limit: float = 1800.0
 ) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 13), nn.Linear(13, 5))
-    mode = make_mode(mode_name, init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), ModeOptions())
-    mode.prepare(model)
-    optimizer = ParallelMuon(model, lr=1e-2)
-    mode.attach(model, [optimizer])
+    training = Training.start(mode_name, mesh_of((2,)))
     default_store().set_timeout(timedelta(seconds=limit))
-    with watching(CallLog(model, mode.mesh), patience=0.5, interval=0.1, silence=silence):
+    with watching(CallLog(training.net, training.mode.mesh), patience=0.5, interval=0.1, silence=silence):
         for step in range(3):
             if dist.get_rank() == 1 and step == 1:  # As a debugger or a scheduler does.
                 if seconds is not None:
                     subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
                 os.kill(os.getpid(), signal.SIGSTOP)
-            model(torch.ones(3, 7)).square().mean().backward()
-            mode.finish_gradients()
-            optimizer.step()
-            mode.finish_parameters()
-            optimizer.zero_grad()
+            training.step(step)
+        training.mode.finish_parameters()
 
 
-@pytest.mark.parametrize(("mode", "silence", "limit"), [("fsdp", None, 3.0), ("ddp", timedelta(seconds=2), 1800.0)])
-def test_a_stopped_rank_is_waited_for_until_the_limit(
-    gloo: ProcessPool, mode: Sharding, silence: timedelta | None, limit: float
+_LINE = r"ends: rank 0 is in a forward pass that rank 1 does not make.* Rank 0: .* root Mixture, \S+dog.py:\d+ "
+_DIED, _SILENT = "rank 0 ends: rank 1 has died", "rank 0 ends: rank 1 has given no sign of life for 2 s"
+_PASSED_OVER = f"(?s)(?=.*in the store as reason)(?=.*in the store as position1).*{_DIED}"
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "match", "exit_codes"),
+    [
+        (_forward_on_one_rank, {}, _LINE, {0: 1, 1: 1}),
+        (_die_on_one_rank, {"is_beside_stranger": False}, _DIED, {0: 1, 1: -signal.SIGKILL}),
+        (_die_on_one_rank, {"is_beside_stranger": True}, _PASSED_OVER, {0: 1, 1: -signal.SIGKILL}),
+        (_train_while_a_rank_is_stopped, {"mode_name": "fsdp", "limit": 3.0}, _SILENT, {0: 1}),
+        (_train_while_a_rank_is_stopped, {"mode_name": "ddp", "silence": timedelta(seconds=2)}, _SILENT, {0: 1}),
+    ],
+)
+def test_ranks_that_wait_for_another_one_end_and_say_why(
+    program: Any, arguments: dict[str, Any], match: str, exit_codes: dict[int, int]
 ) -> None:
-    with pytest.raises(RanksFailedError, match=r"rank 0 ends: rank 1 has given no sign of life for 2 s") as raised:
-        gloo.run_fresh(
-            _train_while_a_rank_is_stopped, mode, None,
-            silence=silence, limit=limit, world_size=2, timeout=40.0, grace=1.0,
-        )  # fmt: skip
-    assert raised.value.exit_codes == {0: 1}
+    with pytest.raises(RanksFailedError, match=match) as raised:
+        ProcessPool().run_fresh(program, **arguments, world_size=2, timeout=40.0, grace=8.0)
+    assert raised.value.exit_codes == exit_codes
 
 
 def test_a_rank_that_is_silent_for_less_is_no_dead_one(gloo: ProcessPool) -> None:
-    gloo.run_fresh(_train_while_a_rank_is_stopped, "fsdp", 2.0, world_size=2, timeout=40.0)
+    gloo.run_fresh(_train_while_a_rank_is_stopped, "fsdp", seconds=2.0, world_size=2, timeout=40.0)
 
 
 def _fail_outside(*, ends: bool) -> float:
@@ -238,23 +231,3 @@ def _look_while_garbage_waits(times: int = 20) -> int:
 
 def test_a_look_at_a_thread_collects_no_garbage_under_a_lock(gloo: ProcessPool) -> None:
     assert gloo.run_fresh(_look_while_garbage_waits, world_size=1, timeout=40.0) == [20]
-
-
-def _die_beside_a_stranger() -> None:
-    """Rank 1 dies after somebody has written into the store of the watchdogs what they cannot read."""
-    _, mode = sharded(mesh_of((1, 2)), ["Layer"])
-    with watching(mode.call_log, patience=0.5, interval=0.2) as watchdog:
-        dist.barrier()
-        if dist.get_rank() == 1:
-            watchdog._common.set("reason", b"\xff\xfe")
-            for rank, wrong in enumerate((b"[]", b'{"calls": 1}')):
-                watchdog._store.set(f"position{rank}", wrong)
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(20.0)
-
-
-def test_what_a_stranger_writes_does_not_end_the_watch(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="rank 0 ends: rank 1 has died") as raised:
-        gloo.run_fresh(_die_beside_a_stranger, world_size=2, timeout=40.0, grace=8.0)
-    for key in ("reason", "position1"):
-        assert str(raised.value).count(f"rank 0 passes over what is in the store as {key}") == 1

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,16 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_muon.checkpoint import saving
 from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
 from lightning_muon.checkpoint.manifest import damages
 from lightning_muon.checkpoint.newest import newest_first
-from lightning_muon.checkpoint.staging import discard, last_written
 from lightning_muon.comm.groups import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
-from tests.integration.checkpoint.test_staging import is_killed
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -176,64 +171,20 @@ def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Pa
     assert _names(tmp_path) == ["saved.ckpt"] and damages(tmp_path / "saved.ckpt") == []
 
 
-def _save(path: Path, saves: BackgroundSaves | None) -> None:
-    """A checkpoint of one rank."""
-    content = {"weight": torch.randn(4, 4)}
-    how = saving.Format(whole=False, metadata_name="meta.pt", saves=saves)
-    saving.write({path: (content, {"loops": {}})}, how)
-
-
-def _rotate(directory: Path) -> None:
-    """Save anew, over one checkpoint, and let another one go."""
-    saves = BackgroundSaves(own_group(host_group(all_ranks())))
-    _save(directory / "last.ckpt", saves)
-    saves.after_commit(lambda: discard(directory / "old.ckpt"))
-    saves.finish()
-
-
-def test_a_kill_at_any_point_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    was_killed, kill_at, states = True, 0, list[str]()
-    for name in ("old.ckpt", "last.ckpt"):
-        assert not is_killed(tmp_path, partial(_save, tmp_path / "before" / name, None), 10_000)
-    while was_killed:
-        directory = tmp_path / str(kill_at)
-        shutil.copytree(tmp_path / "before", directory)
-        before = (directory / "last.ckpt" / "manifest.json").read_text()
-        was_killed = is_killed(tmp_path, partial(_rotate, directory), kill_at)
-        place = last_written(directory / "last.ckpt")
-        assert damages(place) == [], kill_at
-        is_new = (place / "manifest.json").read_text() != before
-        assert is_new or damages(directory / "old.ckpt") == [], kill_at
-        states.append("new" if is_new else "old")
-        kill_at += 1
-    assert states == sorted(states, reverse=True) and set(states) == {"old", "new"}
-    assert _names(directory) == ["last.ckpt"] and kill_at > 10
-
-
-def _fail_around_a_save() -> None:
-    """A thread that cannot start on one rank, and an earlier checkpoint that cannot be removed."""
-    rank, ended = dist.get_rank(), threading.Event()
+def _fail_to_start() -> None:
+    ended = threading.Event()
     saves = BackgroundSaves(own_group(host_group(all_ranks())))
     problem = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    with problem if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match="can't start new thread"):
-        saves.start(Path("new.ckpt"), {}, lambda *_: ended.set())
-    for thread in threading.enumerate():
-        if thread.name == THREAD:
-            thread.join()
-    assert not ended.is_set()
-
-    def write(*_: Any) -> None:
-        assert ended.wait(20)
-
-    saves.start(Path("new.ckpt"), {}, write)
-    if rank == 0:
-        saves.after_commit(lambda: (Path(os.devnull) / "old.ckpt").unlink())
-    ended.set()
-    with pytest.raises(NotADirectoryError if rank == 0 else RuntimeError, match=r"old\.ckpt") as failed:
-        saves.finish()
-    notes = "".join(getattr(failed.value, "__notes__", []))
-    assert rank == 1 or "new.ckpt was written, but a checkpoint before it could not be removed" in notes
+    try:
+        with problem if dist.get_rank() == 1 else nullcontext():
+            saves.start(Path("new.ckpt"), {}, lambda *_: ended.set())
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == THREAD:
+                thread.join()
+        assert not ended.is_set(), "rank 0 would wait for the other thread"
 
 
-def test_errors_around_a_save_reach_all_ranks(gloo: ProcessPool) -> None:
-    gloo.run(_fail_around_a_save, world_size=2)
+def test_a_thread_that_cannot_start_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
+    match = "can't start new thread"
+    gloo.expect_error_on_all_ranks(_fail_to_start, exception=RuntimeError, match=match, world_size=2)

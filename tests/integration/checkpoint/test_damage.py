@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from lightning_muon.checkpoint.manifest import CLOCK, damages, describe, write_f
 from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
+from tests.integration.training import language_model, load, loader, strategy_class, trainer
 from tests.long.reliability import flip
 from tests.support.processes import ProcessPool
 
@@ -106,29 +108,33 @@ def test_the_newest_intact_one_is_taken_on_all_ranks(gloo: ProcessPool, tmp_path
     gloo.expect_error_on_all_ranks(_first_of, newest[:2], exception=DamagedCheckpointError, match=match, world_size=2)
 
 
+def _verify(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[Any, str]:
+    """Exit code, or the message in its place, and what is printed."""
+    try:
+        main(["verify", *map(str, paths)])
+    except SystemExit as end:
+        return end.code, capsys.readouterr().out
+    return 0, capsys.readouterr().out
+
+
 def test_the_command_names_each_bad_file(gloo: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a.ckpt", "b.ckpt"):
         gloo.run(_save, str(tmp_path / name), world_size=2)
-    main(["verify", str(tmp_path), str(tmp_path / "a.ckpt")])
-    assert capsys.readouterr().out.count(": as it was written, step 1") == 3
+    code, text = _verify(capsys, tmp_path, tmp_path / "a.ckpt")
+    assert code == 0 and text.count(": as it was written, step 1") == 3
     shard = tmp_path / "b.ckpt" / "__0_0.distcp"
     shard.write_bytes(flip(1, shard.read_bytes()))
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(tmp_path)])
-    text = capsys.readouterr().out
-    assert ended.value.code == 1 and f"{tmp_path}/b.ckpt: damaged\n  {shard} is not as it was written" in text
+    code, text = _verify(capsys, tmp_path)
+    assert code == 1 and f"{tmp_path}/b.ckpt: damaged\n  {shard} is not as it was written" in text
     torch.save({"weights": torch.ones(3)}, tmp_path / "plain.ckpt")
-    with pytest.raises(SystemExit) as ended:
-        main(["verify", str(tmp_path / "plain.ckpt")])
-    assert ended.value.code == 1 and "not verified, it has no hashes" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match=r"there is no .*missing"):
-        main(["verify", str(tmp_path / "missing")])
+    code, text = _verify(capsys, tmp_path / "plain.ckpt")
+    assert code == 1 and "not verified, it has no hashes" in text
+    assert re.search(r"there is no .*missing", _verify(capsys, tmp_path / "missing")[0])
     (tmp_path / "b.ckpt" / "manifest.json").write_text("null")
     (tmp_path / "link.ckpt").symlink_to(tmp_path / "missing")
-    with pytest.raises(SystemExit):
-        main(["verify", str(tmp_path)])
-    text = capsys.readouterr().out
-    assert "b.ckpt: damaged" in text and "link.ckpt: damaged" in text and "a.ckpt: as it was written" in text
+    code, text = _verify(capsys, tmp_path)
+    assert code == 1 and "b.ckpt: damaged" in text and "link.ckpt: damaged" in text
+    assert "a.ckpt: as it was written" in text
 
 
 _MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -176,9 +182,8 @@ def test_what_cannot_be_read_is_named_and_passed_over(
             file.unlink() if kind == "empty directory" or file.suffix != ".distcp" else None
     with pytest.warns(UserWarning, match=r"newest.ckpt is damaged[\s\S]*Going on from .*before.ckpt"):
         assert first_intact([newest, before]) == before
-    with pytest.raises(SystemExit):
-        main(["verify", str(tmp_path)])
-    assert "newest.ckpt: as it was written" not in capsys.readouterr().out
+    code, text = _verify(capsys, tmp_path)
+    assert code == 1 and "newest.ckpt: as it was written" not in text
 
 
 def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(tmp_path: Path) -> None:
@@ -188,28 +193,49 @@ def test_a_clock_that_is_put_back_does_not_make_a_checkpoint_older(tmp_path: Pat
     assert [path.name for path in newest_first(tmp_path)] == ["step=2.ckpt", "step=1.ckpt"]
 
 
-def _save_on_a_full_disk(path: str, *, whole: bool) -> None:
-    """Rank 1, or rank 0 which writes whole files, can write no more than some bytes to a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == int(not whole):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
-    try:
-        _save(path, whole=whole, step=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+def _train(directory: str, *, whole: bool, is_full: bool) -> tuple[list[float], list[str], list[int]]:
+    """Losses, the errors of saves, and the step that is intact after each; a disk is full in the third step.
+
+    That of rank 1, or of rank 0, which writes whole files. In the fifth step the folder is gone.
+    """
+    pl, errors, intact = load(), list[str](), list[int]()
+    model, before = language_model(pl), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    class Saves(pl.Callback):
+        def on_train_batch_end(self, fitter: Any, *_: Any) -> None:
+            if fitter.global_step % 2 == 0:
+                return
+            if is_full and fitter.global_step == 3 and dist.get_rank() == int(not whole):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (3000, before[1]))
+            folder = os.devnull if is_full and fitter.global_step == 5 else directory
+            try:
+                fitter.save_checkpoint(f"{folder}/last.ckpt")
+            except (OSError, RuntimeError) as error:
+                errors.append(str(error))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            path = Path(directory, "last.ckpt")
+            intact.append((describe(path) or {})["step"] if damages(path) == [] else -1)
+            dist.barrier()
+
+    strategy = strategy_class()(save_distributed_checkpoint=not whole)
+    trainer(pl, strategy=strategy, callbacks=[Saves()], max_steps=8).fit(model, loader())
+    return model.losses, errors, intact
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_full_disk_is_one_error_and_leaves_the_old_one(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
-    path = tmp_path / "last.ckpt"
-    gloo.run(_save, str(path), whole=whole, world_size=2)
-    with pytest.raises(Exception, match="File too large") as failed:
-        gloo.run(_save_on_a_full_disk, str(path), whole=whole, world_size=2)
-    assert sorted(failed.value.failures) == [0, 1]
-    assert damages(path) == [] and (describe(path) or {})["step"] == 1
+def test_a_disk_that_takes_nothing_stops_no_training(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    unharmed = gloo.run(_train, str(tmp_path), whole=whole, is_full=False, world_size=2)
+    for found, (losses, none, _) in zip(
+        gloo.run(_train, str(tmp_path), whole=whole, is_full=True, world_size=2), unharmed, strict=True
+    ):
+        assert found[0] == losses and none == []
+        assert ["File too large" in found[1][0], "Not a directory" in found[1][1], found[2]] == [
+            True,
+            True,
+            [1, 1, 1, 7],
+        ]
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
-    gloo.run(_save, str(path), whole=whole, step=3, world_size=2)
-    assert damages(path) == [] and (describe(path) or {})["step"] == 3
 
 
 def test_files_of_other_programs_are_taken_with_a_warning(tmp_path: Path) -> None:
@@ -246,10 +272,8 @@ def test_a_search_for_damage_unpickles_nothing(tmp_path: Path, capsys: pytest.Ca
     written = pickle.dumps(_MakesFolder(proof))
     (folder / "from-a-stranger.ckpt" / ".metadata").write_bytes(written)
     (folder / "file.ckpt").write_bytes(written)
-    with pytest.raises(SystemExit):
-        main(["verify", str(folder)])
-    text = capsys.readouterr().out
-    assert "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
+    code, text = _verify(capsys, folder)
+    assert code == 1 and "from-a-stranger.ckpt: not verified" in text and "file.ckpt: damaged" in text
     assert len(newest_first(folder)) == 2 and not proof.exists()
 
 

@@ -12,19 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning.fabric
-import lightning.pytorch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.demos.boring_classes import BoringDataModule, BoringModel
 
-import lightning_muon.accelerate
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.saving import write_shards
 from lightning_muon.checkpoint.staging import discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank, together
-from tests.integration.training import trainer
 from tests.support.processes import ProcessPool
 
 
@@ -201,32 +196,3 @@ def test_what_killed_processes_have_left_is_removed(gloo: ProcessPool, tmp_path:
             os.utime(each, times=2 * (time.time() - 60 * minutes,))
     gloo.run(_replace, str(tmp_path / "checkpoint"), 2, whole=True, world_size=2)
     assert _read(tmp_path / "checkpoint") == 2 and _names(tmp_path) == [".unfinished-2", "checkpoint"]
-
-
-def _use_a_url(by: str) -> None:
-    place = "memory://bucket/run"
-    if by == "accelerate":
-        lightning_muon.accelerate.Accelerator(cpu=True).save_state(place)
-    elif by == "fabric":
-        fabric = lightning.fabric.Fabric(accelerator="cpu", devices=1, strategy="parallel_muon")
-        fabric.launch()
-        fabric.save(place, {})
-    elif by == "resume":
-        trainer(lightning.pytorch).fit(BoringModel(), BoringDataModule(), ckpt_path=place)
-    else:
-        keeps = {"enable_checkpointing": True, "callbacks": [lightning_muon.AutoResume(place)]}
-        fitter = trainer(lightning.pytorch, **(keeps if by == "callback" else {}))
-        fitter.fit(BoringModel(), BoringDataModule())
-        fitter.save_checkpoint(place)
-
-
-def _refused(by: str) -> str:
-    with pytest.raises(ValueError, match="are in folders, not at URLs such as") as refused:
-        _use_a_url(by)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("by", ["trainer", "resume", "callback", "fabric", "accelerate"])
-def test_a_url_is_no_folder(gloo: ProcessPool, by: str) -> None:
-    assert "memory://bucket/run" in gloo.run(_refused, by, world_size=1)[0]
-    assert not Path("memory:").exists()

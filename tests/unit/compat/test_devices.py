@@ -10,7 +10,7 @@ OF_CUDA = {
     "cli/doctor.py": "device_count get_device_properties is_available set_device",
     "comm/collectives.py": "current_stream",
     "integrations/lightning/resuming.py": "get_rng_state is_available set_rng_state",
-    "monitor/recorder.py": "Event synchronize",
+    "monitor/step_monitor.py": "Event synchronize",
     "optim/graphs.py": "CUDAGraph Stream current_stream device graph graph_pool_handle stream",
     "optim/matrix_step.py": "Event Stream current_stream stream",
     "optim/planned_optimizer.py": "is_bf16_supported",

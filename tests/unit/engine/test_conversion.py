@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
     ExponentialLR,
-    LambdaLR,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -25,9 +25,12 @@ from lightning_muon.engine.conversion import (
     describe_optimizers,
     hand_back,
     optimizer_warnings,
+    repoint_schedulers,
     tell,
 )
 from lightning_muon.flexdemo.config import MEASURED_FLEXDEMO_LR_FACTOR
+
+_BASES: Any = ("sgd", "adamw", "muon")
 
 
 @pytest.fixture
@@ -48,44 +51,53 @@ def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
 
 
-def test_adamw_gives_its_matrices_to_muon(model: nn.Module) -> None:
-    adamw = torch.optim.AdamW(model.named_parameters(), lr=3e-4, weight_decay=0.02, betas=(0.7, 0.8), eps=1e-6)
-    new = convert_optimizer(adamw, model, MuonConfig(momentum=0.9)).optimizer
-    assert isinstance(new, ParallelMuon)
-    assert [route.name for route in new.routes if route.algorithm == "muon"] == ["1.weight", "3.weight"]
-    keys = ("lr", "weight_decay", "betas", "adamw_eps", "momentum", "eps", "adjust_lr_fn", "muon_lr_factor")
-    assert _groups(new, *keys) == [(3e-4, 0.02, (0.7, 0.8), 1e-6, 0.9, MuonConfig.eps, "match_rms_adamw", 3.0)]
-    assert not {"amsgrad", "fused", "foreach", "maximize", "decoupled_weight_decay"} & new.param_groups[0].keys()
-    assert new.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
-
-
-def test_groups_keep_their_number_order_and_extra_keys(model: nn.Sequential) -> None:
+@pytest.mark.parametrize("choice", [MuonConfig(momentum=0.9), *(FlexDeMoConfig(base=base) for base in _BASES)])
+def test_groups_keep_their_numbers_order_and_keys(model: nn.Sequential, choice: Any) -> None:
+    named = list(model.named_parameters())
     groups = [
-        {"params": [model[3].weight, model[3].bias], "lr": 1e-2, "name": "late", "initial_lr": 2e-2},
-        {"params": [model[1].weight, model[0].weight], "weight_decay": 0.0, "mine": "kept", "muon_lr_factor": 5.0},
+        {"params": named[-4:], "lr": 1e-2, "name": "late", "initial_lr": 2e-2},
+        {"params": named[:3], "weight_decay": 0.0, "mine": "kept", "muon_lr_factor": 5.0},
     ]
-    old = torch.optim.AdamW(groups, lr=1e-3, betas=(0.5, 0.6))
-    new = convert_optimizer(old, model, MuonConfig(muon_lr_factor=2.0)).optimizer
-    assert isinstance(new, ParallelMuon) and _ids(new) == _ids(old)
-    new.add_param_group({"params": list(model[4].parameters())})  # Has the defaults of the AdamW.
-    assert _groups(new, "lr", "name", "initial_lr", "mine", "weight_decay", "betas", "muon_lr_factor") == [
-        (1e-2, "late", 2e-2, None, 1e-2, (0.5, 0.6), 2.0),
-        (1e-3, None, None, "kept", 0.0, (0.5, 0.6), 5.0),
-        (1e-3, None, None, None, 1e-2, (0.5, 0.6), 2.0),
+    old = torch.optim.AdamW(groups, lr=3e-4, weight_decay=0.02, betas=(0.7, 0.8), eps=1e-6)
+    conversion = convert_optimizer(old, model, replace(choice, lr=9.0, weight_decay=9.0))
+    new: Any = conversion.optimizer
+    assert type(new) is (ParallelMuon if isinstance(choice, MuonConfig) else FlexDeMo) and _ids(new) == _ids(old)
+    new.add_param_group({"params": named[3:5]})  # Has the defaults of the AdamW.
+    assert _groups(new, "lr", "name", "initial_lr", "mine", "weight_decay", "betas", "adamw_eps") == [
+        (1e-2, "late", 2e-2, None, 0.02, (0.7, 0.8), 1e-6),
+        (3e-4, None, None, "kept", 0.0, (0.7, 0.8), 1e-6),
+        (3e-4, None, None, None, 0.02, (0.7, 0.8), 1e-6),
     ]
+    assert new.param_groups[0]["param_names"] == [name for name, _ in named[-4:]]
+    assert not {"amsgrad", "fused", "foreach", "maximize", "decoupled_weight_decay"} & new.param_groups[0].keys()
+    has_muon = getattr(choice, "base", "muon") == "muon"
+    assert {each.name for each in new.routes if each.algorithm == "muon"} == (
+        {"1.weight", "3.weight"} if has_muon else set()
+    )
+    factor = {ParallelMuon: 3.0, FlexDeMo: MEASURED_FLEXDEMO_LR_FACTOR}[type(new)] if has_muon else 1.0
+    assert _groups(new, "muon_lr_factor") == [(factor,), (5.0,), (factor,)]
+    assert (f"with {factor:g} times its learning rate" in conversion.summary) == has_muon
+    if isinstance(choice, MuonConfig):
+        assert _groups(new, "momentum", "eps", "adjust_lr_fn")[0] == (0.9, MuonConfig.eps, "match_rms_adamw")
 
 
-def test_torch_muon_keeps_all_of_its_numbers(model: nn.Sequential) -> None:
-    expected = {"lr": 2e-3, "weight_decay": 0.3, "momentum": 0.8, "nesterov": False, "ns_steps": 3, "eps": 1e-5}
-    old = torch.optim.Muon([model[1].weight, model[3].weight], **expected)  # type: ignore[arg-type]
-    new = convert_optimizer(old, model, "auto").optimizer
-    assert isinstance(new, ParallelMuon) and {route.algorithm for route in new.routes} == {"muon"}
+@pytest.mark.parametrize(
+    ("choice", "momentum", "factor"),
+    [
+        ("auto", 0.8, 1.0),
+        (MuonConfig(muon_lr_factor=2.0), 0.8, 2.0),  # A config may say more of what torch.optim.Muon does not have.
+        (FlexDeMoConfig(base="muon"), 0.0, 1.0),  # Nodes have one momentum, which travels.
+        (FlexDeMoConfig(base="muon", replicator=DiLoCo(period=2)), 0.8, 1.0),
+    ],
+)
+def test_torch_muon_keeps_all_of_its_numbers(model: nn.Sequential, choice: Any, momentum: float, factor: float) -> None:
+    kept: dict[str, Any] = {"lr": 2e-3, "weight_decay": 0.3, "nesterov": False, "ns_steps": 3, "eps": 1e-5}
+    kept["ns_coefficients"] = (3.0, -4.0, 2.0)
+    new: Any = convert_optimizer(torch.optim.Muon([model[1].weight], momentum=0.8, **kept), model, choice).optimizer
+    assert {route.algorithm for route in new.routes} == {"muon"}
     # None means original in torch.
-    assert _groups(new, *expected, "adjust_lr_fn") == [(*expected.values(), "original")]
-    assert new.defaults["momentum"] == 0.8 and new.defaults["muon_lr_factor"] == 1.0
-    # Of what torch.optim.Muon does not have, a config may say more.
-    faster = convert_optimizer(old, model, MuonConfig(muon_lr_factor=2.0)).optimizer
-    assert _groups(faster, "lr", "muon_lr_factor") == [(2e-3, 2.0)]
+    expected = (*kept.values(), momentum, "original", factor)
+    assert _groups(new, *kept, "momentum", "adjust_lr_fn", "muon_lr_factor") == [expected]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +161,6 @@ _SCHEDULERS = {
     "nested": lambda o: SequentialLR(
         o, [ChainedScheduler([ConstantLR(o, 0.5, 3), ExponentialLR(o, 0.8)], optimizer=o), ExponentialLR(o, 0.9)], [4]
     ),
-    "lambda": lambda o: LambdaLR(o, lambda step: 1 / (1 + step)),
     "plateau": lambda o: ReduceLROnPlateau(o, patience=0),
 }
 
@@ -166,7 +177,8 @@ def _rates(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -
 
 
 @pytest.mark.parametrize("kind", _SCHEDULERS)
-def test_a_scheduler_acts_on_the_new_optimizer(kind: str) -> None:
+@pytest.mark.parametrize("has_proxy", [True, False])
+def test_a_scheduler_acts_on_the_new_optimizer(kind: str, has_proxy: bool) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
         model = _model()
         groups = [{"params": model[:3].parameters(), "lr": 0.01}, {"params": model[3:].parameters(), "lr": 0.02}]
@@ -176,43 +188,14 @@ def test_a_scheduler_acts_on_the_new_optimizer(kind: str) -> None:
     expected = _rates(*make())
     model, old, scheduler = make()
     new = convert_optimizer(old, model, "auto").optimizer
-    OptimizerProxy(old, new)
+    if has_proxy:
+        OptimizerProxy(old, new)
+    else:
+        repoint_schedulers([scheduler], old, new)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.*")
         assert _rates(model, new, scheduler) == expected
     assert old.state == {}
-
-
-@pytest.mark.parametrize("base", ["sgd", "adamw", "muon"])
-def test_flexdemo_keeps_groups_and_numbers_of_adamw(model: nn.Sequential, base: Any) -> None:
-    groups = [{"params": model[3].parameters(), "lr": 1e-2, "name": "late"}, {"params": model[1].parameters()}]
-    old = torch.optim.AdamW(groups, lr=3e-4, weight_decay=0.02, betas=(0.7, 0.8), eps=1e-6)
-    conversion = convert_optimizer(old, model, FlexDeMoConfig(base=base, lr=9.0, weight_decay=9.0, decay=0.5))
-    new = conversion.optimizer
-    assert isinstance(new, FlexDeMo) and (new.config.base, new.config.decay) == (base, 0.5)
-    assert _ids(new) == _ids(old)
-    assert _groups(new, "lr", "weight_decay", "betas", "adamw_eps", "name") == [
-        (1e-2, 0.02, (0.7, 0.8), 1e-6, "late"), (3e-4, 0.02, (0.7, 0.8), 1e-6, None),
-    ]  # fmt: skip
-    assert not {"amsgrad", "fused", "foreach", "maximize"} & new.param_groups[0].keys()
-    assert any(route.algorithm == "muon" for route in new.routes) == (base == "muon")
-    factor = MEASURED_FLEXDEMO_LR_FACTOR if base == "muon" else 1.0
-    assert _groups(new, "muon_lr_factor") == [(factor,), (factor,)]
-    assert (f"with {factor:g} times its learning rate" in conversion.summary) == (base == "muon")
-
-
-@pytest.mark.parametrize(
-    ("config", "momentum"), [({}, (0.0, False)), ({"replicator": DiLoCo(period=2)}, (0.8, True))], ids=str
-)
-def test_flexdemo_has_momentum_of_muon_only_in_nodes(
-    model: nn.Sequential, config: dict[str, Any], momentum: tuple[float, bool]
-) -> None:
-    kept = {"lr": 0.02, "weight_decay": 0.3, "eps": 1e-5, "ns_steps": 4, "ns_coefficients": (3.0, -4.0, 2.0),
-            "adjust_lr_fn": "original"}  # fmt: skip
-    old = torch.optim.Muon([model[1].weight], momentum=0.8, nesterov=True, **kept)  # type: ignore[arg-type]
-    conversion = convert_optimizer(old, model, FlexDeMoConfig(base="muon", **config))
-    expected = (*kept.values(), "muon", *momentum)
-    assert _groups(conversion.optimizer, *kept, "algorithm", "momentum", "nesterov") == [expected]
 
 
 @pytest.mark.parametrize("choice", [MuonConfig(lr=0.5, weight_decay=0.02), FlexDeMoConfig(base="adamw", lr=0.5)])

@@ -1,17 +1,19 @@
-"""Options, and files that hold them."""
+"""Options, files that hold them, and the sizes of the mesh."""
 
 import json
 import re
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
-from lightning_muon.pipeline.options import PipelineOptions
-from lightning_muon.schedule.pipeline import SCHEDULES
-from tests.unit.schedule.pipeline.problems import BUILT_IN, STAGES_PER_RANK
+from lightning_muon.engine.mesh_sizes import MeshSizes
+from tests.support.processes import ProcessPool
 
 _YAML = """
 replicate_size: 2
@@ -89,11 +91,34 @@ def test_the_documentation_has_every_option_and_its_default() -> None:
     assert {name: value.replace("`", "") for name, value in documented.items()} == expected
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_the_defaults_go_with_every_schedule(name: str, num_ranks: int) -> None:
-    options = PipelineOptions(pipeline_schedule=name)
-    options.check_pipeline(num_ranks)
-    assert options.num_microbatches(num_ranks) == 4 * num_ranks
-    assert options.stages_per_rank == {"interleaved_1f1b": 2, "zb_1p": 1}.get(name, STAGES_PER_RANK.get(name))
-    assert set(BUILT_IN) <= set(SCHEDULES)
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "devices", "expected"),
+    [
+        ({}, 3, 8, (3, 8)),
+        ({"replicate_size": 2}, 1, 4, (2, 2)),
+        ({"shard_size": 2}, 2, 4, (4, 2)),
+        ({"context_size": 2, "tensor_size": 2}, 3, 8, (3, 2)),
+        ({"tensor_size": 3}, 3, 4, (1, 4)),
+        ({"shard_size": 2, "context_size": 2}, 1, 12, (3, 2)),
+        # Stages on different nodes, replicas between those that are left.
+        ({"pipeline_size": 2}, 1, 8, (1, 4)),
+        ({"pipeline_size": 2}, 2, 4, (1, 4)),
+        ({"pipeline_size": 2}, 4, 4, (2, 4)),
+        ({"pipeline_size": 2}, 3, 4, (1, 6)),
+        ({"pipeline_size": 2, "replicate_size": 2}, 1, 8, (2, 2)),
+        ({"pipeline_size": 2, "shard_size": 1, "replicate_size": 4}, 1, 8, (4, 1)),
+    ],
+)
+def test_what_is_not_given_follows(sizes: Any, nodes: int, devices: int, expected: Any) -> None:
+    assert MeshSizes(**sizes).resolve(num_nodes=nodes, num_processes=devices) == expected
+
+
+def _timeouts(**sizes: int) -> set[timedelta]:
+    meshes = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=4)
+    groups: Any = [dist.group.WORLD, *meshes.user.get_all_groups()]
+    return {group._get_backend(torch.device("cpu")).options._timeout for group in groups}
+
+
+def test_all_axes_have_the_timeout_of_the_run(gloo: ProcessPool) -> None:
+    found = gloo.run(_timeouts, timeout=100.0, context_size=2, tensor_size=2)
+    assert found == [{timedelta(seconds=75)}] * 4
